@@ -363,10 +363,11 @@ def test_wrong(): assert False, "seen"
 def test_later(): pytest.skip("no such GPU")
 """
 ENDING = """
-import os, pytest
+import os, pytest, time
 pytestmark = pytest.mark.gpu
 def test_first(): pass
 def test_crash(): os._exit(11)
+def test_hang(): time.sleep(600)
 def test_after(): pass
 """
 
@@ -402,7 +403,8 @@ def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
     assert "no_such_module" in errors["test_unknown.py"]
 
 
-def test_a_test_that_ends_the_process_hides_no_other(tmp_path):
+def test_a_test_that_hangs_or_ends_the_process_hides_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUREFOOT_PATIENCE", "3")
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n'
     )
@@ -410,7 +412,9 @@ def test_a_test_that_ends_the_process_hides_no_other(tmp_path):
     a_kit(tmp_path, in_a_warm_process, tests=tmp_path).part("correct")
     found = results.read(tmp_path / "out" / "results.jsonl")
     ended = {r["case"].rpartition("::")[2]: r["status"] for r in found}
-    assert ended == {"test_first": "ok", "test_crash": "timeout", "test_after": "ok"}
+    lost = {"test_crash": "timeout", "test_hang": "timeout"}
+    assert ended == {"test_first": "ok", **lost, "test_after": "ok"}
+    assert "test_hang" in (tmp_path / "out" / "failures.log").read_text()  # its traceback
 
 
 def test_outcomes_that_a_killed_kit_left_are_results_of_its_device_only(tmp_path):

@@ -2,8 +2,9 @@
 
 Environment variables: ``SUREFOOT_OUTCOMES`` is the file, whose first line has the tests to leave
 out (``done``) and those to run last (``late``); ``SUREFOOT_DEADLINE`` is the second by
-``time.monotonic`` after which no test starts. A test that hangs ends the process; one that has
-broken the GPU's context ends the session, as every later test would fail.
+``time.monotonic`` after which no test starts. A test that hangs for ``SUREFOOT_PATIENCE`` seconds
+ends the process; one that has broken the GPU's context ends the session, as every later test would
+fail.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 
 LONGEST = 1500  # characters of a message
-PATIENCE = 150.0  # seconds of a test, the compilation of its kernels included
+# seconds of a test, the compilation of its kernels included
+PATIENCE = float(os.environ.get("SUREFOOT_PATIENCE", "150"))
 STDERR = os.fdopen(os.dup(2), "w")  # the program's own: pytest captures that of tests
 
 
