@@ -64,10 +64,10 @@ def _place(stored: Results) -> dict[str, object]:
     return {name: stored.surroundings[name] for name in ("device", "code")}
 
 
-def collect(outcomes: Path, stored: Results) -> dict[str, str]:
-    """Append a record for each test that was started, and remove the file; returns their statuses.
+def collect(outcomes: Path, stored: Results, *, only_new: bool = False) -> dict[str, str]:
+    """Append a record for each test that was started, or ``only_new`` ones; returns their statuses.
     A test with several failures, as in its call and its end, has the first one. What another device
-    or other code left is dropped."""
+    or other code left is ignored."""
     ended: dict[str, Mapping[str, object]] = {}
     head, *lines = results.read(outcomes) or [{}]
     is_of_this = {**head, **_place(stored)} == head
@@ -77,8 +77,9 @@ def collect(outcomes: Path, stored: Results) -> dict[str, str]:
             ended[name] = line
     for name, line in ended.items():
         status = STATUS[str(line["outcome"])]
+        if only_new and stored.status((PART, name, "pytest")):
+            continue
         record = {"part": PART, "case": name, "subject": "pytest", "status": status}
         message = line["message"] if status != "ok" else ""
         stored.append({**record, "seconds": line["seconds"], "figures": {}, "error": message})
-    outcomes.unlink(missing_ok=True)
     return {name: STATUS[str(line["outcome"])] for name, line in ended.items()}

@@ -100,8 +100,8 @@ class Kit:
         self.stored = Results(self.out / "results.jsonl", found)
         for folder in (*self.known, self.work):
             self.stored.adopt(folder / self.stored.path.name)
-            correct.collect(folder / correct.OUTCOMES, self.stored)
-        correct.collect(self.out / correct.OUTCOMES, self.stored)
+        for folder in (*self.known, self.out):  # another kit may be at work in a known one
+            correct.collect(folder / correct.OUTCOMES, self.stored, only_new=True)
 
     @property
     def left(self) -> float:
@@ -161,6 +161,7 @@ class Kit:
             env = correct.environment(outcomes, self.stored, self.left - 30, ended)
             code = self.run(correct.command(files), self.environment() | env, ROOT, log, self.left)
             found = correct.collect(outcomes, self.stored)
+            outcomes.unlink()
             say(f"correct: {dict(Counter(found.values()))}, pytest's exit code {code}")
             if correct.is_complete(code, found):
                 return
