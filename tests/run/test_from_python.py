@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -35,6 +36,16 @@ FORMS = {
     ],
     "prompt and completion": [
         {"prompt": row["instruction"], "completion": row["output"]} for row in ROWS
+    ],
+    "question and answer": [
+        {"question": row["instruction"], "answer": row["output"]} for row in ROWS
+    ],
+    "messages as prompt": [
+        {
+            "prompt": [{"role": "user", "content": row["instruction"]}],
+            "completion": [{"role": "assistant", "content": row["output"]}],
+        }
+        for row in ROWS
     ],
     "datasets.Dataset": datasets.Dataset.from_list(ROWS).with_format("numpy"),
     "a generator": None,
@@ -72,7 +83,8 @@ def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, for
     assert_same(found.model, usual.model)
     recipe = load(tmp_path / "run/recipe.yaml")  # can be resumed and evaluated without the program
     assert recipe.data.datasets == ("train_dataset",)
-    assert recipe.data.dataset_dir.parent == tmp_path / "run"
+    file = Path(recipe.data.datasets[0].source["file_name"])
+    assert file.parent.parent == tmp_path / "run"
     assert surefoot.train(tmp_path / "run/recipe.yaml").global_step == 4
 
 
