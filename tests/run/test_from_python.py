@@ -260,6 +260,18 @@ def test_a_stage_of_ones_own_is_given_as_an_instance(project, usual, tmp_path, m
     assert load(tmp_path / "run/recipe.yaml").stage == Halved(share=1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    learning_rate: float = 0.1
+
+
+@pytest.mark.parametrize("kind", ["stage", "method", "optim"])
+def test_a_class_of_ones_own_that_lacks_members_is_refused_with_their_names(project, kind):
+    missing = {"stage": "spec", "method": "saves_base_model", "optim": "bf16_weights"}[kind]
+    with pytest.raises(RecipeError, match=rf"^{kind}: the class Plain has no .*\b{missing}\b"):
+        surefoot.train(project, **{kind: Plain()})
+
+
 def test_an_object_where_a_value_belongs_is_named_by_its_key(project):
     with pytest.raises(RecipeError, match=r"data.template: .*got an object of type object"):
         surefoot.train(project, **{"data.template": object()})
