@@ -34,19 +34,15 @@ logger = logging.getLogger(__name__)
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
-FREE: tuple[str, ...] = (
-    "checkpoint",
-    "generate",
-    "parallel",
-    "model.attention",
-    "model.compile",
-    "model.gradient_checkpointing",
+FREE = (  # beginnings of their paths
+    *("checkpoint", "generate", "parallel"),
+    *("model.attention", "model.compile", "model.gradient_checkpointing"),
+    *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
+    *("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic"),
+    *("train.load_best_model_at_end", "train.cache_dir"),
+    *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
+    *("data.cache_dir", "data.max_broken_rows", "data.packing"),
 )
-FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
-FREE += ("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic")
-FREE += ("train.load_best_model_at_end",)
-FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
-FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.packing")
 
 
 @dataclass(frozen=True)
