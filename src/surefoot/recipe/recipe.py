@@ -240,8 +240,11 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
 
 def rounding_needs_bfloat16_weights(recipe: Recipe) -> Iterator[Problem]:
     """Weights of other types are never rounded."""
-    optim, default = recipe.optim, OPTIMIZERS["adamw"]().bf16_weights
-    if recipe.model.dtype != "bfloat16" and optim.bf16_weights != default:
+    optim = recipe.optim
+    setting = schema.settings(type(optim)).get("bf16_weights")  # some optimizers have no choice
+    if setting is None or recipe.model.dtype == "bfloat16":
+        return
+    if optim.bf16_weights != setting.default:
         name = schema.variant_name(OPTIMIZERS, optim)
         message = "has no effect unless model.dtype is bfloat16"
         yield Problem(("optim", name, "bf16_weights"), message)
