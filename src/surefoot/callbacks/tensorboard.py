@@ -13,6 +13,9 @@ from ..training.state import TrainerControl, TrainerState
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+FOLDER = "tensorboard"
+_EVENTS = "events.out.tfevents.*"
+
 
 @dataclass
 class TensorBoard(TrainerCallback):
@@ -31,23 +34,30 @@ class TensorBoard(TrainerCallback):
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Open the event file; ``purge_step`` hides what a killed run wrote after its last save."""
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its last save.
+        Without earlier event files, the log of the run so far is written first."""
         from torch.utils.tensorboard import SummaryWriter
 
+        is_new = not any(self.folder.glob(_EVENTS))
         purge = state.global_step + 1 if state.global_step else None
         self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+        for logs in state.log_history if is_new else ():
+            if "step" in logs:
+                self._write(self._writer, logs, int(logs["step"]))
 
     def on_log(
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """``loss`` as ``train/loss``, ``eval_loss`` as ``eval/loss``."""
-        if self._writer is None:
-            return
+        if self._writer is not None:
+            self._write(self._writer, logs, state.global_step)
+            self._writer.flush()
+
+    def _write(self, writer: SummaryWriter, logs: Metrics, step: int) -> None:
         for name, value in logs.items():
             if name not in ("step", "epoch"):
                 tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
-                self._writer.add_scalar(tag, value, state.global_step)
-        self._writer.flush()
+                writer.add_scalar(tag, value, step)
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Close the file."""
