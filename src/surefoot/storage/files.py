@@ -33,7 +33,9 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
+# What some network disks say: they have no locks, or none of this kind of file; cannot flush names.
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EINVAL)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 
 
 @contextlib.contextmanager
@@ -171,7 +173,7 @@ class File:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 return False
         return True
@@ -292,9 +294,14 @@ def new_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in ``path`` (not the files' bytes) are on the disk."""
+    """Return when the names in ``path`` (not the files' bytes) are on the disk; at once where the
+    file system flushes no folders."""
     with _naming(path), File(os.open(path, _FOLDER), path) as folder:
-        folder.sync()
+        try:
+            folder.sync()
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                raise
 
 
 def rename(old: Path, new: Path) -> None:
@@ -317,6 +324,8 @@ def share(old: Path, new: Path) -> bool:
     with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
         return True
+    with contextlib.suppress(OSError):  # a network disk may do it, and lose its answer
+        return os.path.samestat(os.lstat(old), os.lstat(new))
     return False
 
 
@@ -346,7 +355,7 @@ def remove_tree(path: Path) -> None:
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and (patience := patience - 1):
                 continue
-            if error.errno != errno.ENOENT:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
         left.pop()
 
