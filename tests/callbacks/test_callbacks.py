@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -95,6 +96,21 @@ def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):
     board = tmp_path / "board"
     first = small.trainer(tmp_path, TensorBoard(board), small.StopAt(5))
     first.fit()
+    second = small.trainer(tmp_path, TensorBoard(board))
+    small.resume(second, tmp_path / "checkpoint-3").fit()
+    reader = event_accumulator.EventAccumulator(str(board))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_tensorboard_holds_every_step_once_after_the_clock_went_back(tmp_path, monkeypatch):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    board, real = tmp_path / "board", time.time
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: real() + 3600)
+        small.trainer(tmp_path, TensorBoard(board), small.StopAt(5)).fit()
     second = small.trainer(tmp_path, TensorBoard(board))
     small.resume(second, tmp_path / "checkpoint-3").fit()
     reader = event_accumulator.EventAccumulator(str(board))

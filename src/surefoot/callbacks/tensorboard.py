@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RecipeError
+from ..errors import RecipeError, RunError
+from ..storage.files import raising, rename
 from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
@@ -15,6 +18,17 @@ if TYPE_CHECKING:
 
 FOLDER = "tensorboard"
 _EVENTS = "events.out.tfevents.*"
+
+
+def _put_before(paths: Sequence[Path], now: int) -> None:
+    """Rename event files of the future, after the clock went back: TensorBoard reads files in the
+    order of the times in their names, and the new one must be the last."""
+    times = [path.name.split(".")[3] for path in paths]
+    if any(text.isdecimal() and int(text) >= now for text in times):
+        with raising(RunError, "tensorboard"):
+            for number, (path, text) in enumerate(zip(paths, times, strict=True), -len(paths)):
+                name = path.name.replace(text, f"{now + number:010d}", 1)
+                rename(path, path.with_name(name))
 
 
 @dataclass
@@ -38,6 +52,7 @@ class TensorBoard(TrainerCallback):
         Without earlier event files, the log of the run so far is written first."""
         from torch.utils.tensorboard import SummaryWriter
 
+        _put_before(sorted(self.folder.glob(_EVENTS)), int(time.time()))
         is_new = not any(self.folder.glob(_EVENTS))
         purge = state.global_step + 1 if state.global_step else None
         self._writer = SummaryWriter(str(self.folder), purge_step=purge)
