@@ -25,6 +25,7 @@ from .os_errors import raising as raising  # noqa: PLC0414
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
 PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
+_FETCH = 8 << 20  # bytes that are fetched ahead of sequential reads
 _DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
@@ -55,6 +56,7 @@ class File:
         self.path = path
         self._descriptor = descriptor
         self._is_direct = False
+        self._end = -1  # of the last read
         self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
         self._close.atexit = False
 
@@ -80,12 +82,20 @@ class File:
         """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
         done = 0
         with _naming(self.path):
+            if offset == self._end and len(view) >= BLOCK:
+                self._fetch(offset + len(view))
+            self._end = offset + len(view)
             while done < len(view):
                 count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
                 if not count:
                     short = f"the file ends {len(view) - done} bytes too early"
                     raise OSError(errno.ENODATA, short)
                 done += count
+
+    def _fetch(self, offset: int) -> None:
+        """Let the system read what follows in a sequence: the disk works while this is hashed."""
+        with contextlib.suppress(OSError, AttributeError):  # not on every system
+            os.posix_fadvise(self._descriptor, offset, _FETCH, os.POSIX_FADV_WILLNEED)
 
     def read(self, offset: int, length: int) -> bytes:
         """The ``length`` bytes from ``offset`` on. The caller bounds ``length``."""
