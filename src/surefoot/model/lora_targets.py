@@ -39,6 +39,14 @@ class Targets:
         """The parameters that get an update, those of modules included."""
         return {*self.parameters, *(f"{name}.weight" for name in self.modules)}
 
+    def inside(self, model: nn.Module, parents: Collection[nn.Module]) -> Targets:
+        """Those in modules ``parents`` of ``model``. Raises ``RecipeError`` if there is none."""
+        starts = tuple(f"{name}." for name, module in model.named_modules() if module in parents)
+        kept = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
+        if not any(kept):
+            raise RecipeError(f"{_KEY}: none of them is in method.lora.layers")
+        return Targets(*kept)
+
 
 def choose_targets(
     model: PreTrainedModel, targets: Collection[str], modules_to_save: Collection[str] = ()

@@ -259,6 +259,19 @@ def float8_needs_whole_matrices(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "precision"), "model.float8 needs bf16 or fp32")
 
 
+def noise_needs_whole_rows(recipe: Recipe) -> Iterator[Problem]:
+    """Noise on embeddings is drawn for the complete rows, where they are embedded."""
+    if recipe.model.neftune_noise_alpha is None:
+        return
+    for name, is_on in (
+        ("pp", recipe.parallel.pp > 1),
+        ("sequence_parallel", recipe.parallel.sequence_parallel),
+    ):
+        if is_on:
+            message = "not supported with model.neftune_noise_alpha; remove one of the two"
+            yield Problem(("parallel", name), message)
+
+
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
@@ -267,4 +280,5 @@ RULES: list[Rule] = [
     rolling_back_needs_checkpoints,
     rounding_needs_bfloat16_weights,
     float8_needs_whole_matrices,
+    noise_needs_whole_rows,
 ]
