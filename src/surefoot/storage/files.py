@@ -34,9 +34,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
-# What some network disks say: they have no locks, or none of this kind of file; cannot flush names.
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EINVAL)
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EINVAL)  # nor flushes
 
 
 @contextlib.contextmanager
@@ -82,9 +80,7 @@ class File:
         """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
         done = 0
         with _naming(self.path):
-            if offset == self._end and len(view) >= BLOCK:
-                self._fetch(offset + len(view))
-            self._end = offset + len(view)
+            self._fetch(offset, len(view))
             while done < len(view):
                 count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
                 if not count:
@@ -92,10 +88,12 @@ class File:
                     raise OSError(errno.ENODATA, short)
                 done += count
 
-    def _fetch(self, offset: int) -> None:
-        """Let the system read what follows in a sequence: the disk works while this is hashed."""
-        with contextlib.suppress(OSError, AttributeError):  # not on every system
-            os.posix_fadvise(self._descriptor, offset, _FETCH, os.POSIX_FADV_WILLNEED)
+    def _fetch(self, offset: int, length: int) -> None:
+        """Let the system read what follows in a sequence, while this is hashed."""
+        is_next, self._end = offset == self._end, offset + length
+        if is_next and length >= BLOCK and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._end, _FETCH, os.POSIX_FADV_WILLNEED)
 
     def read(self, offset: int, length: int) -> bytes:
         """The ``length`` bytes from ``offset`` on. The caller bounds ``length``."""
@@ -132,8 +130,7 @@ class File:
                 done += count
 
     def bypass_cache(self) -> None:
-        """Bypass the page cache for all later writes, where system and disk allow it: there, a
-        checkpoint would cost another copy, and evict pages that are in use."""
+        """Bypass the page cache for later writes, if possible: it would cost another copy."""
         with contextlib.suppress(OSError):
             self._set_direct(True)
 
@@ -304,13 +301,12 @@ def new_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in ``path`` (not the files' bytes) are on the disk; at once where the
-    file system flushes no folders."""
-    with _naming(path), File(os.open(path, _FOLDER), path) as folder:
+    """Return when the names in ``path`` (not the files' bytes) are on the disk, if it can do it."""
+    with File(os.open(path, _FOLDER), path) as folder:
         try:
             folder.sync()
         except OSError as error:
-            if error.errno not in _NO_SYNC:
+            if error.errno not in NO_LOCKS:  # it flushes no folders
                 raise
 
 
@@ -333,8 +329,7 @@ def share(old: Path, new: Path) -> bool:
         os.unlink(new)
     with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
-        return True
-    with contextlib.suppress(OSError):  # a network disk may do it, and lose its answer
+    with contextlib.suppress(OSError):  # a network disk may link them, and lose its answer
         return os.path.samestat(os.lstat(old), os.lstat(new))
     return False
 
