@@ -157,7 +157,8 @@ def refuse_read_weights(model: PreTrainedModel) -> None:
         has_weights = any(True for _ in module.parameters(recurse=False))
         if not name or not has_weights or isinstance(module, nn.Conv1d):
             continue
-        if reads_weight(kind := type(modules[parent]), name):
+        kind: type = type(modules[parent])
+        if reads_weight(kind, name):
             raise RecipeError(
                 f"parallel.tp: {type(model).__name__} does not support tensor parallelism: "
                 f"{kind.__name__} reads the weight of {place} itself; leave tp at 1 and use "

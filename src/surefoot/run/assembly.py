@@ -23,6 +23,7 @@ from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .policy import Around, build_codec, check_early, open_policy, settle_packing
+from .prepared_model import compare_prepared
 from .recipe_callbacks import standard_callbacks
 from .saving import build_saver
 from .trainer_parts import assemble
@@ -115,5 +116,6 @@ def build(
         start.restore(trainer, base)
         check_code(code, start.folder)
     settle_packing(recipe, trainer, policy, is_resumed=start is not None)
+    compare_prepared(trainer.state.kernels, policy)
     trainer.callbacks.emit("on_init_end")
     return trainer

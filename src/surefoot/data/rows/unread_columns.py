@@ -17,7 +17,7 @@ from .formats.fields import Row
 from .registry import MEDIA, RANKING_COLUMNS, DatasetEntry
 
 SINGLE = ("response", "completion")  # not read of a row with two responses
-EMPTY = (None, "", [], {})
+EMPTY: tuple[object, ...] = (None, "", [], {})
 MARKS = ("kto_tag", "label")  # usual names of a column with true for good responses
 TRUTH = ("true", "false")  # csv has only text
 # Words in the name of a column that is about how to read, or to train on, its row.
