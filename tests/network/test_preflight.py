@@ -15,6 +15,7 @@ from surefoot.forecast.bench.measurement import measure
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.adaptable import refuse_read_weights
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.preflight import refuse_early, size_of_save
@@ -80,6 +81,18 @@ def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkey
 def test_attention_that_the_device_lacks_is_refused(project, tmp_path):
     with pytest.raises(ModelError, match=r"model.attention: flash_attention_2 needs"):
         checked(project, tmp_path, attention="flash_attention_2")
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["in the recipe", "in the tokenizer"])
+def test_tokens_whose_embeddings_would_not_be_trained_are_refused_with_a_cure(project, is_named):
+    base = project.parent / "model"
+    section = replace(load(project).model, new_special_tokens=("<new>",) if is_named else ())
+    tokens = load_tokenizer(base, new_special_tokens=("<new>",))
+    who = "model.new_special_tokens: " if is_named else "the tokenizer in .* has more tokens than"
+    with pytest.raises(RecipeError, match=rf"{who}.*never be trained; name them in method.lora"):
+        open_network(base, section, tokens, ALONE, NetworkOptions(method=LoRA()), META)
+    for method in (LoRA(modules_to_save=("embed_tokens", "lm_head")), Full()):  # what it advises
+        open_network(base, section, tokens, ALONE, NetworkOptions(method=method), META)
 
 
 def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ class DatasetReport:
     items: int = 0  # encoded examples, or pieces of long texts
     tokens: int = 0
     trained_tokens: int = 0  # that carry a label
-    unread: tuple[str, ...] = ()  # columns that nothing reads, see ``unread_columns``
+    unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
 
     def lines(self) -> Iterator[str]:
         """The report as text."""

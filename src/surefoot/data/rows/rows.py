@@ -13,7 +13,7 @@ from .formats import FORMATS
 from .formats.fields import Row, nearest
 from .registry import DatasetEntry
 from .row_sources import BrokenRow
-from .unread_columns import check_columns, read_columns, unread_columns, unread_mark
+from .unread_columns import check_columns, meaningful_columns, read_columns, unread_mark
 
 
 def read_examples(
@@ -54,7 +54,7 @@ def _read(
             columns=row,
             origin=f"{entry.name}:{index}",
             unread_mark=unread_mark(entry, row),
-            unread=unread_columns(row, read),
+            unread=meaningful_columns(row, read),
         )
     except DataError as error:
         return BrokenRow(index, str(error))

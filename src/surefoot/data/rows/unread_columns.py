@@ -49,7 +49,7 @@ def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
         )
 
 
-def unread_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
+def meaningful_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
     """The columns of a row that have a value, are not in ``read``, and have a name that means
     something."""
     others = (name for name in row if name not in read and WORDS.search(name))
