@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError, counted
+from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.embedding_noise import add_embedding_noise
@@ -199,6 +200,8 @@ def divide_layers(draft: Draft, tensors: Tensors) -> None:
 
 def shard_weights(draft: Draft, tensors: Tensors) -> None:
     """Shard matrices over ``tp``, then all weights over the data axes, and load the shards."""
+    if draft.world.tp > 1 and draft.options.is_trainable:
+        refuse_read_weights(draft.inner)
     tensors.shard(draft)
 
 
