@@ -1,0 +1,72 @@
+"""Models whose files contain quantized weights: which are read, and as what.
+
+Those that transformers dequantizes without a kernel of its own are read in full precision, and
+trained through an adapter. All others are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ...errors import ModelError, RecipeError
+from ..section import ModelSection
+
+# What dequantizes the weights while they are read, by the name in ``config.json``.
+DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+
+
+def stored_quantization(config: PretrainedConfig | Mapping[str, Any]) -> str | None:
+    """How the weights of a model are quantized in its files: ``quant_method`` of a configuration;
+    None if they are not."""
+    given = config if isinstance(config, Mapping) else vars(config)
+    found = given.get("quantization_config")
+    if found is None:
+        return None
+    settings = found if isinstance(found, Mapping) else vars(found)
+    method = settings.get("quant_method", "an unnamed form")
+    return str(getattr(method, "value", method))
+
+
+def dequantization(
+    config: PretrainedConfig, section: ModelSection, folder: Path
+) -> QuantizationConfigMixin | None:
+    """What makes transformers read quantized weights in full precision; None if they are not
+    quantized. Raises ``ModelError`` for a form that is not read."""
+    method = stored_quantization(config)
+    if method is None:
+        return None
+    if method not in DEQUANTIZED:
+        raise ModelError(
+            f"model.path: the weights in {folder} are quantized ({method}), which is not read, only "
+            f"{' and '.join(DEQUANTIZED)} are; take the model that they were made from, with "
+            "model.quantization_bit: 4 if memory is short"
+        )
+    if section.quantization_bit is not None:
+        raise ModelError(
+            f"model.quantization_bit: the weights in {folder} are quantized already ({method}); "
+            "leave it unset, and they are read in full precision"
+        )
+    return DEQUANTIZED[method](dequantize=True)
+
+
+def refuse_own_weights(config: PretrainedConfig, folder: Path) -> None:
+    """Raise ``RecipeError`` if a method would train, and save, weights that are quantized."""
+    if (method := stored_quantization(config)) is not None:
+        raise RecipeError(
+            f"model.path: the weights in {folder} are quantized ({method}); use method: lora, or "
+            "take the model that they were made from"
+        )
+
+
+def refuse_merge(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise ``ModelError`` if files of quantized weights would be changed or cast."""
+    if (method := stored_quantization(config)) is not None:
+        raise ModelError(
+            f"{folder}: its weights are quantized ({method}), so no adapter can be merged into "
+            "them; open both with PEFT, or pass the model that they were made from as --base"
+        )
