@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.converting.model_files import configs
+from ..checkpoint.converting.model_files import configs, read_config
 from ..checkpoint.converting.targets.huggingface import refuse_taken
 from ..checkpoint.disk.atomic_folder import new_folder, write_small
 from ..checkpoint.disk.companions import companions_of
@@ -28,7 +28,8 @@ from ..data.section import without_datasets
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template, saved_source
 from ..errors import ModelError
-from ..model.pretrained.positions import changed_config, extension_of
+from ..model.pretrained.positions import CONFIG, changed_config, extension_of
+from ..model.pretrained.stored_quantization import refuse_merge
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection
 from ..network.heads import HEADS
@@ -127,6 +128,7 @@ class _Names:
 
 def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     base = open_folder(parts.model)
+    refuse_merge(read_config(parts.model / CONFIG), parts.model)
     if parts.adapter is None:
         return _Whole(base, {})
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)

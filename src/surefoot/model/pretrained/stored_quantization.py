@@ -6,7 +6,7 @@ trained through an adapter. All others are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,8 @@ DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 def stored_quantization(config: PretrainedConfig | Mapping[str, Any]) -> str | None:
     """How the weights of a model are quantized in its files: ``quant_method`` of a configuration;
     None if they are not."""
-    given = config if isinstance(config, Mapping) else vars(config)
-    found = given.get("quantization_config")
-    if found is None:
+    if not (settings := _settings(config)):
         return None
-    settings = found if isinstance(found, Mapping) else vars(found)
     method = settings.get("quant_method", "an unnamed form")
     return str(getattr(method, "value", method))
 
@@ -42,8 +39,8 @@ def dequantization(
         return None
     if method not in DEQUANTIZED:
         raise ModelError(
-            f"model.path: the weights in {folder} are quantized ({method}), which is not read, only "
-            f"{' and '.join(DEQUANTIZED)} are; take the model that they were made from, with "
+            f"model.path: the weights in {folder} are quantized ({method}), which is not read; "
+            f"{' and '.join(DEQUANTIZED)} are. Take the model that they were made from, with "
             "model.quantization_bit: 4 if memory is short"
         )
     if section.quantization_bit is not None:
@@ -61,6 +58,32 @@ def refuse_own_weights(config: PretrainedConfig, folder: Path) -> None:
             f"model.path: the weights in {folder} are quantized ({method}); use method: lora, or "
             "take the model that they were made from"
         )
+
+
+def refuse_uneven_blocks(
+    config: PretrainedConfig, shapes: Mapping[str, Sequence[int]], folder: Path
+) -> None:
+    """Raise ``ModelError`` if the blocks of an fp8 matrix, which share a scale, are not all of one
+    size. transformers derives the size from the number of scales, and would take wrong ones."""
+    for name, count in shapes.items():
+        weight = shapes.get(name.removesuffix("_scale_inv"), ())
+        if not name.endswith("_scale_inv") or len(weight) < 2 or len(count) < 2:
+            continue
+        found = _settings(config).get("weight_block_size") or weight[-2:]
+        along = zip(weight[-2:], count[-2:], found, strict=True)
+        if any(blocks > 1 and size % block for size, blocks, block in along):
+            raise ModelError(
+                f"model.path: {name.removesuffix('_scale_inv')} in {folder} has the shape "
+                f"{list(weight)}, which fp8 blocks of {found[0]} x {found[1]} do not divide: "
+                "transformers would read it wrongly. Take the model that it was made from"
+            )
+
+
+def _settings(config: PretrainedConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a model's quantization; empty without one."""
+    given = config if isinstance(config, Mapping) else vars(config)
+    found = given.get("quantization_config") or {}
+    return found if isinstance(found, Mapping) else vars(found)
 
 
 def refuse_merge(config: Mapping[str, Any], folder: Path) -> None:
