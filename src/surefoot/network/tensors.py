@@ -23,11 +23,12 @@ from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
+from ..model.pretrained.quantized import check_alone
 from ..model.pretrained.stored_quantization import (
     dequantization,
+    quantization_of,
     refuse_own_weights,
     refuse_uneven_blocks,
-    stored_quantization,
 )
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
@@ -90,7 +91,7 @@ class RealTensors:
         if draft.start is not None:
             draft.inner = draft.start.model
             return
-        if stored_quantization(config := read_config(base, section)) is not None:
+        if quantization_of(config := read_config(base, section)) is not None:
             refuse_uneven_blocks(config, open_folder(base).shapes(), base)
         weights = options.weights
         stored = scattered(base) if weights is None else read_named(weights, base)
@@ -181,9 +182,10 @@ class MetaTensors:
 REAL = RealTensors()
 
 
-def check_stored(draft: Draft) -> None:
-    """Raise ``ModelError`` or ``RecipeError`` if quantized weights in the files of ``draft`` cannot
-    be read, or not be trained by its method."""
+def check_quantization(draft: Draft) -> None:
+    """Raise ``RecipeError`` if several ranks would use a base that is quantized in memory, and
+    ``ModelError`` or ``RecipeError`` if quantized files cannot be read, or not be trained."""
+    check_alone(draft.section, draft.world.size)
     config, method = read_config(draft.base, draft.section), draft.options.method
     dequantization(config, draft.section, draft.base)
     if method is not None and method.saves_base_model:

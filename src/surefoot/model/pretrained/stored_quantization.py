@@ -20,7 +20,7 @@ from ..section import ModelSection
 DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
-def stored_quantization(config: PretrainedConfig | Mapping[str, Any]) -> str | None:
+def quantization_of(config: PretrainedConfig) -> str | None:
     """How the weights of a model are quantized in its files: ``quant_method`` of a configuration;
     None if they are not."""
     if not (settings := _settings(config)):
@@ -34,7 +34,7 @@ def dequantization(
 ) -> QuantizationConfigMixin | None:
     """What makes transformers read quantized weights in full precision; None if they are not
     quantized. Raises ``ModelError`` for a form that is not read."""
-    method = stored_quantization(config)
+    method = quantization_of(config)
     if method is None:
         return None
     if method not in DEQUANTIZED:
@@ -53,7 +53,7 @@ def dequantization(
 
 def refuse_own_weights(config: PretrainedConfig, folder: Path) -> None:
     """Raise ``RecipeError`` if a method would train, and save, weights that are quantized."""
-    if (method := stored_quantization(config)) is not None:
+    if (method := quantization_of(config)) is not None:
         raise RecipeError(
             f"model.path: the weights in {folder} are quantized ({method}); use method: lora, or "
             "take the model that they were made from"
@@ -79,17 +79,7 @@ def refuse_uneven_blocks(
             )
 
 
-def _settings(config: PretrainedConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+def _settings(config: PretrainedConfig) -> Mapping[str, Any]:
     """The settings of a model's quantization; empty without one."""
-    given = config if isinstance(config, Mapping) else vars(config)
-    found = given.get("quantization_config") or {}
+    found = getattr(config, "quantization_config", None) or {}
     return found if isinstance(found, Mapping) else vars(found)
-
-
-def refuse_merge(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ``ModelError`` if files of quantized weights would be changed or cast."""
-    if (method := stored_quantization(config)) is not None:
-        raise ModelError(
-            f"{folder}: its weights are quantized ({method}), so no adapter can be merged into "
-            "them; open both with PEFT, or pass the model that they were made from as --base"
-        )
