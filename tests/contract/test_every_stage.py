@@ -18,11 +18,14 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError
 from surefoot.methods import METHODS
+from surefoot.network.blocks import ParameterNames
 from surefoot.optim import OPTIMIZERS
 from surefoot.schema import settings
 from surefoot.stages import STAGES
 from surefoot.training import TrainerCallback
 from surefoot.training.context import blank_examples
+
+SWITCHING = {name for name, made in METHODS.items() if "switch_interval" in settings(made)}
 
 VARIANTS = {**STAGES, **METHODS, **OPTIMIZERS}
 EXAMPLES = [
@@ -154,7 +157,13 @@ def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
     assert all(p.grad is not None for p in learning)
     weights = method.weights(model, inner)
     assert weights.kind == ("full" if method.saves_base_model else "adapter")
-    assert set(method.trainable(0, ["a", "b"])) == set(method.trainable(9, ["a", "b"]))
+    names = ParameterNames(("embed",), (("a", "b"), ("c",)), ("norm", "head"), ("value",))
+    blocks = method.trainable(names, 0)
+    assert blocks == method.trainable(names, 0) or blocks.switch
+    turns = [blocks.trainable(step) for step in range(200)]
+    assert turns == [method.trainable(names, 0).trainable(step) for step in range(200)]
+    assert all(found <= {*names.all} and "value" in found for found in turns)
+    assert frozenset().union(*turns) == blocks.always | blocks.in_turn
 
 
 # Every stage with LoRA and every method with SFT; the other pairs are proofs.
@@ -168,6 +177,7 @@ PAIRS = [
 def test_every_stage_and_method_resumes_to_the_same_bits(stage, method, tmp_path):
     data = {"datasets": [DATASETS.get(stage, "sums")], "cache_dir": str(tmp_path / "cache")}
     settings = written(stage) if stage in SETTINGS else stage
+    method = {method: {"switch_interval": 3}} if method in SWITCHING else method
     project = Project(tmp_path, stage=settings, method=method, data=data, train={"max_steps": 8})
     surefoot.train(project.recipe)
     cut = str(tmp_path / "cut")

@@ -6,6 +6,7 @@ import torch
 import surefoot.checkpoint as ckpt
 import tiny
 from surefoot.methods import METHODS
+from surefoot.network.parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.schedules import SCHEDULES
 from surefoot.optim.trained import TrainedParameters
@@ -19,7 +20,9 @@ class Run:
         self.method, self.optim, inner = METHODS[method](), OPTIMIZERS[optim](), tiny.model()
         self.model = self.method.apply(inner)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.trained = TrainedParameters(self.optim, named, self.method.trainable)
+        parts = names_by_part(self.model, inner, {n: n for n, _ in self.model.named_parameters()})
+        blocks = self.method.trainable(parts, 0)
+        self.trained = TrainedParameters(self.optim, named, blocks.trainable)
         self.states = {
             "model": self.method.weights(self.model, inner),
             "optimizer": self.trained,

@@ -98,6 +98,7 @@ def learn(made, count):
     for _ in range(count):
         step = made.state.global_step
         made.policy.module.train()
+        made.policy.step.optimizer = made.policy.optimizer_at(step)
         figures = made.policy.step.gradients(
             made.windows.next_turn().window,
             partial(made.stage.loss, "policy"),

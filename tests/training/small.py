@@ -127,7 +127,7 @@ def trainer(
     state = TrainerState(max_steps=section.max_steps, train_batch_size=section.micro_batch_size)
     control = TrainerControl()
     optim = optim or AdamW(learning_rate=5e-3, weight_decay=0.1)
-    trained = network.trained(optim, method.trainable)
+    trained = network.trained(optim)
     step = Step(
         trained.optimizer,
         optim.schedule_over(section.max_steps),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PARTS = {
     "weights": "parameters and buffers, as stored in memory",
-    "gradients": "one for every trainable parameter",
-    "optimizer": "its states for every trainable parameter",
+    "gradients": "one for every parameter that is trained at once",
+    "optimizer": "its states for every parameter that is trained at once",
     "activations": "saved by the forward pass for the backward pass",
     "logits": "at trained positions, with their gradients",
     "working": "temporary tensors",
@@ -108,7 +108,10 @@ def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
 
 def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
     course, mesh, share = found.course, found.mesh, found.trained_parameters / found.parameters
-    yield "parameters", f"{found.parameters:,}, {100 * share:.3g} % of them trainable"
+    parameters = f"{found.parameters:,}, {100 * share:.3g} % of them trainable"
+    if found.trained_at_once < found.trained_parameters:
+        parameters += f", {100 * found.trained_at_once / found.parameters:.3g} % at once"
+    yield "parameters", parameters
     where = "on GPUs" if found.machine.on_gpu else "on CPUs"
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""

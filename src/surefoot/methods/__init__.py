@@ -1,7 +1,9 @@
 """The ways of tuning weights. To add one: write its file, add its line."""
 
+from .badam import BAdam
 from .freeze import Freeze
 from .full import Full
+from .lisa import LISA
 from .lora import LoRA
 
-METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA}
+METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA, "badam": BAdam, "lisa": LISA}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import model as models
 from ..model.section import ModelSection
+from ..network.blocks import ParameterNames, TrainedBlocks, everything
 from ..schema import Problem
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 
-def every_name(_self: object, _step: int, names: Sequence[str]) -> Collection[str]:
+def every_name(_self: object, names: ParameterNames, _seed: int) -> TrainedBlocks:
     """All that ``apply`` has left trainable, at every step."""
-    return names
+    return everything(names)
 
 
 def all_weights(_self: object, _module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:

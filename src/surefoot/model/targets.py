@@ -20,17 +20,17 @@ class HasHead(Protocol):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order: the longest ``ModuleList`` of one class."""
+    """The decoder layers in order: the elements of the ``ModuleList`` with most parameters. They
+    may be of several classes, as in hybrids of attention and state space models."""
     from torch import nn
 
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    same = [m for m in lists if len({type(layer) for layer in m}) == 1]
-    if not same:
+    if not lists:
         raise ModelError(
             f"{type(model).__name__}: found no list of layers; use method full or lora"
         )
-    longest: nn.ModuleList = max(same, key=lambda found: len(found))  # noqa: PLW0108 (len alone does not type-check)
-    return list(longest)
+    largest: nn.ModuleList = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
+    return list(largest)
 
 
 def children(layer: nn.Module) -> dict[str, list[nn.Module]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .adaptable import ROUTER, adapted, is_added, matrices, plain_name, router_names
 from .pretrained.quantized import num_elements
 
-ADAPTER, FULL = "yes, by an adapter", "yes"
+ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
 _VECTORS = "norms, biases and other vectors"
 _NUMBERED = re.compile(r"^(?:.*?\.)?\d+\.")  # up to the number of a layer
 
@@ -26,8 +26,12 @@ class CoverageRow:
     trained: str
 
 
-def coverage(model: nn.Module, inner: PreTrainedModel) -> list[CoverageRow]:
-    """The weights of ``inner``, in its order, the adapter in ``model`` not counted."""
+def coverage(
+    model: nn.Module, inner: PreTrainedModel, in_turn: Collection[str] = ()
+) -> list[CoverageRow]:
+    """The weights of ``inner``, in its order, the adapter in ``model`` not counted. Only some steps
+    train the parameters ``in_turn``, by their names in ``model``."""
+    alternates = {p for name, p in model.named_parameters() if name in in_turn}
     updated = adapted(model) if model is not inner else {}
     why = _reasons(inner, has_adapter=bool(updated))
     sizes: dict[tuple[str, str], dict[str, int]] = {}
@@ -36,7 +40,8 @@ def coverage(model: nn.Module, inner: PreTrainedModel) -> list[CoverageRow]:
             continue
         name = plain_name(wrapped)
         is_full = parameter.requires_grad or ".original_module." in wrapped
-        trained = ADAPTER if name in updated else FULL if is_full else f"no: {why[name]}"
+        full = IN_TURN if parameter in alternates else FULL
+        trained = ADAPTER if name in updated else full if is_full else f"no: {why[name]}"
         place, leaf = _place(name, parameter)
         group = sizes.setdefault((place, trained), {})
         group[leaf] = group.get(leaf, 0) + num_elements(parameter)

@@ -17,6 +17,7 @@ from ..model.section import ModelSection
 from ..model.trained_weights import CoverageRow
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
+from .blocks import TrainedBlocks
 from .heads import Heads
 from .meta import MetaModel, ShardLoader
 from .method import Method, UnshardedWeights
@@ -61,6 +62,7 @@ class Draft:
     names: Mapping[str, str] = field(default_factory=dict)  # in the model -> in files
     num_parameters: int = 0  # of the unsharded model
     trainable: Sequence[str] = ()  # names in files of all parameters that may be trained
+    blocks: TrainedBlocks = field(default_factory=lambda: TrainedBlocks(frozenset()))  # of these
     num_trainable: int = 0
     coverage: Sequence[CoverageRow] = ()  # of weights by what is trained, if anything is
     staging: PipelinedModel | None = None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..geometry.sharding import Cuts
     from ..model.section import ModelSection
     from ..schema import Problem
+    from .blocks import ParameterNames, TrainedBlocks
 
 
 class Weights(ShardedState, Protocol):
@@ -79,9 +80,9 @@ class Method(Protocol):
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
 
-    def trainable(self, step: int, names: Sequence[str]) -> Collection[str]:
-        """Of the parameters ``names`` that may be trained, those that update number ``step`` (from
-        0) changes. A pure function; the optimizer is rebuilt when its answer changes."""
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
+        """Which of the parameters that may be trained each update changes. A pure function of the
+        step, so no checkpoint contains it; the optimizer is rebuilt when its answer changes."""
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """Settings of the recipe's model section that this method does not support."""

@@ -24,9 +24,10 @@ from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
-from ..optim.trained import Trainable, TrainedParameters
+from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
+from .blocks import TrainedBlocks
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
@@ -42,6 +43,7 @@ class Network:
     weights: Weights  # what its weight file contains
     named: Mapping[str, nn.Parameter]  # this rank's that may be trained, by the names in files
     trainable: Sequence[str]  # the names of all ranks'
+    blocks: TrainedBlocks  # which of them each update changes
     num_parameters: int  # of the unsharded model
     num_trainable: int
     coverage: Sequence[CoverageRow]  # of the unsharded model's weights; empty if it is not trained
@@ -125,9 +127,10 @@ class Network:
             gather_nothing(self.module)
             self.module.train(was_training)
 
-    def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
-        """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
-        return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
+    def trained(self, optim: Optimizer) -> TrainedParameters:
+        """An optimizer of ``named``, or of those of them that the method trains at a step."""
+        turns = self.blocks.trainable
+        return TrainedParameters(optim, self.named, turns, self.cuts, self.trainable)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

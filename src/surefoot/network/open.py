@@ -70,6 +70,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         weights=weights if draft.staging is None else draft.staging.weights(weights),
         named={draft.names[name]: p for name, p in named if p.requires_grad},
         trainable=draft.trainable,
+        blocks=draft.blocks,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
         coverage=draft.coverage,

@@ -1,11 +1,21 @@
-"""The names that parameters have in files, how many there are, and which are trained."""
+"""The names that parameters have in files, how many there are, and which are trained when."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ModelError
 from ..model.pretrained.quantized import num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
+from ..model.targets import decoder_layers
 from ..model.trained_weights import coverage
+from ..optim.trained import unsupported_by_pipelines
+from .blocks import ParameterNames
 from .draft import Draft
+from .method import Method
 from .tensors import Tensors
 
 
@@ -26,4 +36,49 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
     if method is not None and draft.options.is_trainable:
-        draft.coverage = coverage(draft.module, draft.inner)
+        settle_blocks(draft, method)
+
+
+def settle_blocks(draft: Draft, method: Method) -> None:
+    """Note which parameters ``method`` trains at which step. Raises ``RecipeError`` if it switches
+    in a pipeline."""
+    parts = names_by_part(draft.module, draft.inner, draft.names, draft.heads.modules.values())
+    draft.blocks = method.trainable(parts, draft.options.seed)
+    if draft.blocks.switch and draft.options.parallel.pp > 1:
+        raise unsupported_by_pipelines()
+    in_turn = {here for here, name in draft.names.items() if name in draft.blocks.in_turn}
+    draft.coverage = coverage(draft.module, draft.inner, in_turn)
+
+
+def names_by_part(
+    module: nn.Module,
+    inner: PreTrainedModel,
+    in_files: Mapping[str, str],
+    heads: Iterable[nn.Module] = (),
+) -> ParameterNames:
+    """The trainable parameters of ``module``, which is not sharded yet and adds ``heads`` and
+    perhaps an adapter to ``inner``; ``in_files`` has their names in files by those in it."""
+    wanted = {p: in_files[name] for name, p in module.named_parameters() if p.requires_grad}
+    layers = [set(layer.parameters()) for layer in _layers(inner)]
+    inside = set[nn.Parameter]().union(*layers)
+    added = {parameter for head in heads for parameter in head.parameters()}
+    before, after, is_behind = list[str](), list[str](), False
+    for parameter in module.parameters():
+        is_behind |= parameter in inside
+        if parameter in wanted and parameter not in inside | added:
+            (after if is_behind else before).append(wanted[parameter])
+    head, embeddings = inner.get_output_embeddings(), inner.get_input_embeddings()
+    return ParameterNames(
+        before=tuple(before),
+        layers=tuple(tuple(wanted[p] for p in wanted if p in layer) for layer in layers),
+        after=tuple(after),
+        added=tuple(wanted[p] for p in wanted if p in added),
+        is_tied=head is not None and head.weight is embeddings.weight,
+    )
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    try:
+        return decoder_layers(model)
+    except ModelError:  # methods that need them report it
+        return []

@@ -80,10 +80,12 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     """The bytes of a checkpoint's weights and optimizer state."""
     weights = network.weights.state_dict().values()
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    for parameter in network.named.values():
-        for state in optim.state_tensors.values():
-            total += prod(state.shape(tuple(parameter.shape))) * parameter.element_size()
-    return total
+    state = {
+        name: sum(prod(one.shape(tuple(p.shape))) for one in optim.state_tensors.values())
+        * p.element_size()
+        for name, p in network.named.items()
+    }
+    return total + max(sum(state[name] for name in turn) for turn in network.blocks.turns())
 
 
 def check_disk(folder: Path, size: int) -> None:

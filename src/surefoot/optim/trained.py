@@ -24,6 +24,14 @@ def every_name(_step: int, names: Sequence[str]) -> Collection[str]:
     return names
 
 
+def unsupported_by_pipelines() -> RecipeError:
+    """The error for a method that trains other parameters at other steps."""
+    return RecipeError(
+        "parallel.pp: the method changes its trainable parameters, which a pipeline "
+        "does not support; leave pp at 1 and use parallel.dp_shard"
+    )
+
+
 @dataclass
 class TrainedParameters:
     """The trainable parameters of one network and their optimizer, which is rebuilt whenever they
@@ -92,15 +100,21 @@ class TrainedParameters:
         return frozenset(self.trainable(step, self.names)) & self.named.keys()
 
     def _become(self, names: frozenset[str]) -> None:
-        """Make ``names`` trainable and freeze the others; gradients and the old state are freed."""
+        """Make ``names`` trainable and freeze the others, whose state is freed, and all gradients.
+        The state of parameters that remain trainable is kept: their training is not interrupted."""
         if len(self.names) > len(self.named) and names != self.named.keys():
-            raise RecipeError(
-                "parallel.pp: the method changes its trainable parameters, which a pipeline "
-                "does not support; leave pp at 1 and use parallel.dp_shard"
-            )
+            raise unsupported_by_pipelines()
         for name, parameter in self.named.items():
             parameter.requires_grad_(name in names)
             parameter.grad = None
+        kept = self._state_of(names & self._active)
         active = [(name, p) for name, p in self.named.items() if name in names]
         self.optimizer = build_optimizer(self.optim, active)
+        if kept:
+            NamedState(self.optimizer).load_state_dict({name: kept.get(name, {}) for name in names})
         self._active = names
+
+    def _state_of(self, names: frozenset[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """The state of these of the currently trainable parameters, as far as they have one."""
+        found = self.state_dict() if names else {}
+        return {name: found[name] for name in names if found.get(name)}

@@ -118,7 +118,7 @@ def build_learner(
     recipe: Recipe, policy: Network, max_steps: int, around: Around | None
 ) -> Learner:
     """The policy with its optimizer."""
-    world, trained = policy.world, policy.trained(recipe.optim, recipe.method.trainable)
+    world, trained = policy.world, policy.trained(recipe.optim)
     run_window: StepRunner = partial(policy.forward_backward, spec=recipe.stage.spec)
     step = Step(
         trained.optimizer,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from ..checkpoint.state.protocols import ShardedState
@@ -11,6 +13,9 @@ from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
 from .step import Step
+
+logger = logging.getLogger(__name__)
+_SELDOM = 10  # steps between two lines of the log about blocks
 
 
 @dataclass
@@ -23,9 +28,22 @@ class Learner:
     # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once,
     # as only rank 0 loads the best weights at the end of a run.
     optimizer_state: ShardedState = field(init=False)
+    _told: int | None = field(init=False, default=None)  # the step of the last line about blocks
 
     def __post_init__(self) -> None:
         self.optimizer_state = self.network.engine.optimizer_state(self.trained)
+
+    def optimizer_at(self, step: int) -> torch.optim.Optimizer:
+        """The optimizer for update ``step``; the log tells when it trains another block."""
+        blocks, told = self.network.blocks, self._told
+        if blocks.switch and (told is None or step - told >= _SELDOM):
+            labels, before = blocks.labels(step), None if told is None else blocks.labels(step - 1)
+            if labels != before:
+                last = (step // blocks.interval + 1) * blocks.interval
+                what = " and ".join(labels)
+                logger.info("steps %d to %d train %s", step + 1, last, what)
+                self._told = step
+        return self.trained.at(step)
 
     @property
     def module(self) -> nn.Module:

@@ -178,7 +178,7 @@ class Trainer:
         learner, step = self.learners[role], self.state.global_step
         if not learner.network.module.training:
             learner.network.module.train()
-        learner.step.optimizer = learner.trained.at(step)
+        learner.step.optimizer = learner.optimizer_at(step)
         return learner.step.gradients(
             window,
             partial(self.stage.loss, role),

@@ -20,6 +20,7 @@ from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
 from ...model.pretrained.loading import DTYPES
+from ...network.blocks import LONG
 from ...network.network import Network
 from ...network.open import open_network
 from ...optim.bf16_weights import build_optimizer
@@ -52,6 +53,7 @@ class DryRunModel:
     network: Network
     tensors: FakeTensors
     recipe: Recipe
+    steps: int = LONG  # of the run, if they are known
 
     @property
     def setting(self) -> HoldingOptions:
@@ -69,28 +71,72 @@ class DryRunModel:
         return [] if self.share is None else self.share.layers
 
     @cached_property
+    def turns(self) -> list[frozenset[str]]:
+        """Each set of parameters that the run trains at once, by their names in files."""
+        return self.network.blocks.turns(self.steps)
+
+    @property
+    def largest_turn(self) -> frozenset[str]:
+        """The one with most parameters, so with most gradients and optimizer state."""
+        return max(self.turns, key=self._size)
+
+    @property
+    def deepest_turns(self) -> list[frozenset[str]]:
+        """Those for which most activations may be saved: no other one with as many tensors has a
+        backward pass through more of the model."""
+        places = {name: place for place, name in enumerate(self.network.named)}
+        found: list[frozenset[str]] = []
+
+        def first(turn: frozenset[str]) -> int:
+            return min((places[name] for name in turn & places.keys()), default=0)
+
+        for turn in sorted(self.turns, key=first):
+            if not found or len(turn) > len(found[-1]):
+                found.append(turn)
+        return found
+
+    @property
+    def num_at_once(self) -> int:
+        """The number of parameters that are trained at once, at most."""
+        return self._size(self.largest_turn)
+
+    def train(self, turn: frozenset[str]) -> None:
+        """Make these parameters trainable, and freeze the others."""
+        for name, parameter in self.network.named.items():
+            parameter.requires_grad_(name in turn)
+
+    def _size(self, turn: frozenset[str]) -> int:
+        return sum(p.numel() for name, p in self.network.named.items() if name in turn)
+
+    @cached_property
     def weights(self) -> list[Weight]:
-        """Every parameter and buffer, with its optimizer state."""
+        """Every parameter and buffer, with its optimizer state when that is largest."""
         return describe(self)
 
 
 def build(
-    recipe: Recipe, base: Path, tokenizer: PreTrainedTokenizerBase, setting: HoldingOptions
+    recipe: Recipe,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    setting: HoldingOptions,
+    steps: int = LONG,
 ) -> DryRunModel:
-    """The model in ``base`` as a run has it, from its ``config.json`` alone. Raises ``ModelError``
-    if that is none of a causal language model, ``RecipeError`` if the method or the mesh does not
-    fit."""
+    """The model in ``base`` as a run of ``steps`` has it, from its ``config.json`` alone. Raises
+    ``ModelError`` if that is none of a causal language model, ``RecipeError`` if the method or the
+    mesh does not fit."""
     tensors = FakeTensors(setting)
     section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
     options = replace(options_of(recipe), precision=setting.precision)
     network = open_network(base, section, tokenizer, ALONE, options, tensors)
     network.module.train()
-    return DryRunModel(network, tensors, recipe)
+    return DryRunModel(network, tensors, recipe, steps)
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of the recipe's optimizer after a step, by parameter; fake tensors."""
-    named = list(skeleton.network.named.items())
+    """The state of the recipe's optimizer after a step, by parameter, when it is largest; fake
+    tensors."""
+    turn = skeleton.largest_turn
+    named = [(name, p) for name, p in skeleton.network.named.items() if name in turn]
     with skeleton.tensors.mode:
         optimizer = build_optimizer(skeleton.recipe.optim, named)
         for _, parameter in named:
@@ -104,6 +150,7 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
 def describe(skeleton: DryRunModel) -> list[Weight]:
     """Every parameter and buffer of the model, with its optimizer state."""
     state = optimizer_state(skeleton)
+    skeleton.train(skeleton.largest_turn)
     names = {id(p): name for name, p in skeleton.network.named.items()}
     blocks = {
         id(tensor): index
@@ -138,7 +185,11 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
     a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        return _measure_pass(skeleton, batch, number)
+        found = []
+        for turn in skeleton.deepest_turns:
+            skeleton.train(turn)
+            found.append(_measure_pass(skeleton, batch, number))
+        return max(found, key=lambda one: one.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise NotRehearsedError(

@@ -81,6 +81,7 @@ class Plan:
     precision: PrecisionName
     parameters: int
     trained_parameters: int
+    trained_at_once: int  # fewer, if the method trains blocks of them in turn
     examples: int
     rows_read: int | None
     course: RunLength
@@ -144,6 +145,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         precision=precision_of(recipe, machine),
         parameters=alone.network.num_parameters,
         trained_parameters=alone.network.num_trainable,
+        trained_at_once=alone.num_at_once,
         examples=len(examples.dataset),
         rows_read=examples.rows_read,
         course=course,
@@ -267,6 +269,7 @@ def as_data(found: Plan) -> dict[str, object]:
         },
         "parameters": found.parameters,
         "trained_parameters": found.trained_parameters,
+        "trained_at_once": found.trained_at_once,
         "examples": found.examples,
         "sampled_rows": found.rows_read,
         "steps": course.steps,

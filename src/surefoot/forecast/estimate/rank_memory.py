@@ -76,7 +76,8 @@ def _kind(skeleton: DryRunModel) -> tuple[object, ...]:
 
 
 def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
-    return build(recipe, ground.base, ground.codec.tokenizer, setting)
+    steps = ground.windows * recipe.stage.passes * recipe.stage.mini_batches
+    return build(recipe, ground.base, ground.codec.tokenizer, setting, steps)
 
 
 def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:

@@ -74,6 +74,6 @@ def size_of_checkpoint(
         crew=WriterGroup(saver.section.layout or "full"),
     )
     job = replace(job, share=recipe.checkpoint.share_unchanged)
-    frozen = live.groups["model"].keys() - state.keys()
+    frozen = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
     record = len(json.dumps(RECORD)) + len(json.dumps(RECORD, indent=2))  # in two files
     return checkpoint_size(job, frozen, log=num_logs * record)

@@ -1,0 +1,63 @@
+"""LISA (arXiv:2403.17919): full training of a few random layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..errors import RecipeError
+from ..model.section import ModelSection
+from ..network.blocks import ParameterNames, TrainedBlocks
+from ..schema import Problem
+from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
+from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class LISA:
+    """Tune the embeddings and the output head at every step, and beside them a few decoder layers,
+    which are drawn again after some steps. Gradients and optimizer state exist for these only."""
+
+    saves_base_model: ClassVar[bool] = True
+    packages: ClassVar[Sequence[str]] = ()
+    weights = all_weights
+    continued = unchanged
+    attach = attach_any
+
+    num_layers: int = 2
+    """Layers that are trained at once."""
+    switch_interval: int = 20
+    """Optimizer steps after which other layers are drawn, from ``train.seed``."""
+
+    def __post_init__(self) -> None:
+        check_interval(self.switch_interval)
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Make everything trainable. Raises ``ModelError`` if the model has no layers."""
+        return make_layers_trainable(model, with_rest=True)
+
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
+        """All but the layers, and some of these. Raises ``RecipeError`` if there are fewer."""
+        blocks = layer_blocks(names.layers)
+        labels, count = list(blocks), self.num_layers
+        if count > len(labels):
+            raise RecipeError(
+                f"method.lisa.num_layers: expected at most {len(labels)}, the layers of the "
+                f"model, got {count}"
+            )
+        always = frozenset((*names.before, *names.after, *names.added))
+
+        def chosen(turn: int) -> Sequence[str]:
+            return [labels[i] for i in sorted(drawn(len(labels), seed, turn)[:count])]
+
+        return TrainedBlocks(always, blocks, self.switch_interval, chosen)
+
+    def problems(self, model: ModelSection) -> Iterator[Problem]:
+        """What must hold for weights that are trained themselves."""
+        return problems_of_own_weights("lisa", model)
