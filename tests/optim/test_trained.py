@@ -12,7 +12,7 @@ from surefoot.errors import CheckpointError, RecipeError
 from surefoot.geometry.sharding import AxisShard
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.groups import decay_groups
+from surefoot.optim.groups import parameter_groups
 from surefoot.optim.learning_rate import LearningRate, check_learning_rate, schedule_of
 from surefoot.optim.optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
@@ -36,7 +36,7 @@ class Adafactor(LearningRate):
         check_learning_rate(self)
 
     def build(self, named):
-        groups = decay_groups(named, self.weight_decay)
+        groups = parameter_groups(named, self, self.weight_decay)
         return torch.optim.Adafactor(groups, lr=self.learning_rate)
 
     def schedule_over(self, total_steps):

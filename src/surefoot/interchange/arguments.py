@@ -55,6 +55,11 @@ def group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[s
         raise CheckpointError(
             f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
         )
+    if optim.learning_rates:
+        raise CheckpointError(
+            "optim.adamw.learning_rates: the Trainer's optimizer has one learning rate for all "
+            "parameters, so this state cannot be converted"
+        )
     group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
     peak = group["lr"]
     factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])

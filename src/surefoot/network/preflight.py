@@ -14,6 +14,7 @@ import torch
 from ..errors import ModelError, RecipeError, RunError
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
+from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
@@ -49,6 +50,7 @@ def refuse_early(
         return
     if tp > 1:
         module_plans(network.inner, tp)
+    check_learning_rates(optim.learning_rates, network.trainable)
     check_disk(output_dir, size_of_save(network, optim))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .groups import Named, decay_groups
+from .groups import Named, parameter_groups
 from .learning_rate import LearningRate, check_learning_rate, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 
@@ -50,7 +50,7 @@ class AdamW(LearningRate):
         import torch
 
         return torch.optim.AdamW(
-            decay_groups(named, self.weight_decay),
+            parameter_groups(named, self, self.weight_decay),
             lr=self.learning_rate,
             betas=(self.beta1, self.beta2),
             eps=self.epsilon,

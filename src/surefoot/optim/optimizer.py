@@ -25,6 +25,10 @@ class Optimizer(Protocol):
         """Peak learning rate."""
 
     @property
+    def learning_rates(self) -> Mapping[str, float]:
+        """Factors of the learning rate, by a part of parameters' names."""
+
+    @property
     def bf16_weights(self) -> str:
         """How bfloat16 weights are updated; see ``bf16_weights.py``."""
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import RecipeError
 from ..geometry.sharding import Cuts
 from .bf16_weights import Bf16Optimizer, build_optimizer
+from .groups import check_learning_rates, log_learning_rates
 from .optimizer import Optimizer
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts
@@ -40,6 +41,8 @@ class TrainedParameters:
 
     def __post_init__(self) -> None:
         self.names = self.names or tuple(self.named)
+        check_learning_rates(self.optim.learning_rates, self.names)
+        log_learning_rates(self.optim, self.names)
         self._cuts = StateCuts(self.optim, self.named, self.cuts)
         self._cuts.check()
         self._become(self._names_at(0))

@@ -122,7 +122,7 @@ class Step:
         for group in self.optimizer.param_groups:
             peak = group.setdefault("peak_lr", group["lr"])
             group["lr"] = peak * self.schedule.factor(step)
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.defaults["lr"]) * self.schedule.factor(step)
 
     def _factor(self, window: Window) -> float:
         """The factor of the loss for the backward pass: 1, but in fp16 the scale per trained token.
