@@ -58,7 +58,7 @@ class Factored(LearningRate):
 
     state_tensors: ClassVar = {"step": SCALAR, "row": reduced(-1), "column": reduced(-2)}
 
-    def build(self, named):
+    def build(self, named, layouts):
         return FactoredOptimizer(parameter_groups(named, self), self.learning_rate)
 
     def schedule_over(self, total_steps):

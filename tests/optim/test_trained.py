@@ -35,7 +35,7 @@ class Adafactor(LearningRate):
     def __post_init__(self):
         check_learning_rate(self)
 
-    def build(self, named):
+    def build(self, named, layouts):
         groups = parameter_groups(named, self, self.weight_decay)
         return torch.optim.Adafactor(groups, lr=self.learning_rate)
 
@@ -67,7 +67,7 @@ def train(made, steps):
         optimizer.zero_grad()
 
 
-VARIANTS = {**OPTIMIZERS, "adafactor": Adafactor}
+VARIANTS = {**OPTIMIZERS, "factored": Adafactor}
 
 
 @pytest.mark.parametrize("trainable", [alternating, lambda step, names: names])

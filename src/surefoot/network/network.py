@@ -23,12 +23,14 @@ from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
+from ..optim.layout import Layouts
 from ..optim.optimizer import Optimizer
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
+from .layouts import layouts_of
 from .method import Weights
 from .runner import Engine
 
@@ -124,7 +126,14 @@ class Network:
 
     def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
-        return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
+        return TrainedParameters(
+            optim, self.named, trainable, self.cuts, self.trainable, self.layouts
+        )
+
+    @property
+    def layouts(self) -> Layouts:
+        """What each trainable parameter is in the model."""
+        return layouts_of(self.inner, self.named)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

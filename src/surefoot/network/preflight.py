@@ -15,7 +15,7 @@ from ..errors import ModelError, RecipeError, RunError
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
-from ..optim.optimizer import Optimizer
+from ..optim.optimizer import Optimizer, declared_state, dtype_of
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
@@ -78,9 +78,11 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     """The bytes of a checkpoint's weights and optimizer state."""
     weights = network.weights.state_dict().values()
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    for parameter in network.named.values():
-        for state in optim.state_tensors.values():
-            total += prod(state.shape(tuple(parameter.shape))) * parameter.element_size()
+    layouts, mode = network.layouts, optim.bf16_weights
+    for name, parameter in network.named.items():
+        shape = tuple(parameter.shape)
+        for state in declared_state(optim, shape, layouts[name]).values():
+            total += prod(state.shape(shape)) * dtype_of(state, parameter.dtype, mode).itemsize
     return total
 
 

@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .groups import Named
+from .layout import Layouts
+from .rules.rule import Rule
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
@@ -33,10 +35,12 @@ _CHUNK = 1 << 22  # elements that get noise at once
 _LOW = 16  # bits that float32 has and bfloat16 has not
 
 
-def build_optimizer(optim: Optimizer, named: Named) -> torch.optim.Optimizer:
+def build_optimizer(
+    optim: Optimizer, named: Named, layouts: Layouts | None = None
+) -> torch.optim.Optimizer:
     """The torch optimizer of ``named`` parameters; bfloat16 ones are updated as ``optim`` says."""
     named = list(named)
-    rule = optim.build(named)
+    rule = optim.build(named, layouts or {})
     has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
     if optim.bf16_weights == "nearest" or not has_bf16:
         return rule
@@ -76,21 +80,22 @@ class Bf16Optimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["names"], group["params"], strict=True)
             if parameter.grad is not None
         ]
-        members = [group["params"] for group in self.param_groups]
+        members = [(group["params"], group["names"]) for group in self.param_groups]
         try:
             for bucket in _buckets(wanted, lambda each: _local(each[1]).numel()):
                 self._update(bucket)
         finally:
-            for group, parameters in zip(self.param_groups, members, strict=True):
-                group["params"] = parameters
+            for group, (parameters, names) in zip(self.param_groups, members, strict=True):
+                group["params"], group["names"] = parameters, names
 
     def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
         """Update some parameters: the rule sees float32 tensors in their places."""
         for group in self.param_groups:
-            group["params"] = []
+            group["params"], group["names"] = [], []
         inside = [self._widened(parameter) for _, parameter, _ in bucket]
-        for wide, (_, _, group) in zip(inside, bucket, strict=True):
+        for wide, (name, _, group) in zip(inside, bucket, strict=True):
             group["params"].append(wide)
+            group["names"].append(name)
         self.rule.step()
         for wide, (name, parameter, _) in zip(inside, bucket, strict=True):
             if wide is not parameter:
@@ -128,10 +133,18 @@ class Bf16Optimizer(torch.optim.Optimizer):
         for number, values in state_dict["state"].items():
             parameter, group = places[number]
             self.state[parameter] = {
-                key: value if key == "step" and not group.get("fused") else _at(parameter, value)
+                key: value
+                if key == "step" and not group.get("fused")
+                else self._restored(key, parameter, value)
                 for key, value in values.items()
                 if key != MASTER or self.keeps_master
             }
+
+    def _restored(self, key: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.rule, Rule):
+            return _at(parameter, value)
+        wide = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        return self.rule.restored(key, value, parameter.device, wide)
 
 
 def _at(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

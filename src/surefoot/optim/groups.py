@@ -28,17 +28,19 @@ def parameter_groups(
     named: Named,
     settings: LearningRate,
     weight_decay: float = 0.0,
-    more: Callable[[str], Mapping[str, object]] = lambda _: {},
+    base_rate: Callable[[str, int], float] | None = None,
 ) -> list[Group]:
     """Groups for a torch optimizer: parameters of one learning rate that all decay, or none of
     which does. Each also has ``names``, parallel to ``params``, so that its state can be saved by
-    name. ``more`` returns further settings of the group of a parameter, by its name."""
+    name. ``base_rate`` returns the learning rate of a parameter, by its name and its number of
+    dimensions, if it is not the same for all."""
     found: dict[object, Group] = {}
     for name, parameter in named:
         decay = weight_decay if parameter.ndim >= 2 else 0.0
-        rate = settings.learning_rate * factor_of(name, settings.learning_rates)
-        own = {"lr": rate, "weight_decay": decay, **more(name)}
-        group = found.setdefault(tuple(own.items()), {"params": [], "names": [], **own})
+        rate = base_rate(name, parameter.ndim) if base_rate else settings.learning_rate
+        rate *= factor_of(name, settings.learning_rates)
+        own = {"lr": rate, "weight_decay": decay}
+        group = found.setdefault((rate, parameter.ndim >= 2), {"params": [], "names": [], **own})
         group["params"].append(parameter)  # type: ignore[attr-defined]
         group["names"].append(name)  # type: ignore[attr-defined]
     # of no parameters: a learning rate, no more

@@ -52,6 +52,19 @@ def check_learning_rate(settings: LearningRate) -> None:
         raise ValueError(f"warmup_steps must not be negative, got {settings.warmup_steps}")
 
 
+def check_shares(settings: LearningRate, *names: str) -> None:
+    """Raise ``ValueError`` if one of these settings is not in [0, 1), or another that all of them
+    have makes no sense."""
+    for name in names:
+        if not 0 <= (share := getattr(settings, name)) < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {share}")
+    if getattr(settings, "weight_decay", 0.0) < 0:
+        raise ValueError(f"weight_decay must not be negative, got {settings.weight_decay}")  # type: ignore[attr-defined]
+    for name in ("epsilon", "adamw_epsilon"):
+        if getattr(settings, name, 1.0) <= 0:
+            raise ValueError(f"{name} must be positive, got {getattr(settings, name)}")
+
+
 def schedule_of(settings: LearningRate, total_steps: int) -> Schedule:
     """The learning-rate schedule of a run of ``total_steps``."""
     warmup = settings.warmup_steps

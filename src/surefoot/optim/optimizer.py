@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..geometry.sharding import AxisShard, Cuts
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from .groups import Named
+    from .layout import Layout, Layouts
     from .schedules import Schedule
 
 Shape = tuple[int, ...]
@@ -36,8 +37,9 @@ class Optimizer(Protocol):
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Each tensor that it may keep for a parameter, by its key in torch's state."""
 
-    def build(self, named: Named) -> torch.optim.Optimizer:
-        """The torch optimizer of ``named`` parameters; each group also has their ``names``."""
+    def build(self, named: Named, layouts: Layouts) -> torch.optim.Optimizer:
+        """The torch optimizer of ``named`` parameters; each group also has their ``names``.
+        ``layouts`` says what each of them is in its model."""
 
     def schedule_over(self, total_steps: int) -> Schedule:
         """The learning-rate schedule of a run of ``total_steps``."""
@@ -54,16 +56,56 @@ class StateTensor:
 
     shape: Callable[[Shape], Shape]
     cuts: Callable[[Shape, tuple[AxisShard, ...]], Cuts] | None
+    dtype: str = ""  # empty: the type in which its parameter is updated
+    belongs_to: Callable[[Shape, Layout], bool] = lambda _, __: True
+
+
+def declared_state(optim: Optimizer, shape: Shape, layout: Layout) -> dict[str, StateTensor]:
+    """The tensors of the state of a parameter, by key."""
+    known = optim.state_tensors.items()
+    return {key: one for key, one in known if one.belongs_to(shape, layout)}
+
+
+def dtype_of(declared: StateTensor, parameter: torch.dtype, bf16_weights: str) -> torch.dtype:
+    """The type of a state tensor of a parameter; bfloat16 weights are updated in float32, unless
+    they are rounded to the nearest value."""
+    import torch
+
+    if declared.dtype:
+        found: torch.dtype = getattr(torch, declared.dtype)
+        return found
+    is_widened = parameter == torch.bfloat16 and bf16_weights != "nearest"
+    return torch.float32 if is_widened else parameter
+
+
+def kept_dims(declared: StateTensor, shape: Shape) -> set[int]:
+    """The dimensions along which a state tensor is sharded as its parameter is."""
+    assert declared.cuts is not None
+    cuts = declared.cuts(shape, tuple(AxisShard("any", dim) for dim in range(len(shape))))
+    return {cut.dim for cut in cuts} if isinstance(cuts, tuple) else set()
 
 
 LIKE_PARAMETER = StateTensor(lambda shape: shape, lambda _, cuts: cuts)
-SCALAR = StateTensor(lambda _: (), lambda _, __: ())
+SCALAR = StateTensor(lambda _: (), lambda _, __: (), dtype="float32")
+
+
+def of_matrices(declared: StateTensor) -> StateTensor:
+    """The same, but only of matrices inside layers."""
+    return replace(declared, belongs_to=lambda _, layout: layout.is_matrix)
+
+
+def of_others(declared: StateTensor) -> StateTensor:
+    """The same, but not of matrices inside layers."""
+    return replace(declared, belongs_to=lambda _, layout: not layout.is_matrix)
 
 
 def reduced(dim: int) -> StateTensor:
-    """Like its parameter, but of size 1 along ``dim`` (negative), where it is not sharded."""
+    """Like its parameter, but of size 1 along ``dim`` (negative), where it is not sharded. For
+    a scalar, a scalar."""
 
     def shape(parameter: Shape) -> Shape:
+        if not parameter:
+            return ()
         at = len(parameter) + dim
         return (*parameter[:at], 1, *parameter[at + 1 :])
 
