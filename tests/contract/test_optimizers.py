@@ -11,11 +11,13 @@ import tiny
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
-from surefoot.network.layouts import layouts_of
-from surefoot.optim import OPTIMIZERS, muon
+from surefoot.network.parameter_kinds import layouts_of
+from surefoot.optim import OPTIMIZERS
 from surefoot.optim.bf16_weights import MASTER
-from surefoot.optim.optimizer import LIKE_PARAMETER, declared_state, dtype_of
+from surefoot.optim.optimizer import LIKE_PARAMETER, declared_state
+from surefoot.optim.rules import orthogonalization
 from surefoot.optim.schedules import SCHEDULES
+from surefoot.optim.state import dtype_of
 from surefoot.optim.trained import TrainedParameters
 from surefoot.parallel.world import ALONE
 
@@ -92,7 +94,7 @@ def test_bfloat16_weights_resume_to_the_same_bits(optim, mode, tmp_path):
 def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
     optim, method, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(muon, "NS_DTYPE", "float64")  # so that rounding does not differ
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)  # to round alike
     changes = {"method": METHODS[method](), "optim": made_of(optim, weight_decay=0.1)}
     expected = learn(trainer(ALONE, tmp_path, **changes), 4)
 

@@ -7,11 +7,12 @@ import ranks
 import tiny
 from spread import learn, trainer
 from surefoot.methods.lora import LoRA
-from surefoot.network.layouts import layouts_of
-from surefoot.optim import muon
-from surefoot.optim.layout import Layout
-from surefoot.optim.muon import Muon, newton_schulz
+from surefoot.network.parameter_kinds import layouts_of
+from surefoot.optim.parameter_kind import ParameterKind
+from surefoot.optim.rules import orthogonalization
+from surefoot.optim.rules.orthogonalization import newton_schulz, orthogonalized
 from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.variants.muon import Muon
 from surefoot.parallel.world import ALONE
 
 
@@ -32,10 +33,10 @@ def train(optimizers, named, steps=4):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_matrices_are_updated_as_by_torch_and_the_rest_by_adamw(scale, nesterov, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # both, to compare closely
-    monkeypatch.setattr(muon, "NS_DTYPE", "float64")
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
     shapes = {"wide": (6, 20), "tall": (20, 6), "norm": (20,), "embed": (30, 6)}
     ours, theirs = parameters(**shapes), parameters(**shapes)
-    layouts = {"wide": Layout(is_matrix=True), "tall": Layout(is_matrix=True)}
+    layouts = {"wide": ParameterKind(is_matrix=True), "tall": ParameterKind(is_matrix=True)}
     optim = Muon(
         learning_rate=0.02,
         weight_decay=0.1,
@@ -63,7 +64,7 @@ def test_the_iteration_is_torchs_to_the_precision_of_float32(monkeypatch):
     matrix = torch.randn(7, 12, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
     expected = theirs(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
-    monkeypatch.setattr(muon, "NS_DTYPE", "float64")
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
     torch.testing.assert_close(newton_schulz(matrix, 5), expected)
     batch = torch.stack([matrix, 3 * matrix.roll(1, 0)])
     both = newton_schulz(batch, 5)
@@ -75,19 +76,19 @@ def test_the_iteration_is_torchs_to_the_precision_of_float32(monkeypatch):
 @pytest.mark.parametrize(
     ("layout", "pieces"),
     [
-        (Layout(is_matrix=True, parts=(6, 2, 2)), [range(6), range(6, 8), range(8, 10)]),
+        (ParameterKind(is_matrix=True, parts=(6, 2, 2)), [range(6), range(6, 8), range(8, 10)]),
         (
-            Layout(is_matrix=True, parts=(5, 5), is_interleaved=True),
+            ParameterKind(is_matrix=True, parts=(5, 5), is_interleaved=True),
             [range(0, 10, 2), range(1, 10, 2)],
         ),
     ],
 )
 def test_fused_matrices_are_orthogonalized_one_by_one(layout, pieces, is_transposed, monkeypatch):
-    monkeypatch.setattr(muon, "NS_DTYPE", "float64")
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
     experts = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(1))
-    layout = Layout(True, layout.parts, 0, is_transposed, layout.is_interleaved)
+    layout = ParameterKind(True, layout.parts, 0, is_transposed, layout.is_interleaved)
     optim = Muon()
-    found = optim.orthogonalized(experts.mT if is_transposed else experts, layout)
+    found = orthogonalized(experts.mT if is_transposed else experts, layout, 5, optim.scale)
     found = found.mT if is_transposed else found
     for expert in range(3):
         for rows in pieces:
@@ -146,7 +147,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mesh", "kind"), MESHES)
 def test_a_mesh_learns_what_one_process_learns(mesh, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(muon, "NS_DTYPE", "float64")
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
     changes = {"kind": kind, "optim": Muon(learning_rate=5e-3), "dtype": torch.float64}
     if kind == "qwen3_moe":
         changes["dtype"] = torch.float32  # there are no experts in float64

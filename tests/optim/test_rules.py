@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from surefoot.optim.adafactor import Adafactor
-from surefoot.optim.adam_mini import AdamMini
-from surefoot.optim.ademamix import AdEMAMix
-from surefoot.optim.apollo import Apollo
-from surefoot.optim.galore import GaLore
-from surefoot.optim.layout import Layout
-from surefoot.optim.lion import Lion
-from surefoot.optim.rules.rule import Update
+from surefoot.optim.parameter_kind import ParameterKind
+from surefoot.optim.rules.rule_optimizer import Update
+from surefoot.optim.variants.adafactor import Adafactor
+from surefoot.optim.variants.adam_mini import AdamMini
+from surefoot.optim.variants.ademamix import AdEMAMix
+from surefoot.optim.variants.apollo import Apollo
+from surefoot.optim.variants.galore import GaLore
+from surefoot.optim.variants.lion import Lion
 
 SHAPES = {"q.weight": (6, 4), "up.weight": (5, 3), "norm.weight": (4,)}
-LAYOUTS = {"q.weight": Layout(True, head_size=3), "up.weight": Layout(True)}
+LAYOUTS = {"q.weight": ParameterKind(True, head_size=3), "up.weight": ParameterKind(True)}
 
 
 def parameters():
@@ -183,7 +183,7 @@ def test_apollo_scales_the_gradient_as_adam_scales_its_projection(scaling):
 
 def test_projections_are_of_the_seed_and_keep_lengths():
     parameter = torch.nn.Parameter(torch.zeros(900, 800))
-    update = Update("w", parameter, {}, {}, {}, Layout(True), 1)
+    update = Update("w", parameter, {}, {}, {}, ParameterKind(True), 1)
     found = Apollo(rank=300).projector(update)
     assert found.shape == (300, 800)
     assert float(found.square().sum(0).mean()) == pytest.approx(1, abs=0.01)

@@ -23,15 +23,15 @@ from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
-from ..optim.layout import Layouts
 from ..optim.optimizer import Optimizer
+from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
-from .layouts import layouts_of
 from .method import Weights
+from .parameter_kinds import layouts_of
 from .runner import Engine
 
 
@@ -131,7 +131,7 @@ class Network:
         )
 
     @property
-    def layouts(self) -> Layouts:
+    def layouts(self) -> ParameterKinds:
         """What each trainable parameter is in the model."""
         return layouts_of(self.inner, self.named)
 

@@ -15,7 +15,8 @@ from ..errors import ModelError, RecipeError, RunError
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
-from ..optim.optimizer import Optimizer, declared_state, dtype_of
+from ..optim.optimizer import Optimizer, declared_state
+from ..optim.state import dtype_of
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .groups import Named, parameter_groups
-from .layout import Layouts
 from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from .parameter_kind import ParameterKinds
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class AdamW(LearningRate):
         check_learning_rate(self)
         check_shares(self, "beta1", "beta2")
 
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
         import torch
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .learning_rate import LearningRate
-    from .optimizer import Optimizer
 
 Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 Group: TypeAlias = dict[str, object]
@@ -82,14 +81,16 @@ def check_learning_rates(learning_rates: Mapping[str, float], names: Sequence[st
             owner[name] = pattern
 
 
-def log_learning_rates(settings: Optimizer, names: Sequence[str]) -> None:
+def log_learning_rates(
+    rate: float, learning_rates: Mapping[str, float], names: Sequence[str]
+) -> None:
     """Log which parameters have which learning rate, if they differ."""
-    for pattern, factor in settings.learning_rates.items():
+    for pattern, factor in learning_rates.items():
         matched = [name for name in names if matches(pattern, name)]
         logger.info(
             "learning rate %g (%g x %g) for %r: %s, such as %s",
-            settings.learning_rate * factor,
-            settings.learning_rate,
+            rate * factor,
+            rate,
             factor,
             pattern,
             counted(len(matched), "parameter"),

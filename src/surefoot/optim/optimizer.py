@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from .groups import Named
-    from .layout import Layout, Layouts
+    from .parameter_kind import ParameterKind, ParameterKinds
     from .schedules import Schedule
 
 Shape = tuple[int, ...]
@@ -37,7 +37,7 @@ class Optimizer(Protocol):
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Each tensor that it may keep for a parameter, by its key in torch's state."""
 
-    def build(self, named: Named, layouts: Layouts) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds) -> torch.optim.Optimizer:
         """The torch optimizer of ``named`` parameters; each group also has their ``names``.
         ``layouts`` says what each of them is in its model."""
 
@@ -52,37 +52,26 @@ class Optimizer(Protocol):
 class StateTensor:
     """Shape and sharding of one state tensor, as functions of those of its parameter. A tensor
     without dimensions is a plain one, equal on every rank. ``cuts`` is None if the optimizer does
-    not support this tensor for a sharded parameter."""
+    not support this tensor for a sharded parameter, and returns None where it does not for these
+    shards."""
 
     shape: Callable[[Shape], Shape]
-    cuts: Callable[[Shape, tuple[AxisShard, ...]], Cuts] | None
+    cuts: Callable[[Shape, tuple[AxisShard, ...]], Cuts | None] | None
     dtype: str = ""  # empty: the type in which its parameter is updated
-    belongs_to: Callable[[Shape, Layout], bool] = lambda _, __: True
+    belongs_to: Callable[[Shape, ParameterKind], bool] = lambda _, __: True
 
 
-def declared_state(optim: Optimizer, shape: Shape, layout: Layout) -> dict[str, StateTensor]:
+def declared_state(optim: Optimizer, shape: Shape, layout: ParameterKind) -> dict[str, StateTensor]:
     """The tensors of the state of a parameter, by key."""
     known = optim.state_tensors.items()
     return {key: one for key, one in known if one.belongs_to(shape, layout)}
 
 
-def dtype_of(declared: StateTensor, parameter: torch.dtype, bf16_weights: str) -> torch.dtype:
-    """The type of a state tensor of a parameter; bfloat16 weights are updated in float32, unless
-    they are rounded to the nearest value."""
-    import torch
-
-    if declared.dtype:
-        found: torch.dtype = getattr(torch, declared.dtype)
-        return found
-    is_widened = parameter == torch.bfloat16 and bf16_weights != "nearest"
-    return torch.float32 if is_widened else parameter
-
-
 def kept_dims(declared: StateTensor, shape: Shape) -> set[int]:
     """The dimensions along which a state tensor is sharded as its parameter is."""
     assert declared.cuts is not None
-    cuts = declared.cuts(shape, tuple(AxisShard("any", dim) for dim in range(len(shape))))
-    return {cut.dim for cut in cuts} if isinstance(cuts, tuple) else set()
+    found = (declared.cuts(shape, (AxisShard("any", dim),)) for dim in range(len(shape)))
+    return {cut.dim for cuts in found if isinstance(cuts, tuple) for cut in cuts}
 
 
 LIKE_PARAMETER = StateTensor(lambda shape: shape, lambda _, cuts: cuts)

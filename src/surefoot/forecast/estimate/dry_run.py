@@ -23,7 +23,8 @@ from ...model.pretrained.loading import DTYPES
 from ...network.network import Network
 from ...network.open import open_network
 from ...optim.bf16_weights import MASTER
-from ...optim.optimizer import LIKE_PARAMETER, declared_state, dtype_of
+from ...optim.optimizer import LIKE_PARAMETER, declared_state
+from ...optim.state import dtype_of
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE

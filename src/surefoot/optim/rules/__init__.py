@@ -1,1 +1,1 @@
-"""Update rules of our own: each optimizer one file, on each rank's part of a parameter."""
+"""What update rules are made of: the optimizer around a rule, and its arithmetic."""

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .groups import Named, parameter_groups
-from .layout import Layouts
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
+    from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +41,10 @@ class Lion(LearningRate):
         check_learning_rate(self)
         check_shares(self, "beta1", "beta2")
 
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         groups = parameter_groups(named, self, self.weight_decay)
-        return Rule(groups, self.update, self.state_tensors, layouts or {}, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .groups import Named, parameter_groups
-from .layout import Layouts
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
+    from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +46,17 @@ class AdamMini(LearningRate):
         check_learning_rate(self)
         check_shares(self, "beta1", "beta2")
 
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         groups = parameter_groups(named, self, self.weight_decay)
-        return Rule(groups, self.update, self.state_tensors, layouts or {}, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        from .rules.sharded import mean_over
-
         update.decay()
         grad, mean, square = update.grad, update.tensor("exp_avg"), update.tensor("exp_avg_sq")
         mean.lerp_(grad, 1 - self.beta1)
-        found = mean_over(grad * grad, update.parameter, grad.ndim - 1)
+        found = rules.mean_over(grad * grad, update.parameter, grad.ndim - 1)
         if update.layout.head_size:
             found = _of_heads(found, update)
         square.lerp_(found, 1 - self.beta2)
@@ -73,9 +70,8 @@ class AdamMini(LearningRate):
 
 def _of_heads(rows: torch.Tensor, update: Update) -> torch.Tensor:
     """The mean over the rows of each attention head, for each of this rank's ``rows``."""
-    from .rules.sharded import gathered_rows, own_rows
 
-    full = gathered_rows(rows, update.parameter)
+    full = rules.gathered_rows(rows, update.parameter)
     heads = full.view(-1, update.layout.head_size).mean(1, keepdim=True)
     spread = heads.repeat_interleave(update.layout.head_size, 0)
-    return own_rows(spread, update.parameter)
+    return rules.own_rows(spread, update.parameter)

@@ -13,8 +13,8 @@ import torch
 
 from ...geometry.sharding import AxisShard
 from ..optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor, of_matrices, of_others
-from .rule import Update
-from .sharded import add_over_shards
+from .rule_optimizer import Update
+from .sharded import add_over_shards, complete, part_of
 
 
 def state_of_rank(rank: int, **more: StateTensor) -> Mapping[str, StateTensor]:
@@ -71,6 +71,29 @@ def project_back(low: torch.Tensor, projector: torch.Tensor, update: Update) -> 
     """This rank's part of a matrix from its form in low rank."""
     shape = update.parameter.shape
     return low @ projector if shape[-2] >= shape[-1] else projector @ low
+
+
+def random_projector(parameter: torch.Tensor, rank: int, seed: int) -> torch.Tensor:
+    """This rank's part of a projector with normal entries of variance 1/rank; one for all experts.
+    The CPU draws it, so that it is the same for every device and mesh."""
+    *batch, m, n = parameter.shape
+    drawn = torch.Generator().manual_seed(seed)
+    made = projector_shape((*[1] * len(batch), m, n), rank)
+    full = torch.randn(made, generator=drawn) / min(rank, m, n) ** 0.5
+    full = full.to(parameter.device, parameter.dtype)
+    return part_of(full, parameter, {small_dim(tuple(parameter.shape))})
+
+
+def singular_vectors(update: Update, rank: int) -> torch.Tensor:
+    """This rank's part of a projector of the gradient's first singular vectors."""
+    own = update.parameter
+    full = complete(update.grad, own)
+    is_narrow = full.dtype.itemsize < 4
+    left, _, right = torch.linalg.svd(full.float() if is_narrow else full, full_matrices=False)
+    is_right = own.shape[-2] >= own.shape[-1]
+    found = right[..., :rank, :] if is_right else left[..., :rank]
+    kept = {*range(own.ndim - 2), small_dim(tuple(own.shape))}
+    return part_of(found.contiguous(), own, kept)
 
 
 def adam_direction(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..model.adaptable import HEAD, ROUTER, is_added, matrices, plain_name
-from ..optim.layout import OTHER, Layout, Layouts
+from ..optim.parameter_kind import OTHER, ParameterKind, ParameterKinds
 
 _IN_LAYER = re.compile(r"\.\d+\.")
 _HALVES = ("gate_up_proj", "gate_and_up_proj")
@@ -18,11 +18,11 @@ _QKV = ("qkv_proj", "Wqkv", "c_attn", "attn_qkv")  # queries, then keys, then va
 _HEADS = ("q_proj", "k_proj", "query", "key", "q_lin", "k_lin")
 
 
-def layouts_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> Layouts:
+def layouts_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> ParameterKinds:
     """The layout of each of the parameters ``named`` of ``inner``, which PEFT may have wrapped."""
     known = {m.name: m for m in matrices(inner) if m.left_out not in (HEAD, ROUTER)}
     modules = dict(inner.named_modules())
-    found: dict[int, Layout] = {}
+    found: dict[int, ParameterKind] = {}
     for name, parameter in inner.named_parameters():
         plain = plain_name(name)
         if plain in known and not is_added(name) and _IN_LAYER.search(plain):
@@ -33,7 +33,7 @@ def layouts_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> Lay
 
 def _layout(
     name: str, parameter: nn.Parameter, module: nn.Module, inner: PreTrainedModel
-) -> Layout:
+) -> ParameterKind:
     own = name.removesuffix(".weight").rpartition(".")[2]
     is_transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True
     outputs = parameter.shape[-1 if is_transposed else -2]
@@ -42,7 +42,7 @@ def _layout(
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     is_head = own in _HEADS and size and outputs % size == 0
-    return Layout(
+    return ParameterKind(
         is_matrix=True,
         parts=_parts(own, outputs, [heads * size, kv_heads * size, kv_heads * size]),
         head_size=size if is_head else 0,

@@ -1,7 +1,7 @@
 """GaLore (arXiv:2403.03507): Adam in the space of the gradient's largest singular vectors.
 
-The projector is a tensor of the state. A sharded gradient is gathered when the projector is made
-anew, and never else.
+The projector is a tensor of the state. A sharded gradient is gathered when the projector is
+replaced, and at no other step.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .groups import Named, parameter_groups
-from .layout import Layouts
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import StateTensor
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import StateTensor
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
+    from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,50 +56,26 @@ class GaLore(LearningRate):
     @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Moments in low rank, and the projector."""
-        from .rules.low_rank import projector_of_rank, state_of_rank
+        return rules.state_of_rank(self.rank, projector=rules.projector_of_rank(self.rank))
 
-        return state_of_rank(self.rank, projector=projector_of_rank(self.rank))
-
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         groups = parameter_groups(named, self, self.weight_decay)
-        return Rule(groups, self.update, self.state_tensors, layouts or {}, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        from .rules.low_rank import adam_direction, corrected_rate, project, project_back
-        from .rules.rule import adamw
-
         if not update.layout.is_matrix:
-            adamw(update, self.beta1, self.beta2, self.epsilon)
+            rules.adamw(update, self.beta1, self.beta2, self.epsilon)
             return
         projector = update.tensor("projector")
         if (update.number - 1) % self.update_gap == 0:
-            projector.copy_(self.singular_vectors(update))
-        low = project(update, projector)
-        direction = adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+            projector.copy_(rules.singular_vectors(update, self.rank))
+        low = rules.project(update, projector)
+        direction = rules.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
         update.decay()
-        rate = corrected_rate(update, self.beta1, self.beta2) * self.scale
-        update.value.sub_(project_back(direction, projector, update), alpha=rate)
-
-    def singular_vectors(self, update: Update) -> torch.Tensor:
-        """This rank's part of the projector: the gradient's first singular vectors, on the side of
-        the smaller dimension."""
-        import torch
-
-        from .rules.low_rank import small_dim
-        from .rules.sharded import complete, part_of
-
-        own = update.parameter
-        full = complete(update.grad, own)
-        is_narrow = full.dtype.itemsize < 4
-        left, _, right = torch.linalg.svd(full.float() if is_narrow else full, full_matrices=False)
-        is_right = own.shape[-2] >= own.shape[-1]
-        found = right[..., : self.rank, :] if is_right else left[..., : self.rank]
-        kept = {*range(own.ndim - 2), small_dim(tuple(own.shape))}
-        return part_of(found.contiguous(), own, kept)
+        rate = rules.corrected_rate(update, self.beta1, self.beta2) * self.scale
+        update.value.sub_(rules.project_back(direction, projector, update), alpha=rate)
 
     def trainer_arguments(self) -> dict[str, object]:
         """Its settings under the names of ``TrainingArguments``."""

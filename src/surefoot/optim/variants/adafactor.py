@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from .groups import Named, parameter_groups
-from .layout import Layouts
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
+    from ..rules.rule_optimizer import Update
 
 
 def _of_dims(declared: StateTensor, *, is_vector: bool) -> StateTensor:
@@ -55,33 +56,26 @@ class Adafactor(LearningRate):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         groups = parameter_groups(named, self, self.weight_decay)
-        return Rule(groups, self.update, self.state_tensors, layouts or {}, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        import torch
-
-        from .rules.sharded import mean_square
 
         value, parameter = update.value, update.parameter
-        scale = mean_square(value, parameter).sqrt().clamp(min=self.min_scale)
+        scale = rules.mean_square(value, parameter).sqrt().clamp(min=self.min_scale)
         update.decay()
-        least = torch.finfo(value.dtype).eps
+        least = rules.epsilon_of(value.dtype)
         variance = self.second_moment(update, least).clamp_(min=least * least)
         change = variance.rsqrt_().mul_(update.grad)
-        rms = mean_square(change, parameter).sqrt()
+        rms = rules.mean_square(change, parameter).sqrt()
         factor = min(update.rate, update.number**-0.5) * scale
         value.sub_(change * (factor / (rms / self.max_update_rms).clamp(min=1.0)))
 
     def second_moment(self, update: Update, least: float) -> torch.Tensor:
         """The estimated second moment of this rank's part of the gradient."""
-        from .rules.sharded import mean_over
-
         grad, parameter = update.grad, update.parameter
         forget = update.number**self.beta2_decay
         if grad.ndim < 2:
@@ -89,9 +83,9 @@ class Adafactor(LearningRate):
         rows, columns = update.tensor("row_var"), update.tensor("col_var")
         last = grad.ndim - 1
         squares = grad * grad
-        rows.lerp_(mean_over(squares, parameter, last), forget)
-        columns.lerp_(mean_over(squares, parameter, last - 1), forget)
-        return (rows @ columns) / mean_over(rows, parameter, last - 1).clamp_(min=least)
+        rows.lerp_(rules.mean_over(squares, parameter, last), forget)
+        columns.lerp_(rules.mean_over(squares, parameter, last - 1), forget)
+        return (rows @ columns) / rules.mean_over(rows, parameter, last - 1).clamp_(min=least)
 
     def trainer_arguments(self) -> dict[str, object]:
         """The Trainer's is another Adafactor, that of transformers."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterKind:
     """A matrix inside a layer, or all such matrices of a layer's experts; or anything else."""
 
     is_matrix: bool  # False: embeddings, head, norms, biases, routers, adapters
@@ -27,12 +27,12 @@ class Layout:
         return [slice(stop - size, stop) for stop, size in zip(stops, self.parts, strict=True)]
 
 
-Layouts = Mapping[str, Layout]  # by the names of parameters in files
-OTHER = Layout(is_matrix=False)
+ParameterKinds = Mapping[str, ParameterKind]  # by the names of parameters in files
+OTHER = ParameterKind(is_matrix=False)
 
 
-def layout_of(name: str, num_dims: int, layouts: Layouts) -> Layout:
+def layout_of(name: str, num_dims: int, layouts: ParameterKinds) -> ParameterKind:
     """The layout of the parameter ``name``. Without a model, whatever has rows is a matrix."""
     if layouts:
         return layouts.get(name, OTHER)
-    return Layout(is_matrix=num_dims >= 2)
+    return ParameterKind(is_matrix=num_dims >= 2)

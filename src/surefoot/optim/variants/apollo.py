@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .groups import Named, parameter_groups
-from .layout import Layouts
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import SCALAR, StateTensor
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import SCALAR, StateTensor
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
+    from ..rules.rule_optimizer import Update
 
 GROWTH = 1.01  # of the norm of an update, at most (Fira, arXiv:2410.01623)
 
@@ -63,68 +64,48 @@ class Apollo(LearningRate):
     @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Moments in low rank, and the norm of the last update."""
-        from .rules.low_rank import state_of_rank
+        return rules.state_of_rank(self.rank, update_norm=SCALAR)
 
-        return state_of_rank(self.rank, update_norm=SCALAR)
-
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         groups = parameter_groups(named, self, self.weight_decay)
-        return Rule(groups, self.update, self.state_tensors, layouts or {}, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        from .rules.low_rank import adam_direction, corrected_rate, project
-        from .rules.rule import adamw
-
         if not update.layout.is_matrix:
-            adamw(update, self.beta1, self.beta2, self.epsilon)
+            rules.adamw(update, self.beta1, self.beta2, self.epsilon)
             return
-        low = project(update, self.projector(update))
-        direction = adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+        low = rules.project(update, self.projector(update))
+        direction = rules.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
         scaled = update.grad * self.ratio(direction, low, update)
         scaled = scaled * self.limit(scaled, update)
         update.decay()
-        rate = corrected_rate(update, self.beta1, self.beta2) * self.scale**0.5
+        rate = rules.corrected_rate(update, self.beta1, self.beta2) * self.scale**0.5
         update.value.sub_(scaled, alpha=rate)
 
     def projector(self, update: Update) -> torch.Tensor:
         """This rank's part of the projector of this update."""
-        import torch
-
-        from .rules.low_rank import projector_shape, small_dim
-        from .rules.sharded import part_of
-
-        own = update.parameter
-        shape = (1,) * (own.ndim - 2) + tuple(own.shape[-2:])  # one for all experts
         text = f"{self.seed} {(update.number - 1) // self.update_gap} {update.name}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-        drawn = torch.Generator().manual_seed(seed)  # of the CPU: the same on every device
-        made = projector_shape(shape, self.rank)
-        full = torch.randn(made, generator=drawn) / min(self.rank, *own.shape[-2:]) ** 0.5
-        return part_of(full.to(own.device, own.dtype), own, {small_dim(tuple(own.shape))})
+        return rules.random_projector(update.parameter, self.rank, seed)
 
     def ratio(self, direction: torch.Tensor, low: torch.Tensor, update: Update) -> torch.Tensor:
         """Adam's step size over the gradient, for each row or column, or for the matrix."""
-        from .rules.low_rank import large_dim, small_dim
-        from .rules.sharded import add_over_shards
-
         shape = tuple(update.parameter.shape)
-        squares = [one.square().sum(small_dim(shape), keepdim=True) for one in (direction, low)]
+        squares = [
+            one.square().sum(rules.small_dim(shape), keepdim=True) for one in (direction, low)
+        ]
         if self.scaling == "tensor":
-            at = large_dim(shape)
+            at = rules.large_dim(shape)
             whole = [one.sum(at, keepdim=True) for one in squares]
-            squares = [add_over_shards(one, update.parameter, {at}) for one in whole]
+            squares = [rules.add_over_shards(one, update.parameter, {at}) for one in whole]
         return squares[0].sqrt() / (squares[1].sqrt() + 1e-8)
 
     def limit(self, scaled: torch.Tensor, update: Update) -> torch.Tensor:
         """The factor with which the norm of the update grows by 1 % at most."""
-        from .rules.sharded import add_over_shards
-
         dims = range(scaled.ndim)
-        norm = add_over_shards(scaled.float().square().sum(), update.parameter, dims).sqrt()
+        norm = rules.add_over_shards(scaled.float().square().sum(), update.parameter, dims).sqrt()
         last = update.tensor("update_norm")
         factor = GROWTH / (norm / (last + 1e-8)).clamp(min=GROWTH)
         if update.number == 1:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..groups import Group
-from ..layout import Layout, Layouts, layout_of
-from ..optimizer import StateTensor, dtype_of, kept_dims
+from ..optimizer import Optimizer, StateTensor, kept_dims
+from ..parameter_kind import ParameterKind, ParameterKinds, layout_of
+from ..state import dtype_of
 from .sharded import local, zeros
 
 
@@ -28,7 +29,7 @@ class Update:
     state: dict[str, torch.Tensor]
     group: Mapping[str, Any]  # its learning rate and other settings
     declared: Mapping[str, StateTensor]
-    layout: Layout
+    layout: ParameterKind
     number: int  # of its updates, from 1
 
     @property
@@ -64,7 +65,17 @@ class Update:
             self.value.mul_(1 - self.rate * self.group["weight_decay"])
 
 
-class Rule(torch.optim.Optimizer):
+class Points(Protocol):
+    """Where gradients are computed, if the weights are others between the steps."""
+
+    def for_gradients(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weights of a forward and backward pass."""
+
+    def at_rest(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weights of evaluations and checkpoints."""
+
+
+class RuleOptimizer(torch.optim.Optimizer):
     """Applies ``update`` to every parameter that has a gradient, in order."""
 
     def __init__(
@@ -72,10 +83,12 @@ class Rule(torch.optim.Optimizer):
         groups: list[Group],
         update: Callable[[Update], None],
         declared: Mapping[str, StateTensor],
-        layouts: Layouts,
+        layouts: ParameterKinds,
         learning_rate: float,
+        points: Points | None = None,
     ) -> None:
         super().__init__(groups, {"lr": learning_rate})
+        self.points = points
         self.rule, self.declared, self.layouts = update, declared, layouts
 
     @torch.no_grad()
@@ -89,6 +102,18 @@ class Rule(torch.optim.Optimizer):
             layout = layout_of(name, parameter.ndim, self.layouts)
             number = int(state["step"])
             self.rule(Update(name, parameter, state, group, self.declared, layout, number))
+
+    @torch.no_grad()
+    def move(self, *, for_gradients: bool) -> None:
+        """Set the weights to the point at which gradients are computed, or back."""
+        if self.points is None:
+            return
+        point = self.points.for_gradients if for_gradients else self.points.at_rest
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if state := self.state.get(parameter):
+                    here = {key: local(tensor) for key, tensor in state.items()}
+                    local(parameter).copy_(point(here))
 
     def _wanted(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:
@@ -118,11 +143,40 @@ class Rule(torch.optim.Optimizer):
         return value.to(device, dtype_of(declared, dtype, "nearest") if declared else dtype)
 
 
+def build(
+    optim: Optimizer,
+    groups: list[Group],
+    update: Callable[[Update], None],
+    layouts: ParameterKinds | None,
+    points: Points | None = None,
+) -> RuleOptimizer:
+    """The torch optimizer of ``optim``, whose rule is ``update``."""
+    known, rate = layouts or {}, optim.learning_rate
+    return RuleOptimizer(groups, update, optim.state_tensors, known, rate, points)
+
+
 def adamw(update: Update, beta1: float, beta2: float, epsilon: float) -> None:
-    """AdamW (arXiv:1711.05101), in the order of torch's."""
+    """AdamW (arXiv:1711.05101) with moments of the parameter's shape."""
+    mean, square = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+    adamw_of(update, mean, square, (beta1, beta2, epsilon))
+
+
+def adamw_of(
+    update: Update,
+    mean: torch.Tensor,
+    square: torch.Tensor,
+    settings: tuple[float, float, float],
+) -> None:
+    """AdamW's update with these moments, which change, in the order of torch's. ``settings`` are
+    both betas and epsilon."""
+    beta1, beta2, epsilon = settings
     update.decay()
-    grad, mean, square = update.grad, update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+    grad = update.grad.to(mean.dtype)
     mean.lerp_(grad, 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     root = (square.sqrt() / (1 - beta2**update.number) ** 0.5).add_(epsilon)
-    update.value.addcdiv_(mean, root, value=-update.rate / (1 - beta1**update.number))
+    rate = update.rate / (1 - beta1**update.number)
+    if mean.dtype == update.value.dtype:
+        update.value.addcdiv_(mean, root, value=-rate)
+    else:
+        update.value.sub_(mean / root, alpha=rate)

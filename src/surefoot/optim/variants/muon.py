@@ -13,17 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from .groups import Named, parameter_groups
-from .layout import Layout, Layouts, layout_of
-from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
+from ..parameter_kind import ParameterKinds, layout_of
+from ..rules import lazy_names as rules
 
 if TYPE_CHECKING:
     import torch
 
-    from .rules.rule import Update
-
-NS_DTYPE = "bfloat16"  # of the Newton-Schulz iteration, as in torch.optim.Muon
+    from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +70,8 @@ class Muon(LearningRate):
                 f"adamw_learning_rate must be positive, got {self.adamw_learning_rate}"
             )
 
-    def build(self, named: Named, layouts: Layouts | None = None) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        from .rules.rule import Rule
-
         known = layouts or {}
         rate = self.adamw_learning_rate or self.learning_rate
 
@@ -83,36 +80,20 @@ class Muon(LearningRate):
             return self.learning_rate if is_matrix else rate
 
         groups = parameter_groups(named, self, self.weight_decay, base_rate)
-        return Rule(groups, self.update, self.state_tensors, known, self.learning_rate)
+        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        from .rules.rule import adamw
-        from .rules.sharded import complete, part_of
-
         if not update.layout.is_matrix:
-            adamw(update, self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
+            rules.adamw(update, self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
             return
         grad, mean = update.grad, update.tensor("momentum_buffer")
         mean.lerp_(grad, 1 - self.momentum)
         direction = grad.lerp(mean, self.momentum) if self.nesterov else mean
-        full = complete(direction.to(_dtype()), update.parameter)
-        made = self.orthogonalized(full, update.layout).to(grad.dtype)
+        full = rules.complete(direction.to(rules.ns_dtype()), update.parameter)
+        made = rules.orthogonalized(full, update.layout, self.ns_steps, self.scale).to(grad.dtype)
         update.decay()
-        update.value.add_(part_of(made, update.parameter), alpha=-update.rate)
-
-    def orthogonalized(self, full: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The matrices of a parameter, each orthogonalized and scaled."""
-        import torch
-
-        by_outputs = full.mT if layout.is_transposed else full  # (experts,) outputs, inputs
-        wide = torch.promote_types(_dtype(), torch.float32)
-        made = torch.empty_like(by_outputs, dtype=wide)
-        for rows in layout.slices(by_outputs.shape[-2]):
-            found = newton_schulz(by_outputs[..., rows, :], self.ns_steps)
-            made[..., rows, :] = found.to(wide) * self.scale(*found.shape[-2:])
-        found_all: torch.Tensor = made.mT if layout.is_transposed else made
-        return found_all
+        update.value.add_(rules.part_of(made, update.parameter), alpha=-update.rate)
 
     def scale(self, outputs: int, inputs: int) -> float:
         """The factor of the learning rate of a matrix."""
@@ -123,24 +104,3 @@ class Muon(LearningRate):
     def trainer_arguments(self) -> dict[str, object]:
         """The Trainer has no Muon."""
         return {"weight_decay": self.weight_decay}
-
-
-def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values end between 0.7 and 1.2. As in
-    torch.optim.Muon; a leading dimension is a batch."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(_dtype())
-    x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if is_tall else x
-
-
-def _dtype() -> torch.dtype:
-    import torch
-
-    found: torch.dtype = getattr(torch, NS_DTYPE)
-    return found
