@@ -119,6 +119,30 @@ def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
             assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param(one, marks=[] if one == "adafactor" else pytest.mark.proof)
+        for one in OPTIMIZERS
+    ],
+)
+def test_fused_experts_are_saved_by_two_ranks_and_resumed_by_one(optim, tmp_path):
+    changes = {"kind": "qwen3_moe", "optim": made_of(optim)}
+
+    def work(world):
+        made = trainer(world, tmp_path, **changes)
+        learn(made, 2)
+        folder = save(made, tmp_path)
+        return str(folder), everything(made), learn(made, 1)
+
+    folder, held, (expected,) = ranks.run(2, work, dp_shard=2)[0]
+    alone = resume(trainer(ALONE, tmp_path, **changes), folder)
+    state = {name: one for name, one in held.items() if not name.startswith("model/")}
+    found = everything(alone)
+    assert_bitwise({name: found[name] for name in state}, state)
+    assert learn(alone, 1)[0] == pytest.approx(expected, rel=2e-3)
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_an_optimizer_declares_its_state(optim):
     modes = [(torch.float32, "stochastic"), *itertools.product([torch.bfloat16], MODES)]

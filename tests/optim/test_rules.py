@@ -6,14 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from surefoot.errors import RecipeError
+from surefoot.geometry.sharding import AxisShard
+from surefoot.optim.adamw import AdamW
 from surefoot.optim.parameter_kind import ParameterKind
+from surefoot.optim.rules.blockwise import dequantized, dynamic_map, quantize
 from surefoot.optim.rules.rule_optimizer import Update
+from surefoot.optim.state_cuts import check_cuts
 from surefoot.optim.variants.adafactor import Adafactor
 from surefoot.optim.variants.adam_mini import AdamMini
+from surefoot.optim.variants.adamw_8bit import AdamW8bit
+from surefoot.optim.variants.adamw_bf16 import AdamWBf16
 from surefoot.optim.variants.ademamix import AdEMAMix
 from surefoot.optim.variants.apollo import Apollo
 from surefoot.optim.variants.galore import GaLore
 from surefoot.optim.variants.lion import Lion
+from surefoot.optim.variants.schedule_free import ScheduleFree
 
 SHAPES = {"q.weight": (6, 4), "up.weight": (5, 3), "norm.weight": (4,)}
 LAYOUTS = {"q.weight": ParameterKind(True, head_size=3), "up.weight": ParameterKind(True)}
@@ -189,6 +197,95 @@ def test_projections_are_of_the_seed_and_keep_lengths():
     assert float(found.square().sum(0).mean()) == pytest.approx(1, abs=0.01)
     assert not torch.equal(found, Apollo(rank=300, seed=1).projector(update))
     assert not torch.equal(found, Apollo(rank=300).projector(replace(update, name="v")))
+
+
+def test_schedule_free_rests_at_the_average_and_steps_from_between():
+    optim = ScheduleFree(learning_rate=0.01, weight_decay=0.3, beta1=0.8, beta2=0.95)
+    ours = {name: torch.nn.Parameter(p) for name, p in parameters().items()}
+    optimizer = optim.build(list(ours.items()), LAYOUTS)
+    xs, zs, ys = parameters(), parameters(), parameters()
+    vs, total = {name: torch.zeros_like(x) for name, x in xs.items()}, 0.0
+    for t in range(1, 8):
+        rate = 0.01 * min(1, t / 3)  # warmup
+        total += rate**2
+        optimizer.move(for_gradients=True)
+        for name, parameter in ours.items():
+            torch.testing.assert_close(parameter.detach(), ys[name], rtol=1e-7, atol=1e-7)
+            parameter.grad = gradient(parameter.detach(), t)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.move(for_gradients=False)
+        for name, y in ys.items():
+            g, decay = gradient(y, t), 0.3 if y.ndim > 1 else 0.0
+            vs[name] = 0.95 * vs[name] + 0.05 * g * g
+            root = (vs[name] / (1 - 0.95**t)).sqrt() + 1e-8
+            zs[name] = zs[name] - rate * (g / root + decay * y)
+            xs[name] = xs[name] + rate**2 / total * (zs[name] - xs[name])
+            ys[name] = 0.8 * xs[name] + 0.2 * zs[name]
+            torch.testing.assert_close(ours[name].detach(), xs[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_that_is_skipped_leaves_schedule_free_at_its_average():
+    parameter = torch.nn.Parameter(torch.randn(4, 3))
+    optimizer = ScheduleFree(learning_rate=0.1).build([("w", parameter)])
+    for _ in range(3):
+        parameter.grad = torch.sin(parameter.detach())
+        optimizer.step()
+    rested = parameter.detach().clone()
+    optimizer.move(for_gradients=True)
+    assert not torch.equal(parameter, rested)
+    optimizer.move(for_gradients=False)
+    assert torch.equal(parameter, rested)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_codes_of_8_bits_span_seven_powers_of_ten(is_signed):
+    known = dynamic_map(is_signed=is_signed)
+    assert len(known) == len(known.unique()) == 256
+    assert torch.equal(known, known.sort()[0])
+    assert 0.0 in known
+    assert float(known.max()) == 1
+    assert known.abs()[known != 0].min() < 1e-6
+    assert (float(known.min()) < -0.99) == is_signed
+
+
+def test_8_bits_are_near_the_numbers_of_their_block():
+    torch.manual_seed(0)
+    values = torch.randn(3, 700) * torch.tensor([1e-3, 1.0, 0.0])[:, None]
+    codes, scales = torch.empty(3, 700, dtype=torch.uint8), torch.empty(3, 3)
+    quantize(values, codes, scales, block=256, is_signed=True)
+    found = dequantized(codes, scales, block=256, is_signed=True)
+    assert torch.equal(scales[:, 0], values[:, :256].abs().amax(1))
+    spread = scales.repeat_interleave(256, 1)[:, :700]
+    assert ((found - values).abs() <= 0.008 * spread + 1e-12).all()
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("made", [AdamWBf16, AdamW8bit])
+def test_narrow_moments_train_as_wide_ones_in_the_mean(made):
+    torch.manual_seed(0)
+    target = torch.randn(16, 300)
+
+    def distance(optim):  # from what noisy gradients lead to
+        parameter = torch.nn.Parameter(torch.zeros(16, 300))
+        optimizer = optim.build([("w", parameter)])
+        for step in range(200):
+            noise = torch.randn(16, 300, generator=torch.Generator().manual_seed(step))
+            parameter.grad = parameter.detach() - target + 0.1 * noise
+            optimizer.step()
+        return float((parameter.detach() - target).square().mean())
+
+    usual = {"learning_rate": 0.03, "beta2": 0.99}
+    assert distance(made(**usual)) == pytest.approx(distance(AdamW(**usual)), rel=0.1)
+
+
+def test_8_bits_refuse_shards_of_columns():
+    cut = (AxisShard("tp", 1),)
+    check_cuts(AdamW8bit(), (8, 6), (AxisShard("dp_shard", 0),), "w")
+    check_cuts(AdamW(), (8, 6), cut, "w")
+    with pytest.raises(RecipeError, match=r"cannot shard .* of w\) over parallel.tp; set it"):
+        check_cuts(AdamW8bit(), (8, 6), cut, "w")
 
 
 @pytest.mark.parametrize(

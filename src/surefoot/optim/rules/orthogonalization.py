@@ -27,7 +27,9 @@ def orthogonalized(
     for rows in kind.slices(by_outputs.shape[-2]):
         found = newton_schulz(by_outputs[..., rows, :], steps)
         made[..., rows, :] = found.to(wide) * scale(found.shape[-2], found.shape[-1])
-    return made.mT if kind.is_transposed else made
+    if kind.is_transposed:
+        made = made.mT
+    return made
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -36,9 +38,12 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.to(NS_DTYPE)
-    x = x.mT if is_tall else x
+    if is_tall:
+        x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.mT if is_tall else x
+    if is_tall:
+        x = x.mT
+    return x
