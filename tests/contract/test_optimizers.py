@@ -11,7 +11,7 @@ import tiny
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
-from surefoot.network.parameter_kinds import layouts_of
+from surefoot.network.parameter_kinds import kinds_of
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.bf16_weights import MASTER
 from surefoot.optim.optimizer import LIKE_PARAMETER, declared_state
@@ -48,7 +48,7 @@ class Run:
         inner = tiny.model(num_hidden_layers=2)
         self.model = self.method.apply(inner).to(dtype)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.layouts = layouts_of(inner, named)
+        self.layouts = kinds_of(inner, named)
         self.trained = TrainedParameters(
             self.optim, named, self.method.trainable, layouts=self.layouts
         )

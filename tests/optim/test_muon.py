@@ -7,7 +7,7 @@ import ranks
 import tiny
 from spread import learn, trainer
 from surefoot.methods.lora import LoRA
-from surefoot.network.parameter_kinds import layouts_of
+from surefoot.network.parameter_kinds import kinds_of
 from surefoot.optim.parameter_kind import ParameterKind
 from surefoot.optim.rules import orthogonalization
 from surefoot.optim.rules.orthogonalization import newton_schulz, orthogonalized
@@ -103,7 +103,7 @@ def layouts(model):
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     inner = getattr(model, "base_model", model)
     inner = inner.model if hasattr(inner, "peft_config") or hasattr(model, "peft_config") else model
-    return layouts_of(inner, named)
+    return kinds_of(inner, named)
 
 
 def test_only_matrices_inside_layers_are_muons():

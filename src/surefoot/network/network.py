@@ -31,7 +31,7 @@ from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
-from .parameter_kinds import layouts_of
+from .parameter_kinds import kinds_of
 from .runner import Engine
 
 
@@ -133,7 +133,7 @@ class Network:
     @property
     def layouts(self) -> ParameterKinds:
         """What each trainable parameter is in the model."""
-        return layouts_of(self.inner, self.named)
+        return kinds_of(self.inner, self.named)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

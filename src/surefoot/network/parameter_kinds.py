@@ -18,7 +18,7 @@ _QKV = ("qkv_proj", "Wqkv", "c_attn", "attn_qkv")  # queries, then keys, then va
 _HEADS = ("q_proj", "k_proj", "query", "key", "q_lin", "k_lin")
 
 
-def layouts_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> ParameterKinds:
+def kinds_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> ParameterKinds:
     """The layout of each of the parameters ``named`` of ``inner``, which PEFT may have wrapped."""
     known = {m.name: m for m in matrices(inner) if m.left_out not in (HEAD, ROUTER)}
     modules = dict(inner.named_modules())
