@@ -33,7 +33,8 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from .model_location import ADAPTER, NONE_DAMAGED, Damaged, ModelLocation, locate
+from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
+from .model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)
 PLAINLY = ParallelSection()
@@ -49,6 +50,7 @@ class LoadedModel:
     template: Template | None  # None: it only continues plain text
     recipe: Recipe | None = None  # of the run that made it
     folder: Path | None = None  # of the weights, of the adapter if it has one
+    folders: tuple[Path, ...] = ()  # of all weights
 
     @property
     def model(self) -> nn.Module:
@@ -137,7 +139,7 @@ def open_model(
         tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
         template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
         network = _open(parts, section, tokenizer, world, parallel)
-        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder)
+        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
 
     return with_valid(find, load)
 
@@ -157,7 +159,7 @@ def open_start(
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
-    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder)
+    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
 
 
 def _open(
@@ -193,6 +195,11 @@ class ModelFolders:
     def folder(self) -> Path:
         """The folder of the adapter or, without one, of the model."""
         return self.adapter or self.model
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """The folders of all weights."""
+        return tuple(one for one in (self.model, self.adapter, self.weights) if one is not None)
 
 
 T = TypeVar("T")
@@ -243,7 +250,9 @@ def _parts(
             raise ModelError(f"{located}: is an adapter already; --adapter needs a full model")
         top = locate(adapter, damaged)
         if not top.is_adapter:
-            raise ModelError(f"{top}: contains no {ADAPTER}; expected the folder of an adapter")
+            raise ModelError(
+                f"{top}: contains no {top.adapter_config.name}; expected the folder of an adapter"
+            )
         return _on_base(top, located)
     if located.is_adapter:
         return _on_base(located, _base_of(located, base, damaged))
@@ -284,7 +293,7 @@ def _base_of(adapter: ModelLocation, given: str | Path | None, damaged: Damaged)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:
-    config = read_config(adapter.folder / ADAPTER)
+    config = read_config(adapter.adapter_config)
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
         return ModelLocation(Path(name), is_adapter=False)

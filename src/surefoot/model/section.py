@@ -29,14 +29,16 @@ class ModelSection:
     max_positions: int | None = None
     """Positions of the model (default: its own, ``max_position_embeddings``). More of them rescale
     its rotary embeddings; checkpoints contain them in ``config.json``."""
-    rope_scaling: Literal["yarn", "linear"] = "yarn"
-    """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), or all frequencies
-    alike (arXiv:2306.15595)."""
+    rope_scaling: Literal["yarn", "linear", "llama3"] = "yarn"
+    """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), all frequencies
+    alike (arXiv:2306.15595), or low ones alone as in Llama 3.1."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    neftune_noise_alpha: float | None = None
+    """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
     compile: bool = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
@@ -54,3 +56,9 @@ class ModelSection:
     """Quantize the scales of 4 bits, too: 0.4 bits less for each weight."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off unless you trust its author."""
+
+    def __post_init__(self) -> None:
+        if self.neftune_noise_alpha is not None and self.neftune_noise_alpha <= 0:
+            raise ValueError(
+                f"neftune_noise_alpha must be positive, got {self.neftune_noise_alpha}"
+            )

@@ -12,11 +12,15 @@ from pathlib import Path
 import torch
 
 from ..errors import ModelError, RecipeError, RunError
+from ..geometry.sharding import AxisShard
+from ..model.adaptable import refuse_read_weights
+from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer, declared_state
 from ..optim.state import dtype_of
+from ..optim.state_cuts import check_cuts
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
@@ -36,7 +40,6 @@ def refuse_early(
     optim: Optimizer,
     *,
     num_processes: int,
-    tp: int,
     output_dir: Path,
 ) -> None:
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
@@ -44,15 +47,29 @@ def refuse_early(
     check_device(section)
     quantization(section)
     check_alone(section, num_processes)
-    plain = replace(options, parallel=ParallelSection())
+    parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
         network = open_network(base, section, None, ALONE, plain, MetaTensors())
     except NOT_ON_META:  # an architecture that needs values when it is made
         return
-    if tp > 1:
-        module_plans(network.inner, tp)
+    if parallel.tp > 1:
+        refuse_read_weights(network.inner)
+        module_plans(network.inner, parallel.tp)
+    if parallel.pp > 1:
+        parameters_of(network.inner, parallel.pp * parallel.num_parts)
     check_learning_rates(optim.learning_rates, network.trainable)
+    check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))
+
+
+def check_optimizer_shards(network: Network, optim: Optimizer, parallel: ParallelSection) -> None:
+    """Raise ``RecipeError`` if the state of ``optim`` cannot be sharded as the mesh shards
+    matrices: along rows by ``dp_shard``, and some of them along columns by ``tp``."""
+    cuts = [AxisShard("dp_shard", 0)] if (parallel.dp_shard or 1) > 1 else []
+    cuts += [AxisShard("tp", 1)] if parallel.tp > 1 else []
+    for name, parameter in network.named.items():
+        if parameter.ndim == 2:
+            check_cuts(optim, tuple(parameter.shape), tuple(cuts), name)
 
 
 def check_device(section: ModelSection) -> None:

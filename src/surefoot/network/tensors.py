@@ -219,17 +219,12 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
     method = draft.options.method
     if draft.section.adapter is not None:
         check_adapter(draft.section)
-        attach = partial(_attach, attach_from, draft.section.adapter)
+        folder = draft.section.adapter
+        attach = lambda model: attach_from(model, folder)  # noqa: E731
         return attach if method is None else partial(method.attach, attach=attach)
     if method is not None:
         return method.apply
     return lambda model: cast(nn.Module, model)
-
-
-def _attach(
-    attach_from: Callable[[PreTrainedModel, Path], nn.Module], folder: Path, model: PreTrainedModel
-) -> nn.Module:
-    return attach_from(model, folder)
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ...errors import ModelError, counted
 from ...storage import files
+from ...storage.address import is_address
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
@@ -32,7 +33,8 @@ from .quantized import disable_relayout, quantization
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
 PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
-FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
+FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*recipe.yaml")  # never pickles
+_NOT_NEEDED = ("optimizer*.safetensors", "*/optimizer*.safetensors")  # of checkpoints of Surefoot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -53,6 +55,11 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     Raises:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
+    if is_address(section.path):
+        raise ModelError(
+            f"model.path: {section.path} is a URL; expected a folder or a hub id. Write its latest "
+            f"checkpoint to a folder with `surefoot export {section.path} FOLDER`, and name that"
+        )
     local = Path(section.path)
     folder = local if files.exists(local) else fetch(section, weights=weights)
     if not files.is_folder(folder):
@@ -73,14 +80,20 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     return folder
 
 
-def fetch(section: ModelSection, *, weights: bool = True) -> Path:
-    """The files of a hub model (or adapter) in the local cache, without pickles."""
-    patterns = [name for name in FILES if weights or name != WEIGHTS]
+def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> Path:
+    """The files of a hub model (or adapter) in the local cache, without pickles; of one folder
+    ``inside`` it, or all."""
+    patterns = [f"{inside}{name}" for name in FILES if weights or name != WEIGHTS]
     if section.hub == "modelscope":
         return _download_modelscope(section, patterns)
     try:
         return Path(
-            snapshot_download(section.path, revision=section.revision, allow_patterns=patterns)
+            snapshot_download(
+                section.path,
+                revision=section.revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_NOT_NEEDED),
+            )
         )
     except HFValidationError:
         raise ModelError(
