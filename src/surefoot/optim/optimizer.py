@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 from ..geometry.sharding import AxisShard, Cuts
+from .parameter_kind import ParameterKind
 
 if TYPE_CHECKING:
     import torch
 
     from .groups import Named
-    from .parameter_kind import ParameterKind, ParameterKinds
+    from .parameter_kind import ParameterKinds
     from .schedules import Schedule
 
 Shape = tuple[int, ...]
@@ -65,6 +67,28 @@ def declared_state(optim: Optimizer, shape: Shape, layout: ParameterKind) -> dic
     """The tensors of the state of a parameter, by key."""
     known = optim.state_tensors.items()
     return {key: one for key, one in known if one.belongs_to(shape, layout)}
+
+
+SIDE = 4096  # of the matrix in the reference
+_SIZES = {"": 4, "float32": 4, "bfloat16": 2, "uint8": 1}
+
+
+def bytes_per_element(optim: Optimizer, *, is_matrix: bool) -> tuple[float, list[str]]:
+    """The bytes of state of an element of a large matrix that is updated in float32, and the keys
+    of the tensors that are not scalars."""
+    shape, size = (SIDE, SIDE), 0
+    declared = declared_state(optim, shape, ParameterKind(is_matrix))
+    found = {key: one for key, one in declared.items() if one.shape(shape)}
+    for one in found.values():
+        size += prod(one.shape(shape)) * _SIZES[one.dtype]
+    return size / SIDE**2, list(found)
+
+
+def can_shard(optim: Optimizer, dim: int) -> bool:
+    """Whether the state of matrices can be sharded along ``dim``."""
+    shape, cut = (SIDE, SIDE), (AxisShard("any", dim),)
+    known = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
+    return all(one.cuts is not None and one.cuts(shape, cut) is not None for one in known)
 
 
 def kept_dims(declared: StateTensor, shape: Shape) -> set[int]:

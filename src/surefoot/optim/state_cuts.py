@@ -70,8 +70,9 @@ def check_cuts(
     for key, declared in optim.state_tensors.items() if cuts else ():
         if not declared.belongs_to(shape, ParameterKind(is_matrix=len(shape) > 1)):
             continue
-        if declared.cuts is None or declared.cuts(shape, cuts) is None:
-            axes = " and ".join(f"parallel.{axis}" for axis in dict.fromkeys(c.axis for c in cuts))
+        odd = [c for c in cuts if declared.cuts is None or declared.cuts(shape, (c,)) is None]
+        if odd:
+            axes = " and ".join(f"parallel.{axis}" for axis in dict.fromkeys(c.axis for c in odd))
             raise RecipeError(
                 f"optim: {type(optim).__name__} cannot shard its state ({key} of {name}) over "
                 f"{axes}; set {'them' if ' and ' in axes else 'it'} to 1, or use another optimizer"
