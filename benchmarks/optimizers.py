@@ -5,8 +5,8 @@
 A random Llama (3.3 M parameters) is trained on the bytes of the bundled orders: the same batches
 for all, from the same weights. Each side runs in a process of its own, and sides take turns. DIR is
 where the packages of ``requirements-optimizers.txt`` are; torch's references need none. ``state``
-is what the optimizer keeps, ``update`` what an update takes besides, ``loss`` the mean over the
-last 20 steps.
+is what the optimizer keeps, ``peak`` the most memory of the process beyond what it had before the
+optimizer was built, ``loss`` the mean over the last 20 steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Figures:
 
     seconds: float  # the median of an update
     state: int  # bytes
-    update: int  # bytes
+    peak: int  # bytes
     loss: float
 
 
@@ -142,25 +142,24 @@ def resident(key: str = "VmRSS") -> int:
 def run(build: Callable[[str, nn.Module], list[torch.optim.Optimizer]], name: str, steps: int):
     """Train with one side."""
     module = model()
-    optimizers = build(name, module)
-    seconds, losses, growth = [], [], []
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before, optimizers = resident(), build(name, module)
+    seconds, losses = [], []
     for ids in batches(steps):
         switch(optimizers, "train", for_gradients=True)
         loss = module(input_ids=ids, labels=ids).loss
         loss.backward()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-        before, start = resident(), time.perf_counter()
+        start = time.perf_counter()
         for optimizer in optimizers:
             optimizer.step()
         seconds.append(time.perf_counter() - start)
-        growth.append(resident("VmHWM") - before)
         switch(optimizers, "eval", for_gradients=False)
         module.zero_grad()
         losses.append(float(loss.detach()))
     held = [*(one for optimizer in optimizers for one in tensors(optimizer.state))]
     state = sum(tensor.numel() * tensor.element_size() for tensor in held)
     mean = sum(losses[-LAST:]) / LAST
-    return Figures(median(seconds[1:]), state, int(median(growth[1:])), mean)
+    return Figures(median(seconds[1:]), state, resident("VmHWM") - before, mean)
 
 
 def switch(optimizers: Sequence[object], theirs: str, *, for_gradients: bool) -> None:
@@ -208,7 +207,7 @@ def row(name: str, found: Sequence[Figures]) -> str:
     """One line of the table."""
     milliseconds = [1e3 * one.seconds for one in found]
     least, most = min(milliseconds), max(milliseconds)
-    mib = [median(getattr(one, key) for one in found) / 2**20 for key in ("state", "update")]
+    mib = [median(getattr(one, key) for one in found) / 2**20 for key in ("state", "peak")]
     return (
         f"| {name} | {median(milliseconds):.1f} ({least:.1f}-{most:.1f}) | {mib[0]:.1f} | "
         f"{mib[1]:.1f} | {found[0].loss:.4f} |"
@@ -229,7 +228,7 @@ def main() -> None:
     size = sum(p.numel() for p in model().parameters())
     say(f"{size:,} parameters, {given.steps} steps of {ROWS} x {WIDTH} bytes")
     say(f"loss at chance: {math.log(256):.4f}")
-    say("| optimizer | update, ms | state, MiB | update, MiB | loss |\n|---|---|---|---|---|")
+    say("| optimizer | update, ms | state, MiB | peak, MiB | loss |\n|---|---|---|---|---|")
     for name in given.only:
         sides: dict[str, list[Figures | str]] = {name: [], f"{name}, reference": []}
         for _ in range(given.rounds):

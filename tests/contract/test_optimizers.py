@@ -1,6 +1,7 @@
 """What every optimizer owes every method: a state as declared, and exact resume, on any mesh."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -115,6 +116,39 @@ def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
     (folder, losses), (_, same) = ranks.run(2, work, dp_shard=2)
     assert losses == same
     for other in (losses, losses[:2] + killed(ALONE, folder)[0]):
+        for ours, theirs in zip(other, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+MESHES = [{"tp": 2}, {"pp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "tp": 2}]
+CANNOT = {"adamw_8bit": {"tp"}}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_a_mesh_learns_what_one_process_does_and_one_resumes_it(optim, mesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)  # to round alike
+    changes = {"optim": made_of(optim, weight_decay=0.1)}
+
+    def work(world):
+        made = trainer(world, tmp_path, **changes)
+        first = learn(made, 2)
+        folder = save(made, tmp_path)
+        losses = learn(made, 1)
+        again = resume(trainer(world, tmp_path, **changes), folder)
+        assert learn(again, 1) == losses
+        return str(folder), first + losses
+
+    count = math.prod(mesh.values())
+    if CANNOT.get(optim, set()) & mesh.keys():
+        with pytest.raises(AssertionError, match=r"cannot shard its state .* parallel\.tp; set it"):
+            ranks.run(count, work, **mesh)
+        return
+    expected = learn(trainer(ALONE, tmp_path, **changes), 3)
+    folder, losses = ranks.run(count, work, **mesh)[0]
+    alone = resume(trainer(ALONE, tmp_path, **changes), folder)
+    for other in (losses, losses[:2] + learn(alone, 1)):
         for ours, theirs in zip(other, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
 

@@ -75,7 +75,7 @@ table names the part and the case whose figure would justify the choice or chang
 """
 OPTIMIZERS_PAGE = """# Optimizers
 
-The bytes of state for one weight: of a matrix inside a layer, and of another one (embeddings, head).
+The bytes of state for one weight of a matrix inside a layer, and for others (embeddings, head).
 Settings are the defaults; matrices are 4096 x 4096, and updated in float32. The weight and its
 gradient come on top; see [precision](../how-to/precision.md). `dp_replicate` and `pp` work with
 every optimizer. Every optimizer resumes to the same bits on the same mesh.
