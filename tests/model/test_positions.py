@@ -18,7 +18,7 @@ from folders import edit_json, save_adapter, save_data, save_model, save_recipe,
 from surefoot.checkpoint.converting.targets.peft import PEFTAdapter
 from surefoot.errors import ModelError, RecipeError
 from surefoot.inference import export, open_model
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 from surefoot.inference.run_evaluation import evaluate_run
 from surefoot.model.pretrained.loading import resolve
 from surefoot.model.pretrained.positions import num_positions

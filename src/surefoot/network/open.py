@@ -19,7 +19,6 @@ from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
-from ..model.pretrained.quantized import check_alone
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -29,7 +28,7 @@ from .heads import add_heads, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .tensors import REAL, Tensors, read_heads
+from .tensors import REAL, Tensors, check_quantization, read_heads
 
 logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
@@ -98,7 +97,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
-    check_alone(draft.section, draft.world.size)
+    check_quantization(draft)
     tensors.load(draft)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.layouts.opening import read_named, scattered
+from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
@@ -23,6 +23,13 @@ from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
+from ..model.pretrained.quantized import check_alone
+from ..model.pretrained.stored_quantization import (
+    dequantization,
+    quantization_of,
+    refuse_own_weights,
+    refuse_uneven_blocks,
+)
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -84,6 +91,8 @@ class RealTensors:
         if draft.start is not None:
             draft.inner = draft.start.model
             return
+        if quantization_of(config := read_config(base, section)) is not None:
+            refuse_uneven_blocks(config, open_folder(base).shapes(), base)
         weights = options.weights
         stored = scattered(base) if weights is None else read_named(weights, base)
         draft.inner = load_model(base, section, dtype=dtype, weights=stored)
@@ -171,6 +180,16 @@ class MetaTensors:
 
 
 REAL = RealTensors()
+
+
+def check_quantization(draft: Draft) -> None:
+    """Raise ``RecipeError`` if several ranks would use a base that is quantized in memory, and
+    ``ModelError`` or ``RecipeError`` if quantized files cannot be read, or not be trained."""
+    check_alone(draft.section, draft.world.size)
+    config, method = read_config(draft.base, draft.section), draft.options.method
+    dequantization(config, draft.section, draft.base)
+    if method is not None and method.saves_base_model:
+        refuse_own_weights(config, draft.base)
 
 
 def from_config(

@@ -29,6 +29,7 @@ from ...storage.address import is_address
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
+from .stored_quantization import dequantization
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
@@ -153,6 +154,7 @@ def load_model(
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = read_config(folder, section)
+        stored = dequantization(config, section, folder)
         opened = AutoModelForCausalLM
         if weights is not None:  # the general class would look for files
             opened = AutoModelForCausalLM._model_mapping[type(config)]
@@ -162,7 +164,7 @@ def load_model(
             config=config,
             dtype=dtype,
             device_map=_device_map(is_empty=is_empty, is_quantized=quantized is not None),
-            quantization_config=quantized,
+            quantization_config=quantized or stored,
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,
