@@ -21,14 +21,16 @@ def orthogonalized(
 ) -> torch.Tensor:
     """The matrices of a parameter, each orthogonalized and multiplied by its ``scale`` of outputs
     and inputs."""
-    by_outputs = full.mT if kind.is_transposed else full  # (experts,) outputs, inputs
+    by_outputs = (
+        full.transpose(-2, -1) if kind.is_transposed else full
+    )  # (experts,) outputs, inputs
     wide = torch.promote_types(NS_DTYPE, torch.float32)
     made = torch.empty_like(by_outputs, dtype=wide)
     for rows in kind.slices(by_outputs.shape[-2]):
         found = newton_schulz(by_outputs[..., rows, :], steps)
         made[..., rows, :] = found.to(wide) * scale(found.shape[-2], found.shape[-1])
     if kind.is_transposed:
-        made = made.mT
+        made = made.transpose(-2, -1)
     return made
 
 
@@ -37,13 +39,11 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     leading dimension is a batch."""
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.to(NS_DTYPE)
+    x: torch.Tensor = matrix.to(NS_DTYPE)
     if is_tall:
-        x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+        x = x.transpose(-2, -1)
+    x = torch.div(x, torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7))
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ x.transpose(-2, -1)
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    if is_tall:
-        x = x.mT
-    return x
+    return torch.transpose(x, -2, -1) if is_tall else x
