@@ -129,7 +129,16 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["quickstart.yaml", "base.yaml", "dpo.yaml", "kto.yaml", "grpo.yaml", "badam.yaml"]
+    "recipe",
+    [
+        "quickstart.yaml",
+        "muon.yaml",
+        "base.yaml",
+        "dpo.yaml",
+        "kto.yaml",
+        "grpo.yaml",
+        "badam.yaml",
+    ],
 )
 def test_the_recipes_are_valid(recipe):
     assert load(EXAMPLES / recipe).data.dataset_dir == DATA

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import click
 
+from ..optim import OPTIMIZERS
+from ..optim.optimizer import bytes_per_element, can_shard
 from ..recipe.prediction import Prediction
 from ..recipe.recipe import Recipe
 from ..recipe.yaml import emit
@@ -71,6 +73,14 @@ written; S and M are the models there. "not measured" means that no figure suppo
 nothing has been measured on a GPU yet. `make gpu` measures on a GPU; the last column of the second
 table names the part and the case whose figure would justify the choice or change it.
 """
+OPTIMIZERS_PAGE = """# Optimizers
+
+The bytes of state for one weight of a matrix inside a layer, and for others (embeddings, head).
+Settings are the defaults; matrices are 4096 x 4096, and updated in float32. The weight and its
+gradient come on top; see [precision](../how-to/precision.md). `dp_replicate` and `pp` work with
+every optimizer. Every optimizer resumes to the same bits on the same mesh.
+[Which optimizer](../how-to/optimizers.md) says when to use which.
+"""
 CLI = """# The command line
 
 A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
@@ -98,11 +108,17 @@ def devices_page() -> str:
     return "\n".join([NOTE, DEVICES, *_choices()])
 
 
+def optimizers_page() -> str:
+    """The state of every optimizer, and what it can be sharded over."""
+    return "\n".join([NOTE, OPTIMIZERS_PAGE, *_optimizers()])
+
+
 PAGES = {
     "recipe.md": recipe_page,
     "recipe.schema.json": schema_page,
     "cli.md": cli_page,
     "devices.md": devices_page,
+    "optimizers.md": optimizers_page,
 }
 
 
@@ -119,6 +135,23 @@ def _choices() -> Iterator[str]:
             last = f" {choice.decides} |" if more else ""
             yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |{last}"
         yield ""
+
+
+def _optimizers() -> Iterator[str]:
+    yield "| `optim` | bytes: matrix | bytes: other | tensors of a matrix | sharded by | |"
+    yield "|---|---|---|---|---|---|"
+    for name, cls in OPTIMIZERS.items():
+        optim = cls()
+        of_matrix, keys = bytes_per_element(optim, is_matrix=True)
+        of_other, _ = bytes_per_element(optim, is_matrix=False)
+        axes = ", ".join(
+            f"`{a}`" for a, dim in (("dp_shard", 0), ("tp", 1)) if can_shard(optim, dim)
+        )
+        tensors = ", ".join(f"`{key}`" for key in keys)
+        about = markdown(inspect.getdoc(cls) or "")
+        cells = [f"`{name}`", f"{of_matrix:.3g}", f"{of_other:.3g}", tensors, axes, about]
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
 
 
 def _sections() -> Iterator[str]:

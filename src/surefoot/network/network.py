@@ -24,6 +24,7 @@ from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
+from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
@@ -31,6 +32,7 @@ from .blocks import TrainedBlocks
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
+from .parameter_kinds import kinds_of
 from .runner import Engine
 
 
@@ -130,7 +132,12 @@ class Network:
     def trained(self, optim: Optimizer) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that the method trains at a step."""
         turns = self.blocks.trainable
-        return TrainedParameters(optim, self.named, turns, self.cuts, self.trainable)
+        return TrainedParameters(optim, self.named, turns, self.cuts, self.trainable, self.layouts)
+
+    @property
+    def layouts(self) -> ParameterKinds:
+        """What each trainable parameter is in the model."""
+        return kinds_of(self.inner, self.named)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

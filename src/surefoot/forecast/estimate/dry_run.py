@@ -23,8 +23,9 @@ from ...model.pretrained.loading import DTYPES
 from ...network.blocks import LONG
 from ...network.network import Network
 from ...network.open import open_network
-from ...optim.bf16_weights import build_optimizer
-from ...optim.state import NamedState
+from ...optim.bf16_weights import MASTER
+from ...optim.optimizer import LIKE_PARAMETER, declared_state
+from ...optim.state import dtype_of
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
@@ -133,18 +134,23 @@ def build(
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of the recipe's optimizer after a step, by parameter, when it is largest; fake
-    tensors."""
-    turn = skeleton.largest_turn
-    named = [(name, p) for name, p in skeleton.network.named.items() if name in turn]
-    with skeleton.tensors.mode:
-        optimizer = build_optimizer(skeleton.recipe.optim, named)
-        for _, parameter in named:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-        for _, parameter in named:
-            parameter.grad = None
-    return NamedState(optimizer).state_dict()
+    """The state of the recipe's optimizer after a step, by parameter, when it is largest, as the
+    optimizer declares it; fake tensors."""
+    optim, layouts, found = skeleton.recipe.optim, skeleton.network.layouts, {}
+    mode, turn = optim.bf16_weights, skeleton.largest_turn
+    for name, parameter in skeleton.network.named.items():
+        if name not in turn:
+            continue
+        shape = tuple(parameter.shape)
+        declared = declared_state(optim, shape, layouts[name])
+        if mode == MASTER and parameter.dtype == torch.bfloat16:
+            declared[MASTER] = LIKE_PARAMETER
+        with skeleton.tensors.mode:
+            found[name] = {
+                key: torch.empty(one.shape(shape), dtype=dtype_of(one, parameter.dtype, mode))
+                for key, one in declared.items()
+            }
+    return found
 
 
 def describe(skeleton: DryRunModel) -> list[Weight]:
