@@ -1,25 +1,57 @@
-"""What every optimizer owes every method: a state as declared, and exact resume."""
+"""What every optimizer owes every method: a state as declared, and exact resume, on any mesh."""
+
+import itertools
 
 import pytest
 import torch
 
+import ranks
 import surefoot.checkpoint as ckpt
 import tiny
+from kept import assert_bitwise, everything
+from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
+from surefoot.network.parameter_kinds import kinds_of
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim.bf16_weights import MASTER
+from surefoot.optim.optimizer import LIKE_PARAMETER, declared_state
+from surefoot.optim.rules import orthogonalization
 from surefoot.optim.schedules import SCHEDULES
+from surefoot.optim.state import dtype_of
 from surefoot.optim.trained import TrainedParameters
+from surefoot.parallel.world import ALONE
+
+MODES = ["stochastic", "master", "nearest"]
+BOTH = [*itertools.product(OPTIMIZERS, METHODS)]
+SETTINGS = {"apollo": {"rank": 4, "update_gap": 2}, "galore": {"rank": 4, "update_gap": 2}}
+
+
+def made_of(optim, **changes):
+    """An optimizer whose numbers show what it does in a few steps of a tiny model."""
+    return OPTIMIZERS[optim](**{"learning_rate": 5e-3, **SETTINGS.get(optim, {}), **changes})
+
+
+def diagonal(combinations):
+    """One method for each optimizer, another from one to the next; the others only in the proof."""
+    methods = list(METHODS)
+    for optim, method in combinations:
+        is_first = methods.index(method) == [*OPTIMIZERS].index(optim) % len(methods)
+        yield pytest.param(optim, method, marks=[] if is_first else [pytest.mark.proof])
 
 
 class Run:
     """A tiny model with a method and an optimizer."""
 
-    def __init__(self, method, optim):
+    def __init__(self, method, optim, dtype=torch.float32, **changes):
         torch.manual_seed(0)
-        self.method, self.optim, inner = METHODS[method](), OPTIMIZERS[optim](), tiny.model()
-        self.model = self.method.apply(inner)
+        self.method, self.optim = METHODS[method](), made_of(optim, **changes)
+        inner = tiny.model(num_hidden_layers=2)
+        self.model = self.method.apply(inner).to(dtype)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.trained = TrainedParameters(self.optim, named, self.method.trainable)
+        self.layouts = kinds_of(inner, named)
+        self.trained = TrainedParameters(
+            self.optim, named, self.method.trainable, layouts=self.layouts
+        )
         self.states = {
             "model": self.method.weights(self.model, inner),
             "optimizer": self.trained,
@@ -34,31 +66,101 @@ class Run:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+def must_resume(first, second, folder):
+    """``second`` resumes from a checkpoint of ``first``, and both end in the same bits."""
+    first.train(range(3))
+    saved = ckpt.save(folder, 3, first.states, kind=first.states["model"].kind)
+    first.train(range(3, 5))
+    ckpt.load(saved, second.states)
+    second.trained.check(3)
+    second.train(range(3, 5))
+    for name, parameter in first.trained.named.items():
+        assert torch.equal(parameter, second.trained.named[name]), name
+
+
+@pytest.mark.parametrize(("optim", "method"), BOTH)
 def test_an_optimizer_of_a_method_resumes_to_the_same_bits(optim, method, tmp_path):
-    run, other = Run(method, optim), Run(method, optim)
-    run.train(range(2))
-    kind = run.states["model"].kind
-    folder = ckpt.save(tmp_path, 2, run.states, kind=kind)
-    run.train(range(2, 4))
-    ckpt.load(folder, other.states)
-    other.trained.check(2)
-    other.train(range(2, 4))
-    for name, parameter in run.trained.named.items():
-        assert torch.equal(parameter, other.trained.named[name]), name
+    must_resume(Run(method, optim), Run(method, optim), tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_bfloat16_weights_resume_to_the_same_bits(optim, mode, tmp_path):
+    made = (Run("full", optim, torch.bfloat16, bf16_weights=mode) for _ in range(2))
+    must_resume(*made, tmp_path)
+
+
+@pytest.mark.parametrize(("optim", "method"), [*diagonal(BOTH)])
+def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
+    optim, method, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)  # to round alike
+    changes = {"method": METHODS[method](), "optim": made_of(optim, weight_decay=0.1)}
+    expected = learn(trainer(ALONE, tmp_path, **changes), 4)
+
+    def killed(world, folder):
+        made = resume(trainer(world, tmp_path, **changes), folder)
+        return learn(made, 2), everything(made)
+
+    def work(world):
+        made = trainer(world, tmp_path, **changes)
+        first = learn(made, 2)
+        folder = save(made, tmp_path)
+        losses, end = first + learn(made, 2), everything(made)
+        again, state = killed(world, folder)
+        assert again == losses[2:]
+        assert_bitwise(state, end)
+        return str(folder), losses
+
+    (folder, losses), (_, same) = ranks.run(2, work, dp_shard=2)
+    assert losses == same
+    for other in (losses, losses[:2] + killed(ALONE, folder)[0]):
+        for ours, theirs in zip(other, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        pytest.param(one, marks=[] if one == "adafactor" else pytest.mark.proof)
+        for one in OPTIMIZERS
+    ],
+)
+def test_fused_experts_are_saved_by_two_ranks_and_resumed_by_one(optim, tmp_path):
+    changes = {"kind": "qwen3_moe", "optim": made_of(optim)}
+
+    def work(world):
+        made = trainer(world, tmp_path, **changes)
+        learn(made, 2)
+        folder = save(made, tmp_path)
+        return str(folder), everything(made), learn(made, 1)
+
+    folder, held, (expected,) = ranks.run(2, work, dp_shard=2)[0]
+    alone = resume(trainer(ALONE, tmp_path, **changes), folder)
+    state = {name: one for name, one in held.items() if not name.startswith("model/")}
+    found = everything(alone)
+    assert_bitwise({name: found[name] for name in state}, state)
+    assert learn(alone, 1)[0] == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_an_optimizer_declares_its_state(optim):
-    run = Run("full", optim)
-    run.train(range(1))
-    declared = run.optim.state_tensors
-    for name, state in run.trained.state_dict().items():
-        shape = tuple(run.trained.named[name].shape)
-        assert {key: tuple(t.shape) for key, t in state.items()} == {
-            key: declared[key].shape(shape) for key in state
-        }
+    modes = [(torch.float32, "stochastic"), *itertools.product([torch.bfloat16], MODES)]
+    for dtype, mode in modes:
+        run = Run("full", optim, dtype, bf16_weights=mode)
+        run.train(range(1))
+        seen = set()
+        for name, state in run.trained.state_dict().items():
+            parameter = run.trained.named[name]
+            shape = tuple(parameter.shape)
+            declared = declared_state(run.optim, shape, run.layouts[name])
+            if dtype == torch.bfloat16 and mode == MASTER:
+                declared[MASTER] = LIKE_PARAMETER
+            assert {key: (tuple(t.shape), t.dtype) for key, t in state.items()} == {
+                key: (one.shape(shape), dtype_of(one, dtype, mode)) for key, one in declared.items()
+            }
+            seen |= state.keys()
+        assert seen - {MASTER} == run.optim.state_tensors.keys()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

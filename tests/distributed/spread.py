@@ -52,6 +52,7 @@ def trainer(
     parallel=None,
     stage=None,
     codec=None,
+    optim=None,
     **changes,
 ):
     """The trainer of a tiny model; ``changes`` are of its configuration."""
@@ -62,7 +63,7 @@ def trainer(
         method=method,
         stage=stage or SFT(),
         train=TrainSection(**{**TRAIN, "output_dir": folder, **(train or {})}),
-        optim=AdamW(learning_rate=5e-3, weight_decay=0.1),
+        optim=optim or AdamW(learning_rate=5e-3, weight_decay=0.1),
         parallel=ParallelSection(**{"tp": world.tp, **(parallel or {})}),
     )
     inner = tiny.model(kind, **{"num_hidden_layers": 2, **changes}).to(device())

@@ -17,7 +17,7 @@ from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
 from surefoot.geometry.sharding import AxisShard
-from surefoot.optim.groups import decay_groups
+from surefoot.optim.groups import parameter_groups
 from surefoot.optim.learning_rate import LearningRate, schedule_of
 from surefoot.optim.optimizer import SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
@@ -58,8 +58,8 @@ class Factored(LearningRate):
 
     state_tensors: ClassVar = {"step": SCALAR, "row": reduced(-1), "column": reduced(-2)}
 
-    def build(self, named):
-        return FactoredOptimizer(decay_groups(named, 0.0), self.learning_rate)
+    def build(self, named, layouts):
+        return FactoredOptimizer(parameter_groups(named, self), self.learning_rate)
 
     def schedule_over(self, total_steps):
         return schedule_of(self, total_steps)

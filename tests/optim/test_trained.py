@@ -12,7 +12,7 @@ from surefoot.errors import CheckpointError, RecipeError
 from surefoot.geometry.sharding import AxisShard
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.groups import decay_groups
+from surefoot.optim.groups import parameter_groups
 from surefoot.optim.learning_rate import LearningRate, check_learning_rate, schedule_of
 from surefoot.optim.optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
@@ -35,8 +35,8 @@ class Adafactor(LearningRate):
     def __post_init__(self):
         check_learning_rate(self)
 
-    def build(self, named):
-        groups = decay_groups(named, self.weight_decay)
+    def build(self, named, layouts):
+        groups = parameter_groups(named, self, self.weight_decay)
         return torch.optim.Adafactor(groups, lr=self.learning_rate)
 
     def schedule_over(self, total_steps):
@@ -67,7 +67,7 @@ def train(made, steps):
         optimizer.zero_grad()
 
 
-VARIANTS = {**OPTIMIZERS, "adafactor": Adafactor}
+VARIANTS = {**OPTIMIZERS, "factored": Adafactor}
 
 
 @pytest.mark.parametrize("trainable", [alternating, lambda step, names: names])

@@ -50,10 +50,15 @@ def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
 
 def group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
     """The two groups of the Trainer's optimizer after this step."""
-    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))])
+    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))], {})
     if not isinstance(made, torch.optim.AdamW):
         raise CheckpointError(
             f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
+        )
+    if optim.learning_rates:
+        raise CheckpointError(
+            "optim.adamw.learning_rates: the Trainer's optimizer has one learning rate for all "
+            "parameters, so this state cannot be converted"
         )
     group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
     peak = group["lr"]

@@ -24,12 +24,14 @@ from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.optimizer import Optimizer
+from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import Trainable, TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
+from .parameter_kinds import kinds_of
 from .runner import Engine
 
 
@@ -127,7 +129,14 @@ class Network:
 
     def trained(self, optim: Optimizer, trainable: Trainable) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that are ``trainable`` at a step."""
-        return TrainedParameters(optim, self.named, trainable, self.cuts, self.trainable)
+        return TrainedParameters(
+            optim, self.named, trainable, self.cuts, self.trainable, self.layouts
+        )
+
+    @property
+    def layouts(self) -> ParameterKinds:
+        """What each trainable parameter is in the model."""
+        return kinds_of(self.inner, self.named)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

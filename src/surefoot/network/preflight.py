@@ -12,11 +12,15 @@ from pathlib import Path
 import torch
 
 from ..errors import ModelError, RecipeError, RunError
+from ..geometry.sharding import AxisShard
 from ..model.adaptable import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
-from ..optim.optimizer import Optimizer
+from ..optim.groups import check_learning_rates
+from ..optim.optimizer import Optimizer, declared_state
+from ..optim.state import dtype_of
+from ..optim.state_cuts import check_cuts
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
@@ -53,7 +57,19 @@ def refuse_early(
         module_plans(network.inner, parallel.tp)
     if parallel.pp > 1:
         parameters_of(network.inner, parallel.pp * parallel.num_parts)
+    check_learning_rates(optim.learning_rates, network.trainable)
+    check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))
+
+
+def check_optimizer_shards(network: Network, optim: Optimizer, parallel: ParallelSection) -> None:
+    """Raise ``RecipeError`` if the state of ``optim`` cannot be sharded as the mesh shards
+    matrices: along rows by ``dp_shard``, and some of them along columns by ``tp``."""
+    cuts = [AxisShard("dp_shard", 0)] if (parallel.dp_shard or 1) > 1 else []
+    cuts += [AxisShard("tp", 1)] if parallel.tp > 1 else []
+    for name, parameter in network.named.items():
+        if parameter.ndim == 2:
+            check_cuts(optim, tuple(parameter.shape), tuple(cuts), name)
 
 
 def check_device(section: ModelSection) -> None:
@@ -80,9 +96,11 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     """The bytes of a checkpoint's weights and optimizer state."""
     weights = network.weights.state_dict().values()
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    for parameter in network.named.values():
-        for state in optim.state_tensors.values():
-            total += prod(state.shape(tuple(parameter.shape))) * parameter.element_size()
+    layouts, mode = network.layouts, optim.bf16_weights
+    for name, parameter in network.named.items():
+        shape = tuple(parameter.shape)
+        for state in declared_state(optim, shape, layouts[name]).values():
+            total += prod(state.shape(shape)) * dtype_of(state, parameter.dtype, mode).itemsize
     return total
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .groups import Named, decay_groups
-from .learning_rate import LearningRate, check_learning_rate, schedule_of
+from .groups import Named, parameter_groups
+from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from .parameter_kind import ParameterKinds
 
 if TYPE_CHECKING:
     import torch
@@ -37,20 +38,14 @@ class AdamW(LearningRate):
 
     def __post_init__(self) -> None:
         check_learning_rate(self)
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {beta}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
-        if self.epsilon <= 0:
-            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        check_shares(self, "beta1", "beta2")
 
-    def build(self, named: Named) -> torch.optim.Optimizer:
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
         import torch
 
         return torch.optim.AdamW(
-            decay_groups(named, self.weight_decay),
+            parameter_groups(named, self, self.weight_decay),
             lr=self.learning_rate,
             betas=(self.beta1, self.beta2),
             eps=self.epsilon,

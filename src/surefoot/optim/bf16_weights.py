@@ -13,30 +13,31 @@ sharding. So a resumed run rounds as the uninterrupted one, and replicas stay eq
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from .groups import Named
+from .parameter_kind import ParameterKinds
+from .rules.rounding import noise_for, round_stochastically
+from .rules.rule_optimizer import RuleOptimizer
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
 MASTER = "master"  # its key in the state of a parameter
 BUCKET = 1 << 25  # elements that are float32 at once: 256 MiB with their gradients
-_CHUNK = 1 << 22  # elements that get noise at once
-_LOW = 16  # bits that float32 has and bfloat16 has not
 
 
-def build_optimizer(optim: Optimizer, named: Named) -> torch.optim.Optimizer:
+def build_optimizer(
+    optim: Optimizer, named: Named, layouts: ParameterKinds | None = None
+) -> torch.optim.Optimizer:
     """The torch optimizer of ``named`` parameters; bfloat16 ones are updated as ``optim`` says."""
     named = list(named)
-    rule = optim.build(named)
+    rule = optim.build(named, layouts or {})
     has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
     if optim.bf16_weights == "nearest" or not has_bf16:
         return rule
@@ -46,6 +47,14 @@ def build_optimizer(optim: Optimizer, named: Named) -> torch.optim.Optimizer:
 def rule_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that computes the updates of ``optimizer``: itself, or the one inside."""
     return optimizer.rule if isinstance(optimizer, Bf16Optimizer) else optimizer
+
+
+def move_weights(optimizer: torch.optim.Optimizer, *, for_gradients: bool) -> None:
+    """Set the weights to the point at which gradients are computed, or back to those that
+    evaluations and checkpoints see. For most optimizers these are the same."""
+    rule = rule_of(optimizer)
+    if isinstance(rule, RuleOptimizer):
+        rule.move(for_gradients=for_gradients)
 
 
 def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
@@ -76,21 +85,22 @@ class Bf16Optimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["names"], group["params"], strict=True)
             if parameter.grad is not None
         ]
-        members = [group["params"] for group in self.param_groups]
+        members = [(group["params"], group["names"]) for group in self.param_groups]
         try:
             for bucket in _buckets(wanted, lambda each: _local(each[1]).numel()):
                 self._update(bucket)
         finally:
-            for group, parameters in zip(self.param_groups, members, strict=True):
-                group["params"] = parameters
+            for group, (parameters, names) in zip(self.param_groups, members, strict=True):
+                group["params"], group["names"] = parameters, names
 
     def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
         """Update some parameters: the rule sees float32 tensors in their places."""
         for group in self.param_groups:
-            group["params"] = []
+            group["params"], group["names"] = [], []
         inside = [self._widened(parameter) for _, parameter, _ in bucket]
-        for wide, (_, _, group) in zip(inside, bucket, strict=True):
+        for wide, (name, _, group) in zip(inside, bucket, strict=True):
             group["params"].append(wide)
+            group["names"].append(name)
         self.rule.step()
         for wide, (name, parameter, _) in zip(inside, bucket, strict=True):
             if wide is not parameter:
@@ -116,7 +126,7 @@ class Bf16Optimizer(torch.optim.Optimizer):
             self.state[parameter][MASTER] = wide.detach()
             parameter.copy_(wide)
             return
-        noise = _noise(parameter.device).manual_seed(_seed(self.number, name, parameter))
+        noise = noise_for(self.number, name, parameter)
         round_stochastically(_local(wide), _local(parameter), noise)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,10 +138,18 @@ class Bf16Optimizer(torch.optim.Optimizer):
         for number, values in state_dict["state"].items():
             parameter, group = places[number]
             self.state[parameter] = {
-                key: value if key == "step" and not group.get("fused") else _at(parameter, value)
+                key: value
+                if key == "step" and not group.get("fused")
+                else self._restored(key, parameter, value)
                 for key, value in values.items()
                 if key != MASTER or self.keeps_master
             }
+
+    def _restored(self, key: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.rule, RuleOptimizer):
+            return _at(parameter, value)
+        wide = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        return self.rule.restored(key, value, parameter.device, wide)
 
 
 def _at(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
@@ -152,46 +170,6 @@ def _buckets(items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[li
         room -= size_of(item)
     if bucket:
         yield bucket
-
-
-def round_stochastically(
-    wide: torch.Tensor, into: torch.Tensor, noise: torch.Generator
-) -> torch.Tensor:
-    """Round float32 ``wide`` to bfloat16 ``into``: to one of the two values around each, to the
-    upper one with the probability that makes the mean right."""
-    is_flat = wide.is_contiguous() and into.is_contiguous()
-    pairs = [(wide, into)]
-    if is_flat:
-        parts = (torch.split(each.view(-1), _CHUNK) for each in (wide, into))
-        pairs = list(zip(*parts, strict=True))
-    for values, rounded in pairs:
-        bits = torch.randint(
-            1 << _LOW, values.shape, generator=noise, device=values.device, dtype=torch.int32
-        )
-        bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << _LOW))
-        # adding to the bits of NaN could overflow to another value
-        rounded.copy_(torch.where(values.isfinite(), bits.view(torch.float32), values))
-    return into
-
-
-@cache
-def _noise(device: torch.device) -> torch.Generator:
-    return torch.Generator(device)
-
-
-def _seed(number: int, name: str, parameter: torch.Tensor) -> int:
-    """The seed of the noise for update ``number`` of this rank's shard of a parameter."""
-    text = f"{number} {_place(parameter)} {name}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-
-
-def _place(parameter: torch.Tensor) -> Sequence[int]:
-    """This rank's coordinates along the axes of the mesh that shard it."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    at = parameter.device_mesh.get_coordinate() or ()
-    placed = zip(at, parameter.placements, strict=True)
-    return [place for place, how in placed if isinstance(how, Shard)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

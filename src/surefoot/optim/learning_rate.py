@@ -4,7 +4,8 @@ bfloat16 weights are updated."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .schedules import Schedule, ScheduleName
@@ -16,6 +17,10 @@ class LearningRate:
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
+    learning_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Factors of the learning rate for some parameters, by a part of their names:
+    ``{embed_tokens: 0.1}``, ``{lora_B: 16}`` (LoRA+, arXiv:2402.12354), ``{layers.0: 0.5}``,
+    ``{'*norm': 2}``. A pattern matches one or more parts of a name between its dots."""
     schedule: ScheduleName = "cosine"
     """Shape of the learning rate after warmup; ``wsd`` is warmup-stable-decay."""
     warmup_ratio: float = 0.0
@@ -37,11 +42,27 @@ def check_learning_rate(settings: LearningRate) -> None:
     """Raise ``ValueError`` that names an invalid setting."""
     if settings.learning_rate <= 0:
         raise ValueError(f"learning_rate must be positive, got {settings.learning_rate}")
+    for pattern, factor in settings.learning_rates.items():
+        if factor < 0:
+            raise ValueError(f"learning_rates must not be negative, got {factor} for {pattern}")
     for name in ("warmup_ratio", "min_lr_ratio", "decay_ratio"):
         if not 0 <= (share := getattr(settings, name)) <= 1:
             raise ValueError(f"{name} must be between 0 and 1, got {share}")
     if settings.warmup_steps is not None and settings.warmup_steps < 0:
         raise ValueError(f"warmup_steps must not be negative, got {settings.warmup_steps}")
+
+
+def check_shares(settings: LearningRate, *names: str) -> None:
+    """Raise ``ValueError`` if one of these settings is not in [0, 1), or another that all of them
+    have makes no sense."""
+    for name in names:
+        if not 0 <= (share := getattr(settings, name)) < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {share}")
+    if getattr(settings, "weight_decay", 0.0) < 0:
+        raise ValueError(f"weight_decay must not be negative, got {settings.weight_decay}")  # type: ignore[attr-defined]
+    for name in ("epsilon", "adamw_epsilon"):
+        if getattr(settings, name, 1.0) <= 0:
+            raise ValueError(f"{name} must be positive, got {getattr(settings, name)}")
 
 
 def schedule_of(settings: LearningRate, total_steps: int) -> Schedule:

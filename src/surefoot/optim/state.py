@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import CheckpointError
+from .optimizer import StateTensor
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -39,6 +40,16 @@ class NamedState:
         plain = self.optimizer.state_dict()
         plain["state"] = {i: dict(state[n]) for i, n in enumerate(names) if state.get(n)}
         self.optimizer.load_state_dict(plain)
+
+
+def dtype_of(declared: StateTensor, parameter: torch.dtype, bf16_weights: str) -> torch.dtype:
+    """The type of a state tensor of a parameter; bfloat16 weights are updated in float32, unless
+    they are rounded to the nearest value."""
+    if declared.dtype:
+        found: torch.dtype = getattr(torch, declared.dtype)
+        return found
+    is_widened = parameter == torch.bfloat16 and bf16_weights != "nearest"
+    return torch.float32 if is_widened else parameter
 
 
 def other_parameters(found: Iterable[str], trained: Iterable[str]) -> CheckpointError:

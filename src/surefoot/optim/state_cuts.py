@@ -12,6 +12,7 @@ from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
 from .optimizer import LIKE_PARAMETER, Optimizer, StateTensor
+from .parameter_kind import ParameterKind
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,9 @@ class StateCuts:
 
     def check(self) -> None:
         """Raise ``RecipeError`` if a sharded parameter has a state that cannot be sharded."""
-        odd = [key for key, found in self.optim.state_tensors.items() if found.cuts is None]
-        if odd and any(_is_sharded(parameter) for parameter in self.parameters.values()):
-            raise RecipeError(
-                f"optim: {type(self.optim).__name__} cannot shard its state ({', '.join(odd)}) "
-                "over ranks; set parallel.dp_shard and parallel.tp to 1, or use another optimizer"
-            )
+        for name, parameter in self.parameters.items():
+            cuts = self.cuts.get(name, ()) if _is_sharded(parameter) else ()
+            check_cuts(self.optim, tuple(parameter.shape), _plain(cuts), name)
 
     def of(self, pointer: str) -> Cuts | None:
         """The sharding of a tensor of the state; None if it is not recorded."""
@@ -40,7 +38,7 @@ class StateCuts:
         declared, shape = self._declared(key), tuple(self.parameters[name].shape)
         if isinstance(cuts, FusedSlice):  # a part of a larger tensor, which is what was cut
             return cuts if declared.shape(shape) == shape else ()
-        return () if declared.cuts is None else declared.cuts(shape, cuts)
+        return (declared.cuts(shape, cuts) if declared.cuts else None) or ()
 
     def like(self, pointer: str) -> torch.Tensor | None:
         """A tensor of the state that does not exist yet; None if all ranks have a plain one."""
@@ -63,6 +61,21 @@ class StateCuts:
                 f"sharding, only that of {', '.join(known)}; add it to state_tensors"
             )
         return known[key]
+
+
+def check_cuts(
+    optim: Optimizer, shape: tuple[int, ...], cuts: tuple[AxisShard, ...], name: str
+) -> None:
+    """Raise ``RecipeError`` if the state of a parameter with these shards cannot be sharded."""
+    for key, declared in optim.state_tensors.items() if cuts else ():
+        if not declared.belongs_to(shape, ParameterKind(is_matrix=len(shape) > 1)):
+            continue
+        if declared.cuts is None or declared.cuts(shape, cuts) is None:
+            axes = " and ".join(f"parallel.{axis}" for axis in dict.fromkeys(c.axis for c in cuts))
+            raise RecipeError(
+                f"optim: {type(optim).__name__} cannot shard its state ({key} of {name}) over "
+                f"{axes}; set {'them' if ' and ' in axes else 'it'} to 1, or use another optimizer"
+            )
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

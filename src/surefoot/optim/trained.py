@@ -11,7 +11,9 @@ from torch import nn
 from ..errors import RecipeError
 from ..geometry.sharding import Cuts
 from .bf16_weights import Bf16Optimizer, build_optimizer
+from .groups import check_learning_rates, log_learning_rates
 from .optimizer import Optimizer
+from .parameter_kind import ParameterKinds
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts
 
@@ -34,12 +36,15 @@ class TrainedParameters:
     trainable: Trainable = every_name
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of sharded ones
     names: Sequence[str] = ()  # of the whole model, if this rank has some layers of it
+    layouts: ParameterKinds = field(default_factory=dict)  # what each is in its model
     optimizer: torch.optim.Optimizer = field(init=False)
     _active: frozenset[str] = field(init=False, default=frozenset())
     _is_unchecked: bool = field(init=False, default=False)  # a state was loaded, at which step?
 
     def __post_init__(self) -> None:
         self.names = self.names or tuple(self.named)
+        check_learning_rates(self.optim.learning_rates, self.names)
+        log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
         self._cuts = StateCuts(self.optim, self.named, self.cuts)
         self._cuts.check()
         self._become(self._names_at(0))
@@ -102,5 +107,5 @@ class TrainedParameters:
             parameter.requires_grad_(name in names)
             parameter.grad = None
         active = [(name, p) for name, p in self.named.items() if name in names]
-        self.optimizer = build_optimizer(self.optim, active)
+        self.optimizer = build_optimizer(self.optim, active, self.layouts)
         self._active = names

@@ -7,6 +7,7 @@ a section with some of its settings.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
@@ -91,4 +92,6 @@ def _merge(setting: Setting | None, old: object, new: object) -> object:
             else settings_of
             for name, settings_of in new.items()
         }
+    if typing.get_origin(setting.hint) is Mapping and isinstance(old, Mapping):
+        return {**old, **new} if isinstance(new, Mapping) else new
     return new

@@ -67,6 +67,8 @@ def _plain(hint: object) -> dict[str, Any]:
     if origin is tuple:
         item = _plain(args[0])
         return {"anyOf": [{"type": "array", "items": item}, item]}
+    if origin is Mapping:
+        return {"type": "object", "additionalProperties": _plain(args[1])}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_plain(arg) for arg in args]}
     return {"type": WORDS[typing.cast(type, hint)][1]}

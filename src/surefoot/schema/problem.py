@@ -56,11 +56,15 @@ def _trace(root: type, loc: Keys) -> _Spot:
             spot = _Spot(here, spot.section, setting, setting.section if setting else None)
         elif choices is not None and key in choices:
             spot = _Spot(here, choices[str(key)], section=choices[str(key)])
-        elif isinstance(key, int):
+        elif isinstance(key, int) or _is_mapping(spot.setting):
             spot = dataclasses.replace(spot, path=here)
         else:  # an unknown variant, or pydantic's name for one arm of a union
             break
     return spot
+
+
+def _is_mapping(setting: Setting | None) -> bool:
+    return setting is not None and typing.get_origin(setting.hint) is Mapping
 
 
 def explain(root: type, data: object, error: ErrorDetails) -> Problem:
@@ -117,8 +121,12 @@ def _wrong_variant(root: type, choices: Mapping[str, type], found: object) -> st
 
 
 def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
-    is_item = isinstance(spot.path[-1], int)
-    expected = typing.get_args(hint)[0] if is_item else hint
+    expected = hint
+    if isinstance(spot.path[-1], int):
+        expected = typing.get_args(hint)[0]
+    elif spot.setting is not None and _is_mapping(spot.setting):
+        is_item = spot.path[-1] != spot.setting.name
+        expected = typing.get_args(hint)[1] if is_item else hint
     known = [str(arg) for arg in typing.get_args(expected)] if isinstance(found, str) else []
     close = difflib.get_close_matches(str(found), known, n=1)
     did_you_mean = f" (did you mean {close[0]}?)" if close else ""

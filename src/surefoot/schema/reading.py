@@ -138,6 +138,8 @@ def write(value: object) -> Any:
         return {name: write_setting(s, getattr(value, name)) for name, s in settings(cls).items()}
     if isinstance(value, tuple | list):
         return [write(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(name): write(item) for name, item in value.items()}
     if isinstance(value, DatasetReference):
         return value.source
     if isinstance(value, Unset):

@@ -163,6 +163,8 @@ def describe(hint: object) -> str:
         return "one of " + ", ".join(map(str, args))
     if origin is tuple:
         return "a list of " + MANY.get(args[0], describe(args[0]).replace("one of", "any of"))
+    if origin is Mapping:
+        return f"names with {MANY.get(args[1], describe(args[1]))}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe(arg) for arg in args)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

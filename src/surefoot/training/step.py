@@ -14,6 +14,7 @@ import torch
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window, with_router_loss
 from ..model.precision import LossScaler
+from ..optim.bf16_weights import move_weights
 from ..optim.schedules import Schedule
 from ..parallel.grad_norm import global_norm, local
 
@@ -97,6 +98,7 @@ class Step:
         learning_rate, scale = self._set_learning_rate(step), self.scaler.scale
         factor = self._factor(window)
         scaled = partial(_scaled, loss_of, factor)
+        move_weights(self.optimizer, for_gradients=True)
         losses = self.run_window(window, scaled, before=before, after=after)
         tokens = sum(batch.num_tokens for batch in window if batch.num_trained)
         names = list(dict.fromkeys(name for loss in losses for name in loss.metrics))
@@ -115,6 +117,7 @@ class Step:
             self.optimizer.step()  # which looks at it on the device
         elif not unread.is_bad:
             self.optimizer.step()
+        move_weights(self.optimizer, for_gradients=False)
         if self.scaler.enabled:
             self.scaler.update(overflowed=bool(unread.is_bad))
 
@@ -122,7 +125,7 @@ class Step:
         for group in self.optimizer.param_groups:
             peak = group.setdefault("peak_lr", group["lr"])
             group["lr"] = peak * self.schedule.factor(step)
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.defaults["lr"]) * self.schedule.factor(step)
 
     def _factor(self, window: Window) -> float:
         """The factor of the loss for the backward pass: 1, but in fp16 the scale per trained token.

@@ -22,8 +22,9 @@ from ...model.precision import autocast
 from ...model.pretrained.loading import DTYPES
 from ...network.network import Network
 from ...network.open import open_network
-from ...optim.bf16_weights import build_optimizer
-from ...optim.state import NamedState
+from ...optim.bf16_weights import MASTER
+from ...optim.optimizer import LIKE_PARAMETER, declared_state
+from ...optim.state import dtype_of
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
@@ -89,16 +90,21 @@ def build(
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
-    """The state of the recipe's optimizer after a step, by parameter; fake tensors."""
-    named = list(skeleton.network.named.items())
-    with skeleton.tensors.mode:
-        optimizer = build_optimizer(skeleton.recipe.optim, named)
-        for _, parameter in named:
-            parameter.grad = torch.empty_like(parameter)
-        optimizer.step()
-        for _, parameter in named:
-            parameter.grad = None
-    return NamedState(optimizer).state_dict()
+    """The state of the recipe's optimizer after a step, by parameter, as the optimizer declares it;
+    fake tensors."""
+    optim, layouts, found = skeleton.recipe.optim, skeleton.network.layouts, {}
+    mode = optim.bf16_weights
+    for name, parameter in skeleton.network.named.items():
+        shape = tuple(parameter.shape)
+        declared = declared_state(optim, shape, layouts[name])
+        if mode == MASTER and parameter.dtype == torch.bfloat16:
+            declared[MASTER] = LIKE_PARAMETER
+        with skeleton.tensors.mode:
+            found[name] = {
+                key: torch.empty(one.shape(shape), dtype=dtype_of(one, parameter.dtype, mode))
+                for key, one in declared.items()
+            }
+    return found
 
 
 def describe(skeleton: DryRunModel) -> list[Weight]:

@@ -1,0 +1,114 @@
+"""Sharded parameters as update rules see them: this rank's part, sums over ranks, full matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, which shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_over_shards(
+    values: torch.Tensor, parameter: torch.Tensor, dims: Collection[int]
+) -> torch.Tensor:
+    """``values``, summed in place over the ranks that have other parts of ``parameter`` along
+    ``dims``."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placed in enumerate(parameter.placements):
+            if _dim(placed) in dims and mesh.size(axis) > 1:
+                dist.all_reduce(values, group=mesh.get_group(axis))
+    return values
+
+
+def complete(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The full tensor of which every rank has ``values``, sharded as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return values
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    own: DTensor = DTensor.from_local(
+        values, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return own.full_tensor()
+
+
+def part_of(
+    full: torch.Tensor, parameter: torch.Tensor, dims: Collection[int] | None = None
+) -> torch.Tensor:
+    """This rank's part of ``full``, sharded as ``parameter`` is along ``dims``, or along all;
+    without communication."""
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    same = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    kept = range(parameter.ndim) if dims is None else dims
+    placements = [p if _dim(p) in kept else Replicate() for p in parameter.placements]
+    return same.redistribute(placements=placements).to_local()
+
+
+def zeros(
+    shape: Sequence[int], kept: Collection[int], parameter: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Zeros of ``shape``, sharded along the dimensions ``kept`` as ``parameter`` is."""
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    here = parameter.to_local()
+    extent = [here.shape[d] if d in kept else size for d, size in enumerate(shape)]
+    placements = [p if _dim(p) in kept else Replicate() for p in parameter.placements]
+    whole = torch.empty(shape, device="meta")
+    made: DTensor = DTensor.from_local(
+        torch.zeros(extent, dtype=dtype, device=here.device),
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return made
+
+
+def _dim(placed: Placement) -> int | None:
+    """The dimension that it shards; None if it replicates."""
+    return None if isinstance(placed, Replicate) else getattr(placed, "dim", None)
+
+
+def mean_over(values: torch.Tensor, parameter: torch.Tensor, dim: int) -> torch.Tensor:
+    """The mean of ``values`` along ``dim``, which keeps size 1, over all parts of ``parameter``.
+    ``values`` is sharded along this dimension as ``parameter`` is."""
+    if dim < 0:  # of a scalar
+        return values
+    total = add_over_shards(values.sum(dim, keepdim=True), parameter, {dim})
+    return total / parameter.shape[dim]
+
+
+def mean_square(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The mean square of a tensor that is sharded as ``parameter`` is; a scalar."""
+    total = values.float().square().sum() if values.dtype.itemsize < 4 else values.square().sum()
+    return add_over_shards(total, parameter, range(parameter.ndim)) / max(1, parameter.numel())
+
+
+def gathered_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """One number for each row of a matrix, of which every rank has those of its part."""
+    return complete(rows, _column(parameter))
+
+
+def own_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's of the numbers of all rows of a matrix."""
+    return part_of(rows, _column(parameter))
+
+
+def _column(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor with one column that is sharded as the rows of ``parameter`` are."""
+    return zeros((parameter.shape[0], 1), {0}, parameter, parameter.dtype)
+
+
+def epsilon_of(dtype: torch.dtype) -> float:
+    """The distance from 1 to the next larger number."""
+    return torch.finfo(dtype).eps

@@ -1,0 +1,92 @@
+"""Adafactor (arXiv:1804.04235): the second moment of a matrix as row and column means, and no
+first moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..rules.rule_optimizer import Update
+
+
+def _of_dims(declared: StateTensor, *, is_vector: bool) -> StateTensor:
+    return replace(declared, belongs_to=lambda shape, _: (len(shape) < 2) == is_vector)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(LearningRate):
+    """Factored second moments (arXiv:1804.04235), as in torch.optim.Adafactor: the state of an
+    m x n matrix is m + n numbers."""
+
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = {
+        "step": SCALAR,
+        "row_var": _of_dims(reduced(-1), is_vector=False),
+        "col_var": _of_dims(reduced(-2), is_vector=False),
+        "variance": _of_dims(LIKE_PARAMETER, is_vector=True),
+    }
+
+    schedule_over = schedule_of
+
+    weight_decay: float = 0.0
+    """Decay of matrices per step, times the learning rate."""
+    beta2_decay: float = -0.8
+    """The second moment forgets a share ``step ** beta2_decay`` at each step."""
+    max_update_rms: float = 1.0
+    """Updates with a larger root mean square are scaled down to it."""
+    min_scale: float = 1e-3
+    """The learning rate is relative to the root mean square of the weight, which counts as at least
+    so much."""
+
+    def __post_init__(self) -> None:
+        check_learning_rate(self)
+        check_shares(self)
+        if self.beta2_decay > 0:
+            raise ValueError(f"beta2_decay must not be positive, got {self.beta2_decay}")
+        for name in ("max_update_rms", "min_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
+        """The optimizer over ``named`` parameters; every group carries their ``names``."""
+        groups = parameter_groups(named, self, self.weight_decay)
+        return rules.build(self, groups, self.update, layouts)
+
+    def update(self, update: Update) -> None:
+        """Update one parameter."""
+
+        value, parameter = update.value, update.parameter
+        scale = rules.mean_square(value, parameter).sqrt().clamp(min=self.min_scale)
+        update.decay()
+        least = rules.epsilon_of(value.dtype)
+        variance = self.second_moment(update, least).clamp_(min=least * least)
+        change = variance.rsqrt_().mul_(update.grad)
+        rms = rules.mean_square(change, parameter).sqrt()
+        factor = min(update.rate, update.number**-0.5) * scale
+        value.sub_(change * (factor / (rms / self.max_update_rms).clamp(min=1.0)))
+
+    def second_moment(self, update: Update, least: float) -> torch.Tensor:
+        """The estimated second moment of this rank's part of the gradient."""
+        grad, parameter = update.grad, update.parameter
+        forget = update.number**self.beta2_decay
+        if grad.ndim < 2:
+            return update.tensor("variance").lerp_(grad * grad, forget).clone()
+        rows, columns = update.tensor("row_var"), update.tensor("col_var")
+        last = grad.ndim - 1
+        squares = grad * grad
+        rows.lerp_(rules.mean_over(squares, parameter, last), forget)
+        columns.lerp_(rules.mean_over(squares, parameter, last - 1), forget)
+        return (rows @ columns) / rules.mean_over(rows, parameter, last - 1).clamp_(min=least)
+
+    def trainer_arguments(self) -> dict[str, object]:
+        """The Trainer's is another Adafactor, that of transformers."""
+        return {"weight_decay": self.weight_decay}

@@ -1,0 +1,77 @@
+"""Adam-mini (arXiv:2406.16793): one second moment for each head of queries and keys, and for each
+output of other matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..rules.rule_optimizer import Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamMini(LearningRate):
+    """AdamW with one second moment for each attention head of queries and keys, each row of other
+    matrices, each token of embeddings and head, and each vector (arXiv:2406.16793). AdamW's
+    learning rates fit."""
+
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = {
+        "step": SCALAR,
+        "exp_avg": LIKE_PARAMETER,
+        "exp_avg_sq": reduced(-1),
+    }
+
+    schedule_over = schedule_of
+
+    weight_decay: float = 0.0
+    """Decay of matrices per step, times the learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moments."""
+    epsilon: float = 1e-8
+    """Added to the root of a second moment."""
+
+    def __post_init__(self) -> None:
+        check_learning_rate(self)
+        check_shares(self, "beta1", "beta2")
+
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
+        """The optimizer over ``named`` parameters; every group carries their ``names``."""
+        groups = parameter_groups(named, self, self.weight_decay)
+        return rules.build(self, groups, self.update, layouts)
+
+    def update(self, update: Update) -> None:
+        """Update one parameter."""
+        update.decay()
+        grad, mean, square = update.grad, update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+        mean.lerp_(grad, 1 - self.beta1)
+        found = rules.mean_over(grad * grad, update.parameter, grad.ndim - 1)
+        if update.layout.head_size:
+            found = _of_heads(found, update)
+        square.lerp_(found, 1 - self.beta2)
+        root = (square.sqrt() / (1 - self.beta2**update.number) ** 0.5).add_(self.epsilon)
+        update.value.sub_(mean / root, alpha=update.rate / (1 - self.beta1**update.number))
+
+    def trainer_arguments(self) -> dict[str, object]:
+        """The Trainer has no Adam-mini."""
+        return {"weight_decay": self.weight_decay}
+
+
+def _of_heads(rows: torch.Tensor, update: Update) -> torch.Tensor:
+    """The mean over the rows of each attention head, for each of this rank's ``rows``."""
+
+    full = rules.gathered_rows(rows, update.parameter)
+    heads = full.view(-1, update.layout.head_size).mean(1, keepdim=True)
+    spread = heads.repeat_interleave(update.layout.head_size, 0)
+    return rules.own_rows(spread, update.parameter)

@@ -1,0 +1,92 @@
+"""AdEMAMix (arXiv:2409.03137): AdamW with a second, very slow average of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..groups import Named, parameter_groups
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
+from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from ..parameter_kind import ParameterKinds
+from ..rules import lazy_names as rules
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..rules.rule_optimizer import Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdEMAMix(LearningRate):
+    """AdamW whose update also has an average over thousands of gradients (arXiv:2409.03137)."""
+
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = {
+        "step": SCALAR,
+        "exp_avg": LIKE_PARAMETER,
+        "exp_avg_slow": LIKE_PARAMETER,
+        "exp_avg_sq": LIKE_PARAMETER,
+    }
+
+    schedule_over = schedule_of
+
+    weight_decay: float = 0.0
+    """Decay of matrices per step, times the learning rate."""
+    beta1: float = 0.9
+    """Decay of the fast average."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    beta3: float = 0.9999
+    """Decay of the slow average."""
+    alpha: float = 5.0
+    """Weight of the slow average."""
+    ramp_steps: int | None = None
+    """Steps in which ``alpha`` rises from 0 and ``beta3`` from ``beta1``; in the paper, all
+    steps of the run. Unset: both are constant."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        check_learning_rate(self)
+        check_shares(self, "beta1", "beta2", "beta3")
+        if self.alpha < 0:
+            raise ValueError(f"alpha must not be negative, got {self.alpha}")
+        if self.ramp_steps is not None:
+            if self.ramp_steps < 1:
+                raise ValueError(f"ramp_steps must be at least 1, got {self.ramp_steps}")
+            if not 0 < self.beta1 <= self.beta3:
+                raise ValueError(f"beta1 must be in (0, beta3] to ramp up, got {self.beta1}")
+
+    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
+        """The optimizer over ``named`` parameters; every group carries their ``names``."""
+        groups = parameter_groups(named, self, self.weight_decay)
+        return rules.build(self, groups, self.update, layouts)
+
+    def update(self, update: Update) -> None:
+        """Update one parameter."""
+        update.decay()
+        grad, number = update.grad, update.number
+        fast, slow = update.tensor("exp_avg"), update.tensor("exp_avg_slow")
+        square = update.tensor("exp_avg_sq")
+        alpha, beta3 = self.ramp(number)
+        fast.lerp_(grad, 1 - self.beta1)
+        slow.lerp_(grad, 1 - beta3)
+        square.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        root = (square.sqrt() / (1 - self.beta2**number) ** 0.5).add_(self.epsilon)
+        direction = (fast / (1 - self.beta1**number)).add_(slow, alpha=alpha)
+        update.value.addcdiv_(direction, root, value=-update.rate)
+
+    def ramp(self, number: int) -> tuple[float, float]:
+        """``alpha`` and ``beta3`` of an update (from 1): beta3's half-life rises linearly."""
+        if self.ramp_steps is None or number >= self.ramp_steps:
+            return self.alpha, self.beta3
+        share = number / self.ramp_steps
+        first, last = math.log(self.beta1), math.log(self.beta3)
+        return share * self.alpha, math.exp(first * last / ((1 - share) * last + share * first))
+
+    def trainer_arguments(self) -> dict[str, object]:
+        """Its settings under the names of ``TrainingArguments``."""
+        betas = {"adam_beta1": self.beta1, "adam_beta2": self.beta2, "adam_epsilon": self.epsilon}
+        return {"optim": "ademamix", "weight_decay": self.weight_decay, **betas}

@@ -1,0 +1,159 @@
+"""Muon against torch's, its division of a model's parameters, and its fused matrices."""
+
+import pytest
+import torch
+
+import ranks
+import tiny
+from spread import learn, trainer
+from surefoot.methods.lora import LoRA
+from surefoot.network.parameter_kinds import kinds_of
+from surefoot.optim.parameter_kind import ParameterKind
+from surefoot.optim.rules import orthogonalization
+from surefoot.optim.rules.orthogonalization import newton_schulz, orthogonalized
+from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.variants.muon import Muon
+from surefoot.parallel.world import ALONE
+
+
+def parameters(**shapes):
+    torch.manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+
+
+def train(optimizers, named, steps=4):
+    for step in range(steps):
+        for name, p in named.items():
+            p.grad = torch.sin(p.detach() * (step + 1) + len(name))
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_are_updated_as_by_torch_and_the_rest_by_adamw(scale, nesterov, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # both, to compare closely
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+    shapes = {"wide": (6, 20), "tall": (20, 6), "norm": (20,), "embed": (30, 6)}
+    ours, theirs = parameters(**shapes), parameters(**shapes)
+    layouts = {"wide": ParameterKind(is_matrix=True), "tall": ParameterKind(is_matrix=True)}
+    optim = Muon(
+        learning_rate=0.02,
+        weight_decay=0.1,
+        momentum=0.9,
+        nesterov=nesterov,
+        lr_scale=scale,
+        adamw_learning_rate=3e-3,
+        adamw_beta2=0.95,
+    )
+    train([TrainedParameters(optim, ours, layouts=layouts).optimizer], ours)
+    matrices, others = ([theirs[n] for n in names] for names in (("wide", "tall"), ("embed",)))
+    usual = {"lr": 3e-3, "betas": (0.9, 0.95)}
+    expected = torch.optim.Muon(
+        matrices, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale
+    )
+    decayed = torch.optim.AdamW(others, weight_decay=0.1, **usual)
+    train([expected, decayed, torch.optim.AdamW([theirs["norm"]], weight_decay=0, **usual)], theirs)
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_iteration_is_torchs_to_the_precision_of_float32(monkeypatch):
+    from torch.optim._muon import _zeropower_via_newtonschulz as theirs
+
+    matrix = torch.randn(7, 12, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    expected = theirs(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+    torch.testing.assert_close(newton_schulz(matrix, 5), expected)
+    batch = torch.stack([matrix, 3 * matrix.roll(1, 0)])
+    both = newton_schulz(batch, 5)
+    torch.testing.assert_close(both[0], expected)
+    torch.testing.assert_close(both[1], newton_schulz(batch[1], 5))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "pieces"),
+    [
+        (ParameterKind(is_matrix=True, parts=(6, 2, 2)), [range(6), range(6, 8), range(8, 10)]),
+        (
+            ParameterKind(is_matrix=True, parts=(5, 5), is_interleaved=True),
+            [range(0, 10, 2), range(1, 10, 2)],
+        ),
+    ],
+)
+def test_fused_matrices_are_orthogonalized_one_by_one(layout, pieces, is_transposed, monkeypatch):
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+    experts = torch.randn(3, 10, 4, generator=torch.Generator().manual_seed(1))
+    layout = ParameterKind(True, layout.parts, 0, is_transposed, layout.is_interleaved)
+    optim = Muon()
+    found = orthogonalized(experts.mT if is_transposed else experts, layout, 5, optim.scale)
+    found = found.mT if is_transposed else found
+    for expert in range(3):
+        for rows in pieces:
+            one = experts[expert][list(rows)]
+            expected = newton_schulz(one, 5) * 0.2 * max(one.shape) ** 0.5
+            torch.testing.assert_close(
+                found[expert][list(rows)].double(), expected, rtol=1e-5, atol=1e-6
+            )
+
+
+def layouts(model):
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    inner = getattr(model, "base_model", model)
+    inner = inner.model if hasattr(inner, "peft_config") or hasattr(model, "peft_config") else model
+    return kinds_of(inner, named)
+
+
+def test_only_matrices_inside_layers_are_muons():
+    found = layouts(tiny.model("qwen2"))
+    assert {n.split(".")[-2] for n, one in found.items() if one.is_matrix} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    found = layouts(tiny.model("qwen3_moe"))
+    assert {n.split("mlp.")[-1] for n, one in found.items() if "mlp" in n and one.is_matrix} == {
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+    assert found["model.layers.0.mlp.experts.gate_up_proj"].parts == (24, 24)
+    assert found["model.layers.0.self_attn.q_proj.weight"].head_size == 8
+    found = layouts(LoRA(modules_to_save=("lm_head",)).apply(tiny.model()))
+    assert found
+    assert not any(one.is_matrix for one in found.values())
+
+
+def test_fused_attention_and_gates_are_known():
+    found = layouts(tiny.model("phi3"))
+    assert found["model.layers.0.self_attn.qkv_proj.weight"].parts == (32, 16, 16)
+    assert found["model.layers.0.mlp.gate_up_proj.weight"].parts == (48, 48)
+    from transformers import GPT2Config, GPT2LMHeadModel, GptOssConfig, GptOssForCausalLM
+
+    gpt2 = layouts(GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2)))
+    qkv = gpt2["transformer.h.0.attn.c_attn.weight"]
+    assert (qkv.parts, qkv.is_transposed) == ((8, 8, 8), True)
+    assert not gpt2["transformer.wpe.weight"].is_matrix
+    config = GptOssConfig(**tiny.SIZES, num_local_experts=2, num_experts_per_tok=1)
+    experts = layouts(GptOssForCausalLM(config))["model.layers.0.mlp.experts.gate_up_proj"]
+    assert (experts.parts, experts.is_transposed, experts.is_interleaved) == ((48, 48), True, True)
+
+
+MESHES = [
+    ({"dp_shard": 2}, "qwen3"),
+    ({"dp_shard": 2, "tp": 2}, "llama"),
+    ({"dp_shard": 2}, "qwen3_moe"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "kind"), MESHES)
+def test_a_mesh_learns_what_one_process_learns(mesh, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+    changes = {"kind": kind, "optim": Muon(learning_rate=5e-3), "dtype": torch.float64}
+    if kind == "qwen3_moe":
+        changes["dtype"] = torch.float32  # there are no experts in float64
+    expected = learn(trainer(ALONE, tmp_path, **changes), 3)
+    count = mesh["dp_shard"] * mesh.get("tp", 1)
+    found = ranks.run(count, lambda world: learn(trainer(world, tmp_path, **changes), 3), **mesh)
+    for one in found:
+        for step, (ours, theirs) in enumerate(zip(one, expected, strict=True)):
+            assert ours == pytest.approx(theirs, rel=1e-4 if "moe" in kind else 1e-6), step
