@@ -110,7 +110,7 @@ class LoRA:
         """With the settings of the adapter."""
         named = {"targets": self.targets, "modules_to_save": self.modules_to_save}
         found = changed_settings(adapter, self.rank, self.alpha, named)
-        return replace(self, **found, **patterns(adapter))
+        return replace(self, **(found | patterns(adapter)))
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
