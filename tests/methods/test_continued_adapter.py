@@ -20,6 +20,8 @@ SETTINGS = {
     "lora_dropout": 0.25,
     "use_rslora": True,
     "use_dora": True,
+    "rank_pattern": {"q_proj": 3},
+    "alpha_pattern": {"v_proj": 5},
     "modules_to_save": ["lm_head"],
     "target_modules": ["v_proj", "q_proj"],
 }
@@ -29,6 +31,8 @@ OURS = {
     "dropout": 0.25,
     "rslora": True,
     "dora": True,
+    "rank_pattern": {"q_proj": 3},
+    "alpha_pattern": {"v_proj": 5},
     "modules_to_save": ("lm_head",),
     "targets": ("q_proj", "v_proj"),
 }
@@ -37,6 +41,8 @@ OTHER = {
     "alpha": 1.0,
     "dropout": 0.5,
     "modules_to_save": ["embed_tokens"],
+    "rank_pattern": {"q_proj": 4},
+    "alpha_pattern": {"v_proj": 7},
 }
 
 

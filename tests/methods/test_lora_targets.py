@@ -6,6 +6,7 @@ from peft import PeftModel
 from torch import nn
 
 import mixtures
+import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.model.adaptable import READ, ROUTER, adapted, matrices
@@ -146,6 +147,37 @@ def test_chosen_layers_alone_are_adapted_and_peft_opens_them_so(kind, tmp_path):
     wrapped.save_pretrained(tmp_path)
     opened = PeftModel.from_pretrained(mixtures.model(kind), tmp_path)
     assert set(adapted(opened)) == set(adapted(wrapped))
+
+
+def test_ranks_and_alphas_by_pattern_are_those_of_peft(tmp_path):
+    settings = {"rank_pattern": {"q_proj": 4, r"layers\.1\..*": 3}, "alpha_pattern": {"o_proj": 9}}
+    wrapped = LoRA(rank=2, targets=("q_proj", "o_proj"), **settings).apply(tiny.model())
+    found = {
+        n.split("layers.")[1]: (m.r["default"], m.scaling["default"])
+        for n, m in adapted(wrapped).items()
+    }
+    assert found == {
+        "0.self_attn.q_proj.weight": (4, 4 / 4),
+        "0.self_attn.o_proj.weight": (2, 9 / 2),
+        "1.self_attn.q_proj.weight": (4, 4 / 4),
+        "1.self_attn.o_proj.weight": (3, 9 / 3),
+        "2.self_attn.q_proj.weight": (4, 4 / 4),
+        "2.self_attn.o_proj.weight": (2, 9 / 2),
+    }
+    expected = wrapped(input_ids=IDS).logits
+    enable_fused_lora(wrapped)
+    torch.testing.assert_close(wrapped(input_ids=IDS).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_without_effect_or_sense_is_refused(name):
+    words = rf"^method\.lora\.{name}: 'k_proj' is none of the modules that are adapted, such as"
+    with pytest.raises(RecipeError, match=words):
+        LoRA(rank=2, targets=("q_proj",), **{name: {"k_proj": 4}}).apply(tiny.model())
+    with pytest.raises(ValueError, match=rf"{name} must be positive, got 0 for q_proj"):
+        LoRA(**{name: {"q_proj": 0}})
+    with pytest.raises(ValueError, match=rf"{name}: '\(' is no regular expression"):
+        LoRA(**{name: {"(": 1}})
 
 
 @pytest.mark.parametrize(

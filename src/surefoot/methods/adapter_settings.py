@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,25 @@ def changed_settings(
     if tuple(named["targets"]) == ("all",) and (targets := target_names(adapter)):
         found["targets"] = tuple(sorted(targets))
     return found
+
+
+def patterns(adapter: Mapping[str, object]) -> dict[str, Mapping[str, Any]]:
+    """Its ranks and values of alpha by pattern."""
+    found = {name: adapter.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    return {name: dict(own) for name, own in found.items() if isinstance(own, Mapping)}
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether PEFT applies ``pattern`` to ``module``, a full name."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def check_pattern(setting: str, pattern: str) -> None:
+    """Raise ``ValueError`` if ``pattern`` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{setting}: {pattern!r} is no regular expression: {error}") from None
 
 
 def target_names(adapter: Mapping[str, object]) -> set[str]:

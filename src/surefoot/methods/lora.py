@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
 from ..schema import Problem
-from .adapter_settings import changed_settings, target_names
+from .adapter_settings import changed_settings, check_pattern, matches, patterns, target_names
 from .rules import every_name
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ class LoRA:
     alpha: float | None = None
     """The update is scaled by ``alpha / rank`` (by ``alpha / sqrt(rank)`` with rslora). Unset:
     twice the rank."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Other ranks of some modules, by the last part of their names or a regular expression:
+    ``{q_proj: 16, layers.0.*: 4}``. The first match counts, as in PEFT."""
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Likewise, other values of ``alpha``, which does not follow ``rank_pattern``."""
     dropout: float = 0.0
     """Dropout on the input of the update."""
     targets: tuple[str, ...] = ("all",)
@@ -58,6 +63,11 @@ class LoRA:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
         if self.alpha is not None and self.alpha <= 0:
             raise ValueError(f"alpha must be positive, got {self.alpha}")
+        for name, least in (("rank_pattern", 1), ("alpha_pattern", 1e-9)):
+            for pattern, value in getattr(self, name).items():
+                check_pattern(name, pattern)
+                if value < least:
+                    raise ValueError(f"{name} must be positive, got {value} for {pattern}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not self.targets:
@@ -70,10 +80,13 @@ class LoRA:
         self._check_saved(model)
         chosen = self._chosen(model)
         self._check_parameters(chosen.parameters)
+        self._check_patterns(chosen)
         modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern=dict(self.alpha_pattern),
             lora_dropout=self.dropout,
             target_modules=modules,
             target_parameters=parameters or None,
@@ -97,7 +110,7 @@ class LoRA:
         """With the settings of the adapter."""
         named = {"targets": self.targets, "modules_to_save": self.modules_to_save}
         found = changed_settings(adapter, self.rank, self.alpha, named)
-        return replace(self, **found)
+        return replace(self, **(found | patterns(adapter)))
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
@@ -162,6 +175,17 @@ class LoRA:
         for name in self.modules_to_save:
             if name not in known:
                 raise RecipeError(f"method.lora.modules_to_save: no module {name!r} in the model")
+
+    def _check_patterns(self, chosen: Targets) -> None:
+        """A pattern that PEFT would look for in vain is a mistake."""
+        modules = [*chosen.modules, *(name.rpartition(".")[0] for name in chosen.parameters)]
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(self, name):
+                if not any(matches(pattern, module) for module in modules):
+                    raise RecipeError(
+                        f"method.lora.{name}: {pattern!r} is none of the modules that are adapted, "
+                        f"such as {modules[0]}"
+                    )
 
     def _check_parameters(self, parameters: Sequence[str]) -> None:
         """PEFT adds the update of a parameter to its values, not to the result of a layer."""
