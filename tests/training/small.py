@@ -25,6 +25,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
 from surefoot.training.control.log_accumulator import LogAccumulator
+from surefoot.training.control.out_of_memory import MemoryGuard
 from surefoot.training.control.triggers import IntervalCallback, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner
@@ -142,7 +143,9 @@ def trainer(
         Trigger(save_steps),
     )
     context = Context(section, policy, learner, folder, loader.num_examples, loader.steps_per_epoch)
-    sizes = section.micro_batch_size, section.global_batch_size
+    memory = MemoryGuard.of(section)
+    memory.folder, memory.sizes = folder, state.fitted
+    sizes = memory, section.global_batch_size
     return Trainer(
         section=section,
         stage=stage,
@@ -161,6 +164,7 @@ def trainer(
         state=state,
         control=control,
         interval=LogAccumulator(state, 1000),
+        memory=memory,
     )
 
 
@@ -170,6 +174,8 @@ def no_context(_place):
 
 def resume(built, folder):
     load(folder, built.states)
+    built.memory.step = built.state.global_step
+    built.memory.recall()
     return replace(built, saver=replace(built.saver, resumed_from=folder))
 
 

@@ -90,7 +90,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
     """A pipeline, if ranks have different layers."""
     options, staging = draft.options, draft.staging
     if staging is None:
-        return WholeEngine(runner, options.parallel, options.only_generates)
+        return WholeEngine(runner, options.parallel, options.only_generates, draft.world)
     pipeline = staging.pipeline(options.parallel, options.precision, draft.cuts)
     return PipelineEngine(staging, pipeline, runner)
 

@@ -43,7 +43,13 @@ FREE: tuple[str, ...] = (
     "model.gradient_checkpointing",
 )
 FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
-FREE += ("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic")
+FREE += (
+    "train.on_nan",
+    "train.on_out_of_memory",
+    "train.max_skipped_steps",
+    "train.report_to",
+    "train.deterministic",
+)
 FREE += ("train.load_best_model_at_end",)
 FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
 FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.packing")

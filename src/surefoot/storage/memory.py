@@ -7,6 +7,7 @@ and the least counts. The paths are those that the kernel names in ``/proc/self`
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
+# of torch, CUDA and C++, in lower case
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _CACHED = ("active_file", "inactive_file")  # pages that the kernel drops when memory is short
 
 
@@ -39,6 +42,20 @@ def free_memory(proc: Path = PROC) -> int | None:
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
     found = [free for free in (_of_machine(proc), *limits) if free is not None]
     return min(found, default=None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an allocation that failed, on a GPU or in main memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torch = isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SIGNS)
+    return isinstance(error, MemoryError) or is_torch
+
+
+def allocator_message(error: BaseException) -> str:
+    """The allocator's message without its advice, which may be many lines."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].partition(" Including non-PyTorch")[0].removesuffix(".")
 
 
 @contextlib.contextmanager

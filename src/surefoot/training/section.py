@@ -60,6 +60,10 @@ class TrainSection:
     """When a loss or gradient is NaN or infinite: stop, skip the step, or roll back to the
     latest checkpoint and skip the batch. A run that has skipped any ends with exit code 3.
     """
+    on_out_of_memory: Literal["split", "stop"] = "split"
+    """When a step does not fit in memory: split it into smaller micro-batches, repeat it and
+    continue with that size (on a mesh, all ranks start again with it), or stop.
+    """
     max_skipped_steps: int = 10
     """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
     start."""

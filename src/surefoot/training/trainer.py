@@ -15,11 +15,13 @@ from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.roles import MODEL
 from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
+from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import ALONE, World
 from .callback import Callbacks
 from .control.bad_steps import MAX_ROLLBACKS, explain, give_up, warn_of_rollback, warn_of_skip
 from .control.best_metric import record_evaluation
 from .control.log_accumulator import LogAccumulator
+from .control.out_of_memory import MemoryGuard
 from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
@@ -52,6 +54,7 @@ class _Progress:
     unread: _Taken | None = None
     agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
+    micro_batch: int = 0  # the index of the one that runs
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Trainer:
     state: TrainerState
     control: TrainerControl
     interval: LogAccumulator
+    memory: MemoryGuard
     world: World = ALONE
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
@@ -140,6 +144,8 @@ class Trainer:
         if windows.is_between and loader.window == 0:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
+        self.memory.step = self.state.global_step + 1
+        loader.resize(self.memory.micro_batch_size)
         turn = windows.next_turn()
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
@@ -156,7 +162,12 @@ class Trainer:
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
-        found = [self._gradients(role, turn.window) for role in self.learners]
+        found = self.memory.train(
+            lambda: self._all_gradients(turn.window),
+            self._repeated,
+            clean=self._drop_gradients,
+            place=lambda: self.windows.rows_of(self._progress.micro_batch),
+        )
         self.callbacks.emit("on_pre_optimizer_step")
         found = all_or_none(found)
         for step, figures in zip(steps, found, strict=True):
@@ -173,9 +184,30 @@ class Trainer:
         self.callbacks.emit("on_step_end")
         return True
 
+    def _all_gradients(self, window: Window) -> list[PendingMetrics]:
+        """Leave the gradients of each role's loss in its network."""
+        return [self._gradients(role, window) for role in self.learners]
+
+    def _repeated(self) -> list[PendingMetrics]:
+        """The same for the same examples, in the smaller micro-batches of now."""
+        self.windows.loader.resize(self.memory.micro_batch_size)
+        self.state.train_batch_size = self.memory.micro_batch_size
+        return self._all_gradients(self.windows.repeat_turn().window)
+
+    def _drop_gradients(self) -> None:
+        """Free what a pass that failed has left."""
+        for learner in self.learners.values():
+            learner.module.zero_grad(set_to_none=True)
+            gather_nothing(learner.module)
+
     def _gradients(self, role: str, window: Window) -> PendingMetrics:
         """Leave the gradients of one role's loss in its network."""
         learner, step = self.learners[role], self.state.global_step
+
+        def before(index: int) -> None:
+            self._progress.micro_batch = index
+            seed_everything(self.section.seed, step, index, *self.world.draws)
+
         if not learner.network.module.training:
             learner.network.module.train()
         learner.step.optimizer = learner.trained.at(step)
@@ -183,7 +215,7 @@ class Trainer:
             window,
             partial(self.stage.loss, role),
             step=step,
-            before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
+            before=before,
             after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
         )
 
@@ -214,6 +246,8 @@ class Trainer:
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
         skipped = [*state.skipped_windows, taken.place]
         load(newest, self.states)  # which knows only those that were left out before it
+        self.memory.step = state.global_step
+        self.memory.recall()
         state.skipped_windows = skipped
         self._progress.rollbacks += 1
         if self.world.is_main:
