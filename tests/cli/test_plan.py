@@ -39,7 +39,7 @@ def test_the_screen_tells_all_of_it(recipe):
         assert f"\n{word} " in out
     assert "4 of 4 at a time, the one being written included" in out
     assert "shared memory of a rank" in out
-    assert "model.gradient_checkpointing=true" in out
+    assert "model.gradient_checkpointing=full" in out
     assert "train.micro_batch_size=4" in out
     assert "lengths are those of 24 rows" in out
 
@@ -66,7 +66,7 @@ def test_json_holds_all_of_it(recipe):
     assert found["steps"] == 12
     assert found["checkpoint"]["disk"] == 4 * found["checkpoint"]["total"]
     assert found["seconds"] is None
-    assert {"model.gradient_checkpointing": True} in [o["changes"] for o in found["options"]]
+    assert {"model.gradient_checkpointing": "full"} in [o["changes"] for o in found["options"]]
 
 
 def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):

@@ -150,7 +150,7 @@ def trainer(
         section=section,
         stage=stage,
         learners={"policy": learner},
-        windows=Windows(loader, stage, no_context, NOTHING, section.seed),
+        windows=Windows(loader, stage, no_context, NOTHING, section.seed, memory),
         evals={"": EvaluationSet(list(evals), NOTHING)} if evals else {},
         evaluation=Evaluation(stage, network, no_context, make, *sizes, ALONE),
         saver=Saver(
@@ -164,7 +164,6 @@ def trainer(
         state=state,
         control=control,
         interval=LogAccumulator(state, 1000),
-        memory=memory,
     )
 
 
@@ -174,8 +173,7 @@ def no_context(_place):
 
 def resume(built, folder):
     load(folder, built.states)
-    built.memory.step = built.state.global_step
-    built.memory.recall()
+    built.windows.memory.recall(built.state.global_step)
     return replace(built, saver=replace(built.saver, resumed_from=folder))
 
 

@@ -186,7 +186,7 @@ def test_an_evaluation_that_does_not_fit_is_repeated_with_fewer_examples(tmp_pat
         return built, [line["eval_loss"] for line in log.logs if "eval_loss" in line]
 
     short, found = evaluated(tmp_path / "a", 2, 4)
-    assert (short.memory.forward_size, sizes(short)) == (2, 4)
+    assert (short.windows.memory.forward_size, sizes(short)) == (2, 4)
     plenty, expected = evaluated(tmp_path / "b", 99, 4)
     assert found == pytest.approx(expected, rel=1e-6)
     small.assert_same_weights(small.weights(short), small.weights(plenty))

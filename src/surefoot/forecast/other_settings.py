@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..model.section import Recomputation
 from ..recipe.recipe import Recipe
 
 SIZE, PACKING = "train.micro_batch_size", "data.packing"
 RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
 
-Changes = Mapping[str, int | bool]  # by dotted path
+Changes = Mapping[str, int | bool | str]  # by dotted path
+# of recomputation, the fastest first
+POLICIES: Sequence[Recomputation] = ("none", "selective", "full", "offload")
+_MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
+
+Changes = Mapping[str, int | bool | str]  # by dotted path
+POLICIES: Mapping[Recomputation, str] = {  # of recomputation, the fastest first
+    "none": "about a fifth faster than full",
+    "selective": "recomputes all but matrix products and attention",
+    "full": "about a fifth slower than none",
+    "offload": "about a fifth slower than none, and copies to main memory",
+}
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,22 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
-    recomputes = not value(recipe, RECOMPUTE)
-    effect = "about a fifth slower" if recomputes else "about a fifth faster"
-    yield _change(recipe, {RECOMPUTE: recomputes}, effect, is_faster=not recomputes)
+    policy = toggled(recipe, RECOMPUTE)
+    is_faster = policy == "none"
+    effect = "about a fifth faster" if is_faster else "about a fifth slower"
+    yield _change(recipe, {RECOMPUTE: policy}, effect, is_faster=is_faster)
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
         yield _change(recipe, smaller, "more and smaller micro-batches")
     if larger := resized(recipe, 2, 1, num_data_ranks=num_data_ranks):
         yield _change(recipe, larger, "fewer and larger micro-batches", is_faster=True)
+
+
+def toggled(recipe: Recipe, name: str) -> bool | str:
+    """The other value of a setting with two; of recomputation, whether there is any."""
+    if name == RECOMPUTE:
+        return "full" if recipe.model.gradient_checkpointing == "none" else "none"
+    return not value(recipe, name)
 
 
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
@@ -46,16 +66,16 @@ def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -
     return {} if rest or train.global_batch_size % (size * num_data_ranks) else {SIZE: size}
 
 
-def value(recipe: Recipe, name: str) -> int | bool:
+def value(recipe: Recipe, name: str) -> int | bool | str:
     """A setting by its dotted path."""
     section, _, setting = name.partition(".")
-    found: int | bool = getattr(getattr(recipe, section), setting)
+    found: int | bool | str = getattr(getattr(recipe, section), setting)
     return found
 
 
 def changed(recipe: Recipe, changes: Changes) -> Recipe:
     """The same with other settings. Those of a section change together: they are checked as one."""
-    names: dict[str, dict[str, int | bool]] = {}
+    names: dict[str, dict[str, int | bool | str]] = {}
     for name, new in changes.items():
         section, _, setting = name.partition(".")
         names.setdefault(section, {})[setting] = new

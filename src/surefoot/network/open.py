@@ -16,8 +16,9 @@ from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
-from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.loading import grow_embeddings, upcast_trained
 from ..model.pretrained.quantized import check_alone, num_elements
+from ..model.pretrained.recomputation import recompute_activations
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
 from ..model.trained_weights import coverage
@@ -171,8 +172,9 @@ def freeze(draft: Draft, _: Tensors) -> None:
 
 def recompute(draft: Draft, tensors: Tensors) -> None:
     """Recompute activations in the backward pass."""
-    if draft.section.gradient_checkpointing and draft.options.is_trainable:
-        recompute_activations(draft.inner, keep_random=tensors.have_values)
+    if draft.options.is_trainable:
+        policy = draft.section.gradient_checkpointing
+        recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
 
 
 def upcast(draft: Draft, _: Tensors) -> None:

@@ -112,8 +112,7 @@ def build(
     if start is not None:
         start.restore(trainer, base)
         check_code(code, start.folder)
-    trainer.memory.step = trainer.state.global_step
-    trainer.memory.recall()
+    trainer.windows.memory.recall(trainer.state.global_step)
     settle_packing(recipe, trainer, policy, is_resumed=start is not None)
     trainer.callbacks.emit("on_init_end")
     return trainer

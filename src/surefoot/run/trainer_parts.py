@@ -39,7 +39,7 @@ def assemble(
     memory.folder = None if trial else section.folder
     evaluation = build_evaluation(recipe, codec, policy, world, memory)
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
-    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed)
+    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed, memory)
     max_steps = num_steps(section, windows.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
@@ -65,7 +65,6 @@ def assemble(
         state=state,
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),
-        memory=memory,
         world=world,
         feeder=feeder or nullcontext(),
     )

@@ -10,6 +10,7 @@ from ..checkpoint.state.protocols import ShardedState
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
+from ..parallel.sharded_model import gather_nothing
 from .step import Step
 
 
@@ -31,6 +32,11 @@ class Learner:
     def module(self) -> nn.Module:
         """The model with its adapter."""
         return self.network.module
+
+    def drop_gradients(self) -> None:
+        """Free what a forward or backward pass that failed has left."""
+        self.module.zero_grad(set_to_none=True)
+        gather_nothing(self.module)
 
     @property
     def weights(self) -> Weights:

@@ -15,13 +15,11 @@ from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.roles import MODEL
 from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
-from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import ALONE, World
 from .callback import Callbacks
 from .control.bad_steps import MAX_ROLLBACKS, explain, give_up, warn_of_rollback, warn_of_skip
 from .control.best_metric import record_evaluation
 from .control.log_accumulator import LogAccumulator
-from .control.out_of_memory import MemoryGuard
 from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
@@ -72,7 +70,6 @@ class Trainer:
     state: TrainerState
     control: TrainerControl
     interval: LogAccumulator
-    memory: MemoryGuard
     world: World = ALONE
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
@@ -144,8 +141,7 @@ class Trainer:
         if windows.is_between and loader.window == 0:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
-        self.memory.step = self.state.global_step + 1
-        loader.resize(self.memory.micro_batch_size)
+        windows.memory.step = self.state.global_step + 1
         turn = windows.next_turn()
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
@@ -162,7 +158,7 @@ class Trainer:
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
-        found = self.memory.train(
+        found = self.windows.memory.train(
             lambda: self._all_gradients(turn.window),
             self._repeated,
             clean=self._drop_gradients,
@@ -190,15 +186,13 @@ class Trainer:
 
     def _repeated(self) -> list[PendingMetrics]:
         """The same for the same examples, in the smaller micro-batches of now."""
-        self.windows.loader.resize(self.memory.micro_batch_size)
-        self.state.train_batch_size = self.memory.micro_batch_size
+        self.state.train_batch_size = self.windows.memory.micro_batch_size
         return self._all_gradients(self.windows.repeat_turn().window)
 
     def _drop_gradients(self) -> None:
         """Free what a pass that failed has left."""
         for learner in self.learners.values():
-            learner.module.zero_grad(set_to_none=True)
-            gather_nothing(learner.module)
+            learner.drop_gradients()
 
     def _gradients(self, role: str, window: Window) -> PendingMetrics:
         """Leave the gradients of one role's loss in its network."""
@@ -246,8 +240,7 @@ class Trainer:
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
         skipped = [*state.skipped_windows, taken.place]
         load(newest, self.states)  # which knows only those that were left out before it
-        self.memory.step = state.global_step
-        self.memory.recall()
+        self.windows.memory.recall(state.global_step)
         state.skipped_windows = skipped
         self._progress.rollbacks += 1
         if self.world.is_main:

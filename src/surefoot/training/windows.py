@@ -22,6 +22,7 @@ from ..data.store.dataset import EncodedDataset, num_tokens
 from ..data.store.stream import ExampleStream
 from ..errors import RecipeError, RunError, counted
 from ..model.seeding import derive
+from .control.out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import Stage, StageContext
 
@@ -91,6 +92,7 @@ class Windows:
     context: Callable[[Place], StageContext]
     kept: Columns
     seed: int
+    memory: MemoryGuard
     inside: WindowState = field(default_factory=WindowState)
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
@@ -117,6 +119,7 @@ class Windows:
     def next_turn(self) -> StepInput:
         """What the next optimizer step trains on; advances the position. Raises ``RunError`` if
         there was nothing to train on for many windows."""
+        self.loader.resize(self.memory.micro_batch_size)  # before a window is built ahead
         place = self.loader.epoch, self.loader.window
         loaded = None
         if self.is_between:
@@ -127,7 +130,7 @@ class Windows:
         return turn
 
     def repeat_turn(self) -> StepInput:
-        """The same turn again, for example with another micro-batch size; a window that began with
+        """The same turn again, with the micro-batch size of now; a window that began with
         it is prepared again."""
         assert self._turn is not None
         return self._taken(self._turn)
@@ -149,6 +152,7 @@ class Windows:
         return f"example {position + 1} of the window"
 
     def _taken(self, turn: _Turn) -> StepInput:
+        self.loader.resize(self.memory.micro_batch_size)
         place, figures, seconds = turn.place, dict[str, float](), 0.0
         self.inside = replace(turn.inside)
         if turn.loaded is not None:

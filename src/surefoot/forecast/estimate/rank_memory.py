@@ -20,6 +20,7 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
+from ...model.section import Recomputation
 from ...optim.bf16_weights import update_size
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
@@ -112,7 +113,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
     return HoldingOptions(
         precision_of(recipe, machine),
         held_dtype(recipe, on_gpu=machine.on_gpu),
-        recomputes=recipe.model.gradient_checkpointing,
+        recomputes=recomputes_on(machine, recipe.model.gradient_checkpointing),
         tp=section.tp,
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
@@ -120,6 +121,11 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
         emulates_float8=not machine.on_gpu,
     )
+
+
+def recomputes_on(machine: Machine, policy: Recomputation) -> Recomputation:
+    """What ``policy`` is there: main memory is no other memory for a CPU."""
+    return "full" if policy == "offload" and not machine.on_gpu else policy
 
 
 def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:

@@ -151,9 +151,11 @@ class MemoryGuard:
             told = f"generate.batch_size={self.sizes.generate}"
             self._continue(found, f"sampling continues with {told}", told)
 
-    def recall(self) -> None:
-        """Read the sizes of earlier launches, after the state of a checkpoint. A size for which the
-        recipe has another one since is not used from here on. A collective call."""
+    def recall(self, step: int) -> None:
+        """Read the sizes of earlier launches, after the state of a checkpoint at ``step``. From
+        there on, a size of the recipe that is another one since takes their place. A collective
+        call."""
+        self.step = step
         noted = self.world.from_main(_read(self.folder) if self.world.is_main else None)
         if noted is not None and noted.num_changes >= self.sizes.num_changes:
             self.sizes.load_state_dict(noted.state_dict())
