@@ -121,7 +121,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
         else f"from a sample of {counted(found.rows_read, 'row')}"
     )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
-    examples = counted(recipe.train.micro_batch_size, "example")
+    examples = counted(recipe.train.fixed_micro_batch_size, "example")
     passes = f"{course.micro_batches:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
     yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} trained"

@@ -13,17 +13,6 @@ RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
 
 Changes = Mapping[str, int | bool | str]  # by dotted path
-# of recomputation, the fastest first
-POLICIES: Sequence[Recomputation] = ("none", "selective", "full", "offload")
-_MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
-
-Changes = Mapping[str, int | bool | str]  # by dotted path
-POLICIES: Mapping[Recomputation, str] = {  # of recomputation, the fastest first
-    "none": "about a fifth faster than full",
-    "selective": "recomputes all but matrix products and attention",
-    "full": "about a fifth slower than none",
-    "offload": "about a fifth slower than none, and copies to main memory",
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ def toggled(recipe: Recipe, name: str) -> bool | str:
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
     """A micro-batch ``times`` / ``part`` as large; nothing if that does not divide the batch."""
     train = recipe.train
-    size, rest = divmod(train.micro_batch_size * times, part)
+    size, rest = divmod(train.fixed_micro_batch_size * times, part)
     return {} if rest or train.global_batch_size % (size * num_data_ranks) else {SIZE: size}
 
 
@@ -124,7 +113,7 @@ def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
 def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
     """Whether so many ranks divide the examples of a step evenly."""
     train = recipe.train
-    return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
+    return train.global_batch_size % (train.fixed_micro_batch_size * num_data_ranks) == 0
 
 
 def _meshed(

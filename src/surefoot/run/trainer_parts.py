@@ -44,7 +44,7 @@ def assemble(
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
-        train_batch_size=section.micro_batch_size,
+        train_batch_size=section.fixed_micro_batch_size,
         is_local_process_zero=world.is_local_main,
         is_world_process_zero=world.is_main,
         fitted=memory.sizes,

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from ..checkpoint.disk.retention import more_is_better
+from ..errors import RecipeError
 from ..storage.address import Address, default_cache
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
@@ -42,9 +43,10 @@ class TrainSection:
     """Optimizer steps to train for."""
     global_batch_size: int = 16
     """Examples per optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: int = 4
+    micro_batch_size: int | Literal["auto"] = 4
     """Examples per micro-batch of one rank, on average: the examples of a step are assigned by
-    length, so that all micro-batches are about equally large.
+    length, so that all micro-batches are about equally large. ``auto``: the most that fit in
+    memory according to ``surefoot plan``, chosen when the run begins; a resume keeps them.
     """
     seed: int = 42
     """Seed of everything random: data order, dropout, new weights."""
@@ -98,10 +100,11 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         self._check_output_dir()
-        for name in ("global_batch_size", "micro_batch_size"):
+        fixed = [] if self.micro_batch_size == "auto" else ["micro_batch_size"]
+        for name in ("global_batch_size", *fixed):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.global_batch_size % self.micro_batch_size:
+        if fixed and self.global_batch_size % self.fixed_micro_batch_size:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) must be a multiple of "
                 f"micro_batch_size ({self.micro_batch_size})"
@@ -136,7 +139,17 @@ class TrainSection:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.global_batch_size // self.micro_batch_size
+        return self.global_batch_size // self.fixed_micro_batch_size
+
+    @property
+    def fixed_micro_batch_size(self) -> int:
+        """The number that ``micro_batch_size`` is. Raises ``RecipeError`` while it is auto."""
+        if self.micro_batch_size == "auto":
+            raise RecipeError(
+                "train.micro_batch_size: auto is chosen by `surefoot train` alone; set a number, "
+                "for example the one that `surefoot plan --memory SIZE` prints"
+            )
+        return self.micro_batch_size
 
     @property
     def is_greater_better(self) -> bool:

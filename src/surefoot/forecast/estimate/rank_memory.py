@@ -189,7 +189,9 @@ def _run(
     recipe: Recipe, machine: Machine, skeletons: Mapping[int, DryRunModel], batch: Batch
 ) -> Rehearsed:
     mesh = mesh_of(recipe, machine)
-    count = recipe.train.global_batch_size // (recipe.train.micro_batch_size * mesh.num_data_ranks)
+    count = recipe.train.global_batch_size // (
+        recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
+    )
     passes = {
         place: dry_run_window(skeleton, batch, max(1, count))
         for place, skeleton in skeletons.items()
@@ -228,7 +230,7 @@ def memory_of(
 ) -> tuple[DryRunModel, Memory]:
     """The rank of ``held`` that needs most, and its memory."""
     mesh = mesh_of(recipe, machine)
-    per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
+    per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
     found = [
         memory(
             skeleton.weights,

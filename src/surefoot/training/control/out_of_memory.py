@@ -76,7 +76,7 @@ class MemoryGuard:
         """That of a recipe, without a folder to write to."""
         count = max(1, section.global_batch_size // world.num_data_ranks)
         can_split = section.on_out_of_memory == "split"
-        return cls(section.micro_batch_size, count, world=world, can_split=can_split)
+        return cls(section.fixed_micro_batch_size, count, world=world, can_split=can_split)
 
     @property
     def micro_batch_size(self) -> int:
