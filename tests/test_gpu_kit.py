@@ -74,6 +74,64 @@ def test_a_case_whose_result_stands_is_not_run_again(tmp_path):
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", record["date"])
 
 
+def test_results_of_an_earlier_call_stand_though_its_folder_is_another(tmp_path):
+    case, run = case_of("speed", subject="surefoot"), Programs()
+    first = a_kit(tmp_path, run)
+    first.case(case)
+    first.publish()
+    carried = tmp_path / "carried"
+    (tmp_path / "out").rename(carried)
+    found = kit.Kit(
+        tmp_path / "here", tmp_path / "other", "cpu", 8.0, False, tmp_path, run, [carried]
+    )
+    found.case(case)
+    assert run.ran == ["with_surefoot.py"]
+    assert len(results.read(tmp_path / "here" / "results.jsonl")) == 1
+    again = a_kit(tmp_path, run)  # the same machine, with an empty folder for what comes back
+    again.case(case)
+    assert run.ran == ["with_surefoot.py"]
+
+
+def test_cases_that_failed_come_after_those_that_were_never_tried(tmp_path):
+    a_kit(tmp_path, Programs(code=1)).part("save", "full 1.7B, surefoot")
+    run = Programs()
+    a_kit(tmp_path, run).part("save")
+    found = results.read(tmp_path / "out" / "results.jsonl")
+    assert [(r["case"], r["status"]) for r in found[-2:]] == [("full 1.7B", "ok")] * 2
+    assert found[-1]["subject"] == "surefoot"
+    assert "full 1.7B, surefoot" in (tmp_path / "out" / "failures.log").read_text()
+
+
+def test_a_report_that_cannot_be_read_does_not_hide_the_other_cases(tmp_path):
+    class Torn(Programs):
+        def __call__(self, *given):
+            code = super().__call__(*given)
+            if self.ran == ["gemm_case.py"]:
+                Path(json.loads(Path(given[0][2]).read_text())["report"]).write_text("{")
+            return code
+
+    a_kit(tmp_path, Torn()).part("speed", "limits, limits")
+    assert statuses(tmp_path) == ["failed"]
+    assert (tmp_path / "out" / "page.md").exists()
+
+
+def test_every_row_of_a_program_that_was_stopped_is_a_result(tmp_path):
+    class Stopped(Programs):
+        def __call__(self, command, env, cwd, log, seconds):
+            report = json.loads(Path(command[2]).read_text())["report"]
+            row = {"case": "head 8 x 4, frozen, 1,024 tokens", "subject": "head-logits"}
+            figures = {"ms": 1.25, "peak_mb": 512.0, "tflops": 3.0, "loss_error": 1e-5}
+            row |= {"status": "ok", "figures": figures, "error": ""}
+            Path(report).write_text(json.dumps({"rows": [row]}))
+
+    found = a_kit(tmp_path, Stopped())
+    found.case(case_of("speed", name="head "))
+    assert statuses(tmp_path) == ["ok", "timeout"]
+    text = page.render(found.stored.records)
+    assert "**head 8 x 4, frozen matrix**" in text
+    assert "| full logits, then cross entropy | 1.2 | 0.50 | 3 | 1.0e-05 |" in text
+
+
 def test_a_failure_is_tried_again_and_out_of_memory_is_a_result(tmp_path):
     case = case_of("speed", subject="surefoot")
     a_kit(tmp_path, Programs(code=1, output="Traceback\nValueError: no")).case(case)
@@ -87,6 +145,14 @@ def test_a_failure_is_tried_again_and_out_of_memory_is_a_result(tmp_path):
 def test_a_result_of_another_device_or_size_does_not_stand(tmp_path):
     case, run = case_of("speed", subject="surefoot"), Programs()
     a_kit(tmp_path, run, tiny=True).case(case)
+    a_kit(tmp_path, run).case(case)
+    assert len(run.ran) == 2
+
+
+def test_a_result_of_other_code_does_not_stand(tmp_path, monkeypatch):
+    case, run = case_of("speed", subject="surefoot"), Programs()
+    a_kit(tmp_path, run).case(case)
+    monkeypatch.setattr(results, "code", lambda: "changed")
     a_kit(tmp_path, run).case(case)
     assert len(run.ran) == 2
 
@@ -107,11 +173,44 @@ def test_a_torn_line_loses_one_record_only(tmp_path):
     assert statuses(tmp_path) == ["ok", "ok"]
 
 
+def has_ended(process):
+    """Whether a process that was killed is gone within a minute, or waits to be reaped."""
+    status, until = Path(f"/proc/{process}/status"), time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if "zombie" in status.read_text():
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_a_program_is_killed_with_all_that_it_started(tmp_path):
     command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"]
     assert kit.run_program(command, {}, tmp_path, tmp_path / "log", 1.0) is None
-    status = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
-    assert not status.exists() or "zombie" in status.read_text()
+    assert has_ended((tmp_path / "child").read_text().strip())
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import kit
+out = Path(sys.argv[2])
+kit.run_program(["sh", "-c", f"echo $$ > {out}/child; sleep 600"], {}, out, out / "log", 60)
+"""
+
+
+def test_a_program_ends_when_the_kit_is_killed(tmp_path):
+    command, child = [sys.executable, "-c", KILLED, FOLDER, tmp_path], tmp_path / "child"
+    process = subprocess.Popen(command)
+    until = time.monotonic() + 60
+    while not (child.exists() and child.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert has_ended(child.read_text().strip())
 
 
 def test_parts_fit_into_their_minutes_by_their_first_cases():
@@ -121,6 +220,14 @@ def test_parts_fit_into_their_minutes_by_their_first_cases():
         assert all(case.program.exists() for case in found)
         assert all(case.shape in ("", *sizes.SHAPES) for case in found)
         assert found[0].seconds + found[1].seconds < 480
+
+
+def test_tiny_cases_differ_in_more_than_their_names():
+    for part, make in cases.CASES.items():
+        found = cases.tiny(make())
+        assert {case.program for case in found} == {case.program for case in make()}
+        assert {case.subject for case in found} == {case.subject for case in make()}
+        assert len(found) < len(make()), part
 
 
 def test_operations_count_every_matrix_of_the_model():
@@ -164,8 +271,8 @@ def test_the_page_has_ratios_utilization_and_unequal_losses():
         record("speed", "dpo 1.7B, prompts of 16k", "surefoot", **LOSSES),
     ]
     text = page.render(records)
-    assert "| Surefoot | 2,000 | 1.00 | 20.0 | 2.0 | 11.9000 |" in text
-    assert "padded (default) | 1,000 | 0.50 | 10.0 | 2.0 | 12.5000 |" in text
+    assert "| Surefoot | 2,000 | 1.00 | 20 |  | 20.0 | 2.0 | 11.9000 |" in text
+    assert "padded (default) | 1,000 | 0.50 | 10 |  | 10.0 | 2.0 | 12.5000 |" in text
     assert "Liger's kernels | out of memory |" in text
     assert "**First losses differ**: Hugging Face Trainer, padded (default)." in text
     assert "Longest prompts that ran, dpo 1.7B: Surefoot 16k tokens." in text
@@ -185,6 +292,31 @@ def test_the_page_is_written_between_its_markers_without_tiny_runs(tmp_path):
     assert "Tests marked `gpu`: 1 failed." in text
 
 
+def test_the_page_of_partial_results_has_no_figure_of_what_is_missing():
+    fast = {**LOSSES, "operations": 1e12}
+    h100 = {**record("speed", "full 1.7B, chats", "surefoot", **fast), "device": "NVIDIA H100"}
+    failed = {**record("save", "full 1.7B", "surefoot", "timeout"), "device": "NVIDIA H100"}
+    text = page.render([h100, failed])
+    assert "MFU is the share of 989.4 TFLOP/s" in text
+    assert "| Surefoot | 2,000 | 1.00 | 2,000 | 202.1 |  | 2.0 | 11.9000 |" in text
+    assert "| full 1.7B, Surefoot | timeout |" in text
+    stopped = record("speed", "head 32,768 x 2,048", "heads", "timeout")
+    assert "head 32,768 x 2,048: timeout" in page.render([stopped])
+
+
+def test_the_page_says_where_the_time_of_a_step_goes():
+    figures = {"plain_step_ms": 40.0, "step_ms": 50.0, "tokens_a_step": 1000, "operations": 2e9}
+    figures |= {"gemm_tflops": 100.0, "kinds_ms": {"products": 25.0, "optimizer": 5.0}}
+    figures |= {"idle_ms": 3.0, "idle_percent": 6.0, "gaps_a_step": 2, "host_ms": {"optimizer": 1}}
+    figures |= {"kernels_a_step": 9, "kernels": [], "longest_gaps": [], "formula": sizes.FORMULA}
+    figures["waits"] = [{"name": "aten::nonzero", "calls_a_step": 2.0, "ms_a_step": 1.0}]
+    text = page.render([record("profile", "full 1.7B, chats", "surefoot", **figures)])
+    assert "reaches 50 TFLOP/s, 50.0 % of the 100 of a product" in text
+    assert "would take 20.0 ms at that rate; products and attention take 5.0 ms more" in text
+    assert "Other kernels, ms: optimizer 5.0. Idle, ms: 3.0." in text
+    assert "`aten::nonzero` 2.0, 1.0 ms" in text
+
+
 def test_what_the_project_requires_is_here():
     assert results.unmet() == []
 
@@ -192,6 +324,22 @@ def test_what_the_project_requires_is_here():
 def test_results_have_the_place_of_the_page():
     text = page.RESULTS.read_text(encoding="utf-8")
     assert text.index(page.START) < text.index(page.END)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "products"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16>", "products"),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop<cutlass::half_t>", "attention"),
+        ("void multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::_scatter_gather_elementwise_kernel", "gather, scatter, embedding"),
+        ("Memcpy DtoD (Device -> Device)", "copies and casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, MulFunctor>", "elementwise and others"),
+    ],
+)
+def test_a_kernel_has_a_kind(name, kind):
+    assert profile_case.kind_of(name) == kind
 
 
 def test_idle_gaps_are_those_between_all_kernels():
@@ -213,6 +361,14 @@ pytestmark = pytest.mark.gpu
 def test_right(): pass
 def test_wrong(): assert False, "seen"
 def test_later(): pytest.skip("no such GPU")
+"""
+ENDING = """
+import os, pytest, time
+pytestmark = pytest.mark.gpu
+def test_first(): pass
+def test_crash(): os._exit(11)
+def test_hang(): time.sleep(600)
+def test_after(): pass
 """
 
 
@@ -247,6 +403,34 @@ def test_every_test_is_a_result_and_only_those_that_passed_stand(tmp_path):
     assert "no_such_module" in errors["test_unknown.py"]
 
 
+def test_a_test_that_hangs_or_ends_the_process_hides_no_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUREFOOT_PATIENCE", "3")
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\nmarkers = ["gpu: needs a GPU"]\n'
+    )
+    (tmp_path / "test_some.py").write_text(ENDING)
+    a_kit(tmp_path, in_a_warm_process, tests=tmp_path).part("correct")
+    found = results.read(tmp_path / "out" / "results.jsonl")
+    ended = {r["case"].rpartition("::")[2]: r["status"] for r in found}
+    lost = {"test_crash": "timeout", "test_hang": "timeout"}
+    assert ended == {"test_first": "ok", **lost, "test_after": "ok"}
+    assert "test_hang" in (tmp_path / "out" / "failures.log").read_text()  # its traceback
+
+
+def test_outcomes_that_a_killed_kit_left_are_results_of_its_device_only(tmp_path):
+    lines = [{"test": "t.py::test_a", "outcome": "passed", "seconds": 1.0, "message": ""}]
+    for device, count in (("another", 0), (None, 1)):
+        found = a_kit(tmp_path, Programs())
+        head = {**found.stored.surroundings}
+        head |= {"device": device} if device else {}
+        text = "".join(json.dumps(line) + "\n" for line in (head, *lines))
+        left = tmp_path / "out" / correct.OUTCOMES
+        left.write_text(text)
+        for _ in range(2):  # it stays, as another kit may write it
+            assert len(a_kit(tmp_path, Programs()).stored.records) == count
+            assert left.read_text() == text
+
+
 @pytest.fixture(scope="module")
 def tiny_work(tmp_path_factory):
     return tmp_path_factory.mktemp("tiny")
@@ -256,6 +440,7 @@ def tiny_work(tmp_path_factory):
     ("part", "only", "figure"),
     [
         ("speed", "full 1.7B, chats, surefoot", "operations"),
+        ("speed", "head 151,936 x 2,048, heads", ""),
         ("save", "full 1.7B, surefoot", "first_step_after_s"),
         ("profile", "full 1.7B, chats, surefoot", "kernels"),
     ],
@@ -268,7 +453,13 @@ def test_a_tiny_case_of_each_part_runs_on_the_cpu(part, only, figure, tiny_work)
     found.case(case)
     record = found.stored.records[-1]
     assert record["status"] == "ok", record["error"]
-    assert record["figures"][figure]
+    if figure:
+        assert record["figures"][figure]
+    else:
+        rows = {r["subject"]: r for r in found.stored.records if r["subject"] != "heads"}
+        ours, full = rows["head-surefoot"]["figures"], rows["head-logits"]["figures"]
+        assert ours["hidden_error"] == pytest.approx(full["hidden_error"], rel=0.2)
+        assert ours["loss_error"] < 1e-3
     assert "Not measured" not in page.render(found.stored.records)
 
 
@@ -308,6 +499,14 @@ def test_a_bundle_that_is_too_large_names_its_largest_wheel(tmp_path):
         archive.writestr("large", b"0" * 2**20)
     with pytest.raises(SystemExit, match=r"expected at most 1\. .* --without datasets"):
         bundle.check(wheels, [], 1, "3.12")
+
+
+def test_a_copy_without_wheels_is_told_so(tmp_path):
+    environment = {"PATH": "/usr/bin:/bin", "WHEELS": str(tmp_path), "SITE": str(tmp_path / "site")}
+    command = ["sh", FOLDER / "bare.sh", "page"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "bundle.py" in done.stderr
 
 
 def test_the_script_for_a_bare_machine_is_valid_shell():

@@ -5,6 +5,10 @@ set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} wheels=${WHEELS:-.wheels} site=${SITE:-/tmp/surefoot-site}
 if [ ! -f "$site/installed" ]; then
+    if ! ls "$wheels"/*.whl >/dev/null 2>&1; then
+        echo "$wheels: expected the wheels that benchmarks/gpu/bundle.py makes, found none" >&2
+        exit 2
+    fi
     "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
         --target "$site" "$wheels"/*.whl
     touch "$site/installed"

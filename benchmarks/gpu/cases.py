@@ -119,7 +119,18 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("full 1.7B, chats", ("surefoot-bf16", "surefoot-compile", "surefoot-compile_float8")),
     ("full 1.7B, chats", ("surefoot-float8",)),
 )
+# Vocabularies (Llama 2's, Qwen's, Gemma's, about) and hidden sizes of the output head alone
+HEADS = ((151_936, 2048), (32_768, 2048), (262_144, 2048))
+HEADS += ((151_936, 4096), (262_144, 4096), (32_768, 4096))
+HEADS_AFTER = 3  # cases of training
 TITLES = {
+    "heads": "Output heads",
+    "head-surefoot": "Surefoot, chunks of 384 positions",
+    "head-surefoot_1024": "Surefoot, chunks of 1,024 positions",
+    "head-surefoot_4096": "Surefoot, chunks of 4,096 positions",
+    "head-logits": "full logits, then cross entropy",
+    "head-torch": "torch's `linear_cross_entropy`, chunked",
+    "head-liger": "Liger's fused linear cross entropy",
     "surefoot": "Surefoot",
     "surefoot-fast": "Surefoot, `train.deterministic: false`",
     "surefoot-bf16": "Surefoot, bfloat16 weights, stochastic rounding",
@@ -140,10 +151,28 @@ TITLES = {
 def speed() -> list[Case]:
     """Tokens a second, utilisation and peak memory."""
     limits = Case("speed", "limits", "limits", FOLDER / "gemm_case.py", 20)
-    return [
-        limits,
-        *(_speed(WORKS[name], subject) for name, subjects in ORDER for subject in subjects),
-    ]
+    found = [_speed(WORKS[name], subject) for name, subjects in ORDER for subject in subjects]
+    found[HEADS_AFTER:HEADS_AFTER] = [_head(*HEADS[0])]
+    place = HEADS_AFTER + 1 + sum(len(subjects) for _, subjects in ORDER[1:4])
+    found[place:place] = [_head(*sizes) for sizes in HEADS[1:]]
+    return [limits, *found]
+
+
+def _head(vocabulary: int, hidden: int) -> Case:
+    """The output head and its loss, alone, by every subject that is there."""
+    settings = {
+        "vocabulary": vocabulary,
+        "hidden": hidden,
+        "tokens": (8192, 32_768, 4096),
+        "sample": 1024,
+    }
+    program = FOLDER / "head_case.py"
+    return Case("speed", head_name(settings), "heads", program, 60, settings=settings)
+
+
+def head_name(settings: Mapping[str, object]) -> str:
+    """The name of a case of heads."""
+    return f"head {settings['vocabulary']:,} x {settings['hidden']:,}"
 
 
 def _speed(work: Work, subject: str) -> Case:
@@ -199,8 +228,8 @@ def save() -> list[Case]:
 def profile() -> list[Case]:
     """The kernels of a step, idle gaps and host time."""
     program = FOLDER / "profile_case.py"
-    names = ("full 1.7B, chats", "lora 8B, chats", "dpo 1.7B, prompts of 2k")
-    names += ("full 1.7B, rows of 8k", "full 0.6B, chats")
+    names = ("full 1.7B, chats", "full 1.7B, rows of 8k", "dpo 1.7B, prompts of 2k")
+    names += ("lora 8B, chats", "full 0.6B, chats")
     cases = [_speed(WORKS[name], "surefoot") for name in names]
     return [
         replace(
@@ -218,13 +247,22 @@ CASES = {"speed": speed, "save": save, "profile": profile}
 
 
 def tiny(cases: list[Case]) -> list[Case]:
-    """The same cases in sizes for a CPU: other shapes and rows, fewer steps, smaller batches."""
-    return [replace(case, **_shrunk(case)) for case in cases]
+    """The same cases in sizes for a CPU: other shapes and rows, fewer steps, smaller batches. Of
+    those that are then the same, the first."""
+    found: dict[str, Case] = {}
+    for case in cases:
+        small = replace(case, **_shrunk(case))
+        same = (small.subject, small.shape, small.rows, sorted(small.settings.items()))
+        found.setdefault(repr(same), small)
+    return list(found.values())
 
 
 def _shrunk(case: Case) -> dict[str, object]:
     settings = {**case.settings}
     smaller = {"batch": 4, "micro": 2, "steps": 3, "warmup": 1, "cutoff_len": 256, "gb": 0.01}
+    smaller |= {"sample": 400}  # more than a chunk
+    if "tokens" in settings:  # the names keep the vocabularies apart
+        settings |= {"vocabulary": 1024, "hidden": 32, "tokens": (64, 512), "seconds": 0.01}
     settings |= {name: smaller[name] for name in smaller if name in settings}
     if case.part == "save":
         settings |= {"before": 1, "after": 1}

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import results
@@ -14,6 +14,10 @@ from results import Results
 
 FOLDER = Path(__file__).parent
 PART = "correct"
+OUTCOMES = "correct.jsonl"  # beside the results while tests run; left over if the kit is killed
+COMPLETE = (0, 1, 5)  # exit codes of pytest when every test has run; 5: none was left; a test
+# that hangs ends it with 1, too
+ROUND = 45.0  # seconds without which no further round is started
 STATUS = {"passed": "ok", "skipped": "skipped", "failed": "failed", "started": "timeout"}
 
 
@@ -30,45 +34,52 @@ def command(files: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", *options, *files]
 
 
-def environment(folder: Path, stored: Results, seconds: float) -> dict[str, str]:
-    """What the plugin reads: the tests that stand, those to run last, and the deadline."""
-    found = results.latest(of_this_device(stored))
+def environment(
+    outcomes: Path, stored: Results, seconds: float, ended: Collection[str]
+) -> dict[str, str]:
+    """What the plugin reads: the tests that stand or have ``ended`` in an earlier round, those to
+    run last, and the deadline."""
+    found = results.latest([r for r in stored.own() if r["part"] == PART])
     names = {status: [] for status in (*STATUS.values(), "out of memory")}
     for (_, name, _), record in found.items():
         names[str(record["status"])].append(name)
-    done = {"done": names["ok"], "late": [*names["failed"], *names["timeout"]]}
-    (folder / "done.json").write_text(json.dumps(done))
-    outcomes = folder / "outcomes.jsonl"
-    outcomes.unlink(missing_ok=True)
+    done = {"done": [*names["ok"], *ended], "late": [*names["failed"], *names["timeout"]]}
+    outcomes.write_text(json.dumps({**_place(stored), **done}) + "\n")
     path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH", "")]))
     return {
         "SUREFOOT_OUTCOMES": str(outcomes),
-        "SUREFOOT_DONE": str(folder / "done.json"),
         "SUREFOOT_DEADLINE": str(time.monotonic() + seconds),
         "PYTHONPATH": path,
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # whatever else that machine has
     }
 
 
-def of_this_device(stored: Results) -> list[results.Record]:
-    """The records of this part."""
-    device = stored.surroundings["device"]
-    return [r for r in stored.records if r["part"] == PART and r["device"] == device]
+def is_complete(code: int | None, found: Mapping[str, str]) -> bool:
+    """Whether a round has run every test."""
+    return code in COMPLETE and STATUS["started"] not in found.values()
 
 
-def collect(folder: Path, stored: Results) -> dict[str, int]:
-    """Append a record for each test that was started; returns how many ended in which way.
-    A test with several failures, as in its call and its end, has the first one."""
+def _place(stored: Results) -> dict[str, object]:
+    """What outcomes belong to."""
+    return {name: stored.surroundings[name] for name in ("device", "code")}
+
+
+def collect(outcomes: Path, stored: Results, *, only_new: bool = False) -> dict[str, str]:
+    """Append a record for each test that was started, or ``only_new`` ones; returns their statuses.
+    A test with several failures, as in its call and its end, has the first one. What another device
+    or other code left is ignored."""
     ended: dict[str, Mapping[str, object]] = {}
-    for line in results.read(folder / "outcomes.jsonl"):
+    head, *lines = results.read(outcomes) or [{}]
+    is_of_this = {**head, **_place(stored)} == head
+    for line in lines if is_of_this else ():
         name = str(line["test"])
         if ended.get(name, {}).get("outcome") in (None, "started", "passed"):
             ended[name] = line
-    count: dict[str, int] = {}
     for name, line in ended.items():
         status = STATUS[str(line["outcome"])]
-        count[status] = count.get(status, 0) + 1
+        if only_new and stored.status((PART, name, "pytest")):
+            continue
         record = {"part": PART, "case": name, "subject": "pytest", "status": status}
         message = line["message"] if status != "ok" else ""
         stored.append({**record, "seconds": line["seconds"], "figures": {}, "error": message})
-    return count
+    return {name: STATUS[str(line["outcome"])] for name, line in ended.items()}

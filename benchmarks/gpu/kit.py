@@ -1,13 +1,14 @@
 """Prove and measure everything on one GPU, in parts that each end within their minutes.
 
     make gpu                       # all parts, and the page
-    make gpu PART=correct          # or speed, save, profile
+    make gpu PART=correct          # or speed, save, profile; or several: PART="correct profile"
     .venv/bin/python benchmarks/gpu/kit.py speed --out runs/gpu --minutes 8
 
 A part runs its cases in order, the most telling first. It starts no case that would not fit into
-its minutes, and skips those whose result is in ``results.jsonl`` already, so the same command
-continues where the last one stopped. ``--tiny --device cpu`` tries everything without a GPU.
-``page`` writes the tables into RESULTS.md.
+its minutes, and skips those whose result is known already, from ``results.jsonl`` in ``--out`` or
+``--known``. So the same command continues where the last one stopped; cases that failed come last.
+Results and ``page.md`` are written as each case ends. ``--tiny --device cpu`` tries everything
+without a GPU. ``page`` writes the tables into RESULTS.md.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -34,7 +37,7 @@ import page
 import results
 from cases import Case
 from results import Results
-from sizes import SHAPES
+from sizes import FORMULA, SHAPES
 
 ROOT = results.ROOT
 PARTS = ("correct", "speed", "save", "profile")
@@ -43,6 +46,8 @@ FEW = 20
 WORK = ROOT / "runs" / "gpu-work"
 PATIENCE = 3  # times its seconds is the most that a case may take
 NAME_OF_DEVICE = "import torch; print(torch.cuda.get_device_name())"
+# A program must not stay on the GPU when the kit is killed: Linux then kills it, too
+BOUND = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "CUDA error: out of memory")
 
 Run = Callable[[Sequence[str], Mapping[str, str], Path, Path, float], int | None]
@@ -55,7 +60,12 @@ def run_program(
     had started, because its time was over."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdout=output, stderr=output, start_new_session=True
+            [*BOUND, *command],
+            env=env,
+            cwd=cwd,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         try:
             return process.wait(timeout=max(0.1, seconds))
@@ -78,6 +88,8 @@ class Kit:
     tiny: bool
     tests: Path
     run: Run = run_program
+    known: Sequence[Path] = ()  # folders of earlier results
+    end: float = float("inf")  # of all parts
     deadline: float = field(init=False)
     stored: Results = field(init=False)
 
@@ -86,6 +98,10 @@ class Kit:
         self.work.mkdir(parents=True, exist_ok=True)
         found = results.surroundings(self.device, self.device_name(), tiny=self.tiny)
         self.stored = Results(self.out / "results.jsonl", found)
+        for folder in (*self.known, self.work):
+            self.stored.adopt(folder / self.stored.path.name)
+        for folder in (*self.known, self.out):  # another kit may be at work in a known one
+            correct.collect(folder / correct.OUTCOMES, self.stored, only_new=True)
 
     @property
     def left(self) -> float:
@@ -104,31 +120,60 @@ class Kit:
 
     def part(self, name: str, only: str = "") -> None:
         """Run the cases of one part that have no result yet, as far as the time goes."""
-        self.deadline = time.monotonic() + 60 * self.minutes
+        self.deadline = min(self.end, time.monotonic() + 60 * self.minutes)
         if name == correct.PART:
             self.correct()
-        else:
-            found = cases.CASES[name]()
-            found = cases.tiny(found) if self.tiny else found
-            for case in found:
-                if only in f"{case.name}, {case.subject}":
+            self.publish()
+            return
+        found = cases.CASES[name]()
+        found = cases.tiny(found) if self.tiny else found
+        for case in sorted(found, key=lambda case: self.stored.has_failed(case.key)):
+            if only in f"{case.name}, {case.subject}":
+                try:
                     self.case(case)
-        (self.out / "page.md").write_text(page.render(self.stored.records) + "\n")
+                except (OSError, ValueError, KeyError) as error:  # it must not hide the others
+                    self.store(
+                        case, "failed", 0.0, error=f"the kit: {type(error).__name__}: {error}"
+                    )
+                self.publish()
+
+    def publish(self) -> None:
+        """The page of what is known so far, and a copy of the results for the next call on this
+        machine, whose ``--out`` may be empty."""
+        if self.stored.path.exists():
+            shutil.copyfile(self.stored.path, self.work / self.stored.path.name)
+        try:
+            text = page.render(self.stored.records)
+        except (KeyError, TypeError, ValueError) as error:  # the results are there all the same
+            text = f"no page: {type(error).__name__}: {error}"
+            say(text)
+        (self.out / "page.md").write_text(text + "\n")
 
     def correct(self) -> None:
-        """The tests marked ``gpu``."""
+        """The tests marked ``gpu``. A test that hangs, or that ends the process or its GPU
+        context, ends one round; the next round has the tests that are left."""
         files = correct.marked(self.tests)
         if not files:
             raise SystemExit(f"correct: no test in {self.tests} is marked gpu")
-        folder = self.work / "correct"
-        folder.mkdir(exist_ok=True)
-        env = self.environment() | correct.environment(folder, self.stored, self.left - 30)
-        log = self.out / "correct.log"
-        code = self.run(correct.command(files), env, ROOT, log, self.left)
-        count = correct.collect(folder, self.stored)
-        say(f"correct: {count}, pytest's exit code {code}")
-        if not count and code not in (0, 5):  # 5: every test stands already
-            say(tail(log))
+        outcomes, log = self.out / correct.OUTCOMES, self.out / "correct.log"
+        ended: set[str] = set()
+        while True:
+            env = correct.environment(outcomes, self.stored, self.left - 30, ended)
+            code = self.run(correct.command(files), self.environment() | env, ROOT, log, self.left)
+            found = correct.collect(outcomes, self.stored)
+            outcomes.unlink()
+            say(f"correct: {dict(Counter(found.values()))}, pytest's exit code {code}")
+            if correct.is_complete(code, found):
+                return
+            self.keep_log("correct", log)
+            if not set(found) - ended or self.left < correct.ROUND:
+                return
+            ended |= set(found)
+
+    def keep_log(self, title: str, log: Path) -> None:
+        """Append the end of a program's output to a file that comes back with the results."""
+        with (self.out / "failures.log").open("a", encoding="utf-8") as file:
+            file.write(f"==== {title}\n{tail(log, lines=200, characters=20_000)}\n")
 
     def case(self, case: Case) -> None:
         """Run one case, unless its result stands, something is missing, or the time is short."""
@@ -136,8 +181,12 @@ class Kit:
         if self.stored.stands(case.key):
             say(f"{title}: stands")
             return
-        if missing := [name for name in case.needs if find_spec(name) is None]:
-            self.store(case, "unavailable", 0.0, error=f"without {', '.join(missing)}")
+        missing = [name for name in case.needs if find_spec(name) is None]
+        if "triton" in case.needs and self.device == "cpu":
+            missing.append("CUDA")
+        if missing:
+            if self.stored.status(case.key) != "unavailable":
+                self.store(case, "unavailable", 0.0, error=f"without {', '.join(missing)}")
             return
         if self.left < case.seconds + self.preparing(case):
             say(f"{title}: left for the next run, {self.left:.0f} s left of this one")
@@ -158,10 +207,14 @@ class Kit:
         limit = self.left if self.tiny else min(self.left, PATIENCE * case.seconds)
         code = self.program(case.program, self.settings(case, report), log, limit)
         seconds = time.monotonic() - began
+        figures = self.figures(case, report)
+        for row in figures.pop("rows", []):
+            self.stored.append({**row, "part": case.part, "settings": case.settings})
         if code == 0 and report.exists():
-            self.store(case, "ok", seconds, figures=self.figures(case, report))
+            self.store(case, "ok", seconds, figures=figures)
             return
         error = tail(log)
+        self.keep_log(", ".join(case.key), log)
         status = "timeout" if code is None else "failed"
         if any(sign in error for sign in OUT_OF_MEMORY):
             status = "out of memory"
@@ -179,14 +232,17 @@ class Kit:
             found["output"] = str(self.work / "run")
         return found
 
-    def figures(self, case: Case, report: Path) -> dict[str, object]:
-        """The report, and the operations of a token where they can be counted."""
-        found: dict[str, object] = json.loads(report.read_text())
+    def figures(self, case: Case, report: Path) -> dict[str, Any]:
+        """The report, if there is one, and the operations of a token where they can be counted."""
+        if not report.exists():
+            return {}
+        found: dict[str, Any] = json.loads(report.read_text())
         lengths = self.rows(case) / "lengths.json"
-        if case.part == "speed" and case.shape and lengths.exists():
+        if case.part in ("speed", "profile") and case.shape and lengths.exists():
             length = json.loads(lengths.read_text())["weighted_mean"]
             method = str(case.settings["method"])
             found["operations"] = SHAPES[case.shape].operations(method, length)
+            found["formula"] = FORMULA
         return found
 
     def model(self, case: Case) -> Path:
@@ -261,10 +317,10 @@ class Kit:
         say(f"{name}, {subject}: {status} after {seconds:.0f} s {error[-300:]}")
 
 
-def tail(log: Path) -> str:
+def tail(log: Path, lines: int = 25, characters: int = 3000) -> str:
     """The end of what a program printed."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return "\n".join(text.splitlines()[-25:])[-3000:]
+    return "\n".join(text.splitlines()[-lines:])[-characters:]
 
 
 def say(text: str) -> None:
@@ -275,12 +331,16 @@ def say(text: str) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    found.add_argument("part", nargs="?", default="all", choices=("all", *PARTS, "page"))
+    found.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; or page")
     found.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="of the results")
     found.add_argument(
         "--work", type=Path, default=ROOT / "runs" / "gpu-work", help="of models, rows"
     )
     found.add_argument("--minutes", type=float, default=8.0, help="of each part")
+    found.add_argument("--total", type=float, default=float("inf"), help="minutes of all parts")
+    found.add_argument(
+        "--known", type=Path, action="append", default=[], help="folder of earlier results"
+    )
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     found.add_argument("--tiny", action="store_true", help="the same in sizes for a CPU")
     found.add_argument("--only", default="", help="cases whose `name, subject` contains this")
@@ -290,8 +350,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, run: Run = run_program) -> None:
     """Run the parts, or write the page."""
-    options = parser().parse_args(arguments)
-    if options.part != "page":
+    began, options = time.monotonic(), parser().parse_args(arguments)
+    parts = options.parts or ["all"]
+    if unknown := [part for part in parts if part not in (*PARTS, "all", "page")]:
+        raise SystemExit(f"expected parts {', '.join(PARTS)}, all or page, got {unknown[0]!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its programs end with it
+    if parts != ["page"]:
         kit = Kit(
             options.out.resolve(),
             options.work.resolve(),
@@ -300,12 +364,14 @@ def main(arguments: Sequence[str] | None = None, run: Run = run_program) -> None
             options.tiny,
             options.tests,
             run,
+            (results.FOUND, *options.known),
+            began + 60 * options.total,
         )
         for line in results.unmet():
             say(f"warning: {line}")
-        for part in PARTS if options.part == "all" else (options.part,):
+        for part in PARTS if "all" in parts else [part for part in parts if part != "page"]:
             kit.part(part, options.only)
-    if options.part in ("all", "page") and not options.tiny:
+    if {"all", "page"} & set(parts) and not options.tiny:
         page.write(results.read(options.out / "results.jsonl"))
 
 

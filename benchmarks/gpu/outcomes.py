@@ -1,20 +1,27 @@
 """A pytest plugin: one JSON line for each test as it ends, so that a stopped run loses one test.
 
-Environment variables: ``SUREFOOT_OUTCOMES`` is the file, ``SUREFOOT_DONE`` a JSON file with the
-tests to leave out (``done``) and those to run last (``late``), ``SUREFOOT_DEADLINE`` the second by
-``time.monotonic`` after which no test starts.
+Environment variables: ``SUREFOOT_OUTCOMES`` is the file, whose first line has the tests to leave
+out (``done``) and those to run last (``late``); ``SUREFOOT_DEADLINE`` is the second by
+``time.monotonic`` after which no test starts. A test that hangs for ``SUREFOOT_PATIENCE`` seconds
+ends the process; one that has broken the GPU's context ends the session, as every later test would
+fail.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 LONGEST = 1500  # characters of a message
+# seconds of a test, the compilation of its kernels included
+PATIENCE = float(os.environ.get("SUREFOOT_PATIENCE", "150"))
+STDERR = os.fdopen(os.dup(2), "w")  # the program's own: pytest captures that of tests
 
 
 def _write(**record: object) -> None:
@@ -24,7 +31,8 @@ def _write(**record: object) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what stands already."""
-    known = json.loads(Path(os.environ["SUREFOOT_DONE"]).read_text())
+    with Path(os.environ["SUREFOOT_OUTCOMES"]).open(encoding="utf-8") as file:
+        known = json.loads(file.readline())
     done, late = set(known["done"]), set(known["late"])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     left = [item for item in items if item.nodeid not in done]
@@ -40,6 +48,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start nothing that would end after the deadline."""
     if time.monotonic() > float(os.environ["SUREFOOT_DEADLINE"]):
         item.session.shouldstop = "the time is over"
+    faulthandler.dump_traceback_later(PATIENCE, exit=True, file=STDERR)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Start no further test on a GPU whose context an illegal access has broken."""
+    faulthandler.cancel_dump_traceback_later()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            item.session.shouldstop = f"the GPU's context is broken: {error}"
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import page_heads
 import results
 from cases import ORDER, TITLES
 from results import Record
+from sizes import peak_of
 
 RESULTS = results.FOLDER.parent / "RESULTS.md"
 START, END = "<!-- gpu: written by `kit.py page` -->", "<!-- gpu: end -->"
@@ -94,20 +96,38 @@ def _speed(records: Sequence[Record]) -> list[str]:
     parts = []
     if limits:
         parts.append(
-            f"A product of random matrices in bf16 reaches {peak:,.3g} TFLOP/s, which is 100 % "
-            f"below; a copy in memory {limits['copy_gb_s']:,.0f} GB/s, read and written."
+            f"A product of random matrices in bf16 reaches {peak:,.3g} TFLOP/s; a copy in memory "
+            f"{limits['copy_gb_s']:,.0f} GB/s, read and written."
         )
+    if sheet := peak_of(str(records[0]["device"])):
+        parts.append(f"MFU is the share of {sheet:,.4g} TFLOP/s, bf16 by the data sheet.")
     for work in dict.fromkeys(name for name, _ in ORDER):
         subjects = [name for name in TITLES if (work, name) in status]
         if subjects:
             rows = [_row(status[work, name], found, peak) for name in subjects]
             parts += [f"**{work}**", _table(_head(work), rows), *_unequal(work, found)]
-    return [*parts, *_reach(records)]
+    parts += _reach(records)
+    for title, head, rows in page_heads.tables(records):
+        parts += [f"**{title}**, forward and backward", _table(head, rows)]
+    return [*parts, *_without_result(records)]
+
+
+def _without_result(records: Sequence[Record]) -> list[str]:
+    """Cases that are in no table, by their status."""
+    known = {name for name, _ in ORDER}
+    return [
+        f"{record['case']}: {record['status']}: {_last_line(record)}"
+        for record in records
+        if record["status"] != "ok"
+        and record["case"] not in known
+        and not str(record["subject"]).startswith("head-")
+    ]
 
 
 def _head(work: str) -> list[str]:
     rate = "pairs a second" if work.startswith("dpo") else "tokens a second"
-    return ["", rate, "times Surefoot's", "utilization %", "peak GB", "first loss"]
+    head = ["", rate, "times Surefoot's", "TFLOP/s", "MFU %", "% of a product's"]
+    return [*head, "peak GB", "first loss"]
 
 
 def _rate(figures: Mapping[str, Any], work: str) -> float:
@@ -119,17 +139,23 @@ def _row(record: Record, found: Figures, peak: float) -> list[str]:
     work, subject = str(record["case"]), str(record["subject"])
     figures = found[work, subject]
     if record["status"] != "ok":
-        return [TITLES[subject], str(record["status"]), *[""] * 4]
+        return [TITLES[subject], str(record["status"]), *[""] * 6]
     rate, own = _rate(figures, work), found.get((work, "surefoot"), {})
-    used = 100 * rate * figures.get("operations", 0) / (peak * 1e12) if peak else 0.0
+    reached = rate * figures.get("operations", 0) / 1e12
     return [
         TITLES[subject],
         f"{rate:,.2f}" if work.startswith("dpo") else f"{rate:,.0f}",
         f"{rate / _rate(own, work):.2f}" if own else "",
-        f"{used:.1f}" if used else "",
+        f"{reached:,.0f}" if reached else "",
+        _percent(reached, peak_of(str(record["device"]))),
+        _percent(reached, peak),
         f"{figures['peak_mb'] / 1024:,.1f}",
         f"{figures['losses'][0]:.4f}",
     ]
+
+
+def _percent(reached: float, peak: float | None) -> str:
+    return f"{100 * reached / peak:.1f}" if reached and peak else ""
 
 
 def _unequal(work: str, found: Figures) -> list[str]:
@@ -200,10 +226,11 @@ def _profile(records: Sequence[Record]) -> list[str]:
         host = ", ".join(f"{phase} {ms:.1f}" for phase, ms in figures["host_ms"].items())
         number = f"{figures['gaps_a_step']:,.0f}"
         parts.append(
-            f"**Profile of {record['case']}** (with the profiler's own cost): a step of "
-            f"{figures['step_ms']:,.1f} ms, {figures['kernels_a_step']:,.0f} kernels; idle "
-            f"{figures['idle_percent']:.1f} % in {number} gaps; host, ms: {host}."
+            f"**Profile of {record['case']}**: a step of {figures['plain_step_ms']:,.1f} ms alone, "
+            f"of {figures['step_ms']:,.1f} ms with the profiler, {figures['kernels_a_step']:,.0f} "
+            f"kernels; idle {figures['idle_percent']:.1f} % in {number} gaps; host, ms: {host}."
         )
+        parts += _shares(record, figures)
         rows = [
             [
                 f"`{kernel['name']}`",
@@ -217,6 +244,34 @@ def _profile(records: Sequence[Record]) -> list[str]:
         gaps = [[f"{g['ms']:.2f}", f"`{g['after']}`", f"`{g['before']}`"] for g in _long(figures)]
         if gaps:
             parts.append(_table(["longest gaps, ms", "after", "before"], gaps))
+    return parts
+
+
+def _shares(record: Record, figures: Mapping[str, Any]) -> list[str]:
+    """Where the time of a step goes: what its operations need, and what comes on top of it."""
+    kinds: dict[str, float] = dict(figures["kinds_ms"])
+    parts = []
+    if "operations" in figures:
+        work = figures["operations"] * figures["tokens_a_step"]
+        ideal = 1e3 * work / (figures["gemm_tflops"] * 1e12)
+        reached = 1e3 * work / figures["plain_step_ms"] / 1e12
+        products = kinds.pop("products", 0.0) + kinds.pop("attention", 0.0)
+        sheet = peak_of(str(record["device"]))
+        mfu = f", MFU {_percent(reached, sheet)} % of {sheet:,.4g}" if sheet else ""
+        parts.append(
+            f"It reaches {reached:,.3g} TFLOP/s{mfu}, {_percent(reached, figures['gemm_tflops'])} "
+            f"% of the {figures['gemm_tflops']:,.3g} of a product. Its operations would take "
+            f"{ideal:,.1f} ms at that rate; products and attention take "
+            f"{products - ideal:,.1f} ms more. ({figures['formula']}.)"
+        )
+    listed = ", ".join(f"{kind} {ms:,.1f}" for kind, ms in kinds.items())
+    parts.append(f"Other kernels, ms: {listed}. Idle, ms: {figures['idle_ms']:,.1f}.")
+    if figures["waits"]:
+        waits = (
+            f"`{w['name']}` {w['calls_a_step']:,.1f}, {w['ms_a_step']:,.1f} ms"
+            for w in figures["waits"]
+        )
+        parts.append(f"The host waits, calls a step: {'; '.join(waits)}.")
     return parts
 
 

@@ -6,6 +6,7 @@ case that runs. A torn last line is skipped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "b
 STANDING = ("ok", "out of memory")  # a case with such a result is not run again
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
+FOUND = ROOT / "runs" / "gpu"  # where results of other machines are put, and known from
 Record = dict[str, object]
 
 
@@ -38,20 +40,44 @@ class Results:
 
     def stands(self, key: Sequence[str]) -> bool:
         """Whether a case has a result of this device that need not be measured again."""
-        same = [r for r in self.records if key_of(r) == tuple(key)]
-        device = self.surroundings["device"]
-        return any(r["device"] == device and r["status"] in STANDING for r in same)
+        return self.status(key) in STANDING
+
+    def has_failed(self, key: Sequence[str]) -> bool:
+        """Whether a case was tried without a result."""
+        return self.status(key) in ("failed", "timeout")
+
+    def status(self, key: Sequence[str]) -> str:
+        """The status of a case on this device with this code; empty if it has not been tried."""
+        found = latest(self.own()).get(tuple(key))
+        return str(found["status"]) if found else ""
+
+    def own(self) -> list[Record]:
+        """The records of this device and code: what other code has shown is shown no longer."""
+        mine = [self.surroundings[name] for name in ("device", "code")]
+        return [r for r in self.records if [r["device"], r.get("code")] == mine]
+
+    def adopt(self, path: Path) -> None:
+        """Add the records of another file that are not here yet."""
+        if path.resolve() == self.path.resolve():
+            return
+        for record in read(path):
+            if record not in self.records:
+                self._write(record)
 
     def append(self, record: Mapping[str, object]) -> Record:
         """Add a record, with the surroundings, and flush it."""
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        full: Record = {**record, "date": date, **self.surroundings}
+        return self._write({**record, "date": date, **self.surroundings})
+
+    def _write(self, full: Record) -> Record:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         text = self.path.read_bytes() if self.path.exists() else b""
         with self.path.open("a", encoding="utf-8") as file:
             if text and not text.endswith(b"\n"):
                 file.write("\n")  # ends a torn line
             file.write(json.dumps(full) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.records.append(full)
         return full
 
@@ -92,7 +118,16 @@ def surroundings(device: str, name: str, *, tiny: bool) -> dict[str, object]:
         "tiny": tiny,
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "commit": commit(),
+        "code": code(),
     }
+
+
+def code() -> str:
+    """A hash of the package's source, also where there is no git."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def commit() -> str:

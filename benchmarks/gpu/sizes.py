@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# arXiv:2204.02311, appendix B, with attention that is causal and stays within documents
+FORMULA = (
+    "operations a token = 6 x weights (4 x if frozen) + 6 x layers x heads x head width x mean "
+    "length of documents, weighted by length; recomputation not counted (arXiv:2204.02311, B)"
+)
+# TFLOP/s of dense products in bf16 by NVIDIA's data sheets; the name of a device contains the key
+PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "A100": 312.0}
+
+
+def peak_of(device: str) -> float | None:
+    """TFLOP/s by the data sheet of a device; None if it is not listed."""
+    return next((peak for name, peak in PEAKS.items() if name in device), None)
+
 
 @dataclass(frozen=True)
 class Shape:

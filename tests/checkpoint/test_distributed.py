@@ -200,12 +200,15 @@ def test_the_boxes_of_several_ranks_are_one_checkpoint(tmp_path):
     assert len(group.tensors) == len(states["model"].state)
 
 
+def flip_bit(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 def test_damage_in_one_part_is_found_by_the_source_that_reads_it(tmp_path):
     path = saved_by_ranks(tmp_path, sample_states(), halves)
-    file = path / "rank_00001" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-40] ^= 1
-    file.write_bytes(data)
+    flip_bit(path / "rank_00001" / "model.safetensors", -40)
     source = open_folder(path)
     with pytest.raises(CheckpointError, match=r"rank_00001/model.safetensors: .* is damaged"):
         for name in source.shapes():
@@ -215,9 +218,7 @@ def test_damage_in_one_part_is_found_by_the_source_that_reads_it(tmp_path):
 def test_several_ranks_share_the_check_and_one_of_them_finds_the_damage(tmp_path):
     folder = saved_by_ranks(tmp_path, sample_states(), halves)
     path = folder / "rank_00001" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, -1)
     found = []
     for rank in range(3):
         with ConcurrentCheck([folder], rank=rank, num_ranks=3) as check:

@@ -104,6 +104,14 @@ def test_responses_to_different_prompts_and_without_one_are_broken_rows(tmp_path
     assert "a response without a prompt; add a column 'prompt'" in str(caught.value)
 
 
+@pytest.mark.parametrize("response", [3, True, {"content": "a"}])
+def test_a_response_that_is_no_text_is_a_broken_row(tmp_path, response):
+    write(tmp_path / "a.jsonl", *[{"prompt": "q", "chosen": response, "rejected": "b"}] * 11)
+    data = section(tmp_path, "a.jsonl")
+    with pytest.raises(DataError, match="column 'chosen'"):
+        check_rows(Catalog(data).entries, data)
+
+
 def test_an_entry_may_stand_in_the_recipe(tmp_path):
     write(tmp_path / "rows" / "x.jsonl", {"q": "q", "a": "a"})
     entry = {"file_name": "rows/x.jsonl", "columns": {"prompt": "q", "response": "a"}}

@@ -63,6 +63,15 @@ def test_an_adapter_is_continued_from_the_folder_of_its_run(run, tmp_path):
     (run / "recipe.yaml").write_text(text)
 
 
+def test_a_damaged_best_checkpoint_of_an_adapter_is_passed_over_and_said(run, tmp_path, caplog):
+    best = run / "checkpoint-2/adapter_model.safetensors"
+    best.rename(tmp_path / "moved")
+    found = load(run.parent / "recipe.yaml", [f"model.adapter={run}"]).model.adapter
+    (tmp_path / "moved").rename(best)
+    assert found == run / "checkpoint-4"
+    assert "the best checkpoint, checkpoint-2, is damaged: using checkpoint-4" in caplog.text
+
+
 def test_an_adapter_in_the_place_of_a_model_is_named(run, tmp_path):
     save_model(tmp_path / "model")
     overrides = {"model.path": str(run / "checkpoint-4"), "train.output_dir": str(tmp_path / "new")}

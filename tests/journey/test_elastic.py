@@ -122,7 +122,9 @@ def test_axes_that_no_longer_fit_are_said(tmp_path):
         agents.wait_for(lambda: last_step(project) >= 5)
         kill(second)
         assert first.wait(timeout=120) == 1
-    assert "is 1 x 2 x 1, but there is 1 process; start as many, or leave" in agents.told()
+    told = agents.told()
+    assert "is 1 x 1 x 2 x 1, but there is 1 process; start as many, " in told
+    assert "or leave dp_shard unset" in told
 
 
 def test_a_dead_rank_is_started_again_within_seconds(tmp_path):

@@ -111,3 +111,9 @@ def test_other_targets_are_refused(folder):
     for targets in (("q_proj",), ("all",)):
         with pytest.raises(RecipeError, match=r"but model\.adapter adapts q_proj, v_proj; leave"):
             opened(folder, "adapter", LoRA(targets=targets))
+
+
+def test_fewer_layers_than_the_adapter_has_are_refused(folder):
+    words = r"^method\.lora\.layers: 0, but model\.adapter also adapts model\.layers\.1.*leave"
+    with pytest.raises(RecipeError, match=words):
+        opened(folder, "usual", LoRA(rank=16, layers=(0,)))

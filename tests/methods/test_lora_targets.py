@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 
 import mixtures
@@ -133,3 +134,28 @@ def test_what_is_trained_in_full_has_no_adapter():
     model = LoRA(rank=2, modules_to_save=("shared_experts",)).apply(mixtures.model("deepseek_v3"))
     assert not [n for n in adapted(model) if "shared_experts" in n]
     assert any("shared_experts" in n and p.requires_grad for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
+def test_chosen_layers_alone_are_adapted_and_peft_opens_them_so(kind, tmp_path):
+    model = mixtures.model(kind)
+    every = set(adapted(LoRA(rank=2, targets=("all",)).apply(mixtures.model(kind))))
+    wrapped = LoRA(rank=2, layers=(-1,)).apply(model)
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    assert set(adapted(wrapped)) == {n for n in every if n.startswith(last)}
+    wrapped.save_pretrained(tmp_path)
+    opened = PeftModel.from_pretrained(mixtures.model(kind), tmp_path)
+    assert set(adapted(opened)) == set(adapted(wrapped))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layers": (2,)}, r"^method\.lora\.layers: the model has 2 layers, 0 to 1, not 2$"),
+        ({"layers": (0, -3)}, "0 to 1, not -3"),
+        ({"layers": (0,), "targets": ("embed_tokens",)}, "none of them is in method.lora.layers"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        LoRA(rank=2, **settings).apply(mixtures.model("deepseek_v3"))

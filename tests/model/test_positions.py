@@ -115,14 +115,15 @@ def logits(model):
 def extended(folder, kind, **changes):
     """What transformers itself makes of the weights in ``folder`` with longer positions."""
     scaled = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0}
-    scaled |= {"original_max_position_embeddings": 256} if kind == "yarn" else {}
+    scaled |= {"original_max_position_embeddings": 256} if kind != "linear" else {}
+    scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     model = AutoModelForCausalLM.from_pretrained(
         folder, max_position_embeddings=512, rope_parameters=scaled, **changes
     )
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["yarn", "linear"])
+@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
 def test_extended_positions_are_saved_with_a_full_model(project, tmp_path, kind):
     settings = {"model": {"max_positions": 512, "rope_scaling": kind}, "data.cutoff_len": 400}
     run = tmp_path / "run"
@@ -136,7 +137,7 @@ def test_extended_positions_are_saved_with_a_full_model(project, tmp_path, kind)
     assert torch.equal(logits(saved), expected)
     opened = open_model(run)
     assert torch.allclose(logits(opened.model), expected, atol=1e-6)
-    reference = extended(project.parent / "model", "linear" if kind == "yarn" else "yarn")
+    reference = extended(project.parent / "model", "yarn" if kind == "linear" else "linear")
     reference.load_state_dict(saved.state_dict())
     assert not torch.allclose(logits(reference), expected, atol=1e-3)
 

@@ -1,5 +1,6 @@
 """Processes start together, end together, and the first that fails is the one that is heard."""
 
+import errno
 import os
 import re
 import signal
@@ -11,7 +12,8 @@ import time
 
 import pytest
 
-from surefoot.errors import OUT_OF_MEMORY
+from surefoot.errors import OUT_OF_MEMORY, RunError
+from surefoot.parallel import launcher
 from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes
 from surefoot.parallel.section import ParallelSection
 
@@ -153,6 +155,48 @@ def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_pa
     threading.Thread(target=press).start()
     assert launch(command(script), 2, max_restarts=3) == 128 + number
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{number} "] * 2
+
+
+def test_a_rank_that_has_stopped_leaves_the_others_their_time(tmp_path, monkeypatch):
+    """Rank 0 may upload for minutes after the others have ended."""
+    monkeypatch.setattr(launcher, "_GRACE", 0.1)
+    script = f"""
+    import os, signal, sys, time
+    from pathlib import Path
+    def stop(number, frame):
+        if os.environ["RANK"] == "0":
+            time.sleep(1.5)
+            Path({str(tmp_path)!r}, "uploaded").touch()
+        sys.exit(128 + number)
+    signal.signal(signal.SIGTERM, stop)
+    Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
+    time.sleep(60)
+    """
+
+    def press():
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=press).start()
+    assert launch(command(script), 2) == 128 + signal.SIGTERM
+    assert (tmp_path / "uploaded").exists()
+
+
+def test_ranks_that_cannot_be_started_are_no_traceback_and_none_stays(monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            if started:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(RunError, match=r"rank 1 of 2 .*: Resource temporarily unavailable"):
+        launch(command("import time; time.sleep(60)"), 2)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_processes_of_another_launcher_are_taken_as_they_are(monkeypatch):

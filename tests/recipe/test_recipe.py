@@ -1,5 +1,6 @@
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -375,6 +376,23 @@ def test_only_bfloat16_weights_are_rounded():
         expected = "optim.adamw.bf16_weights: has no effect unless model.dtype is bfloat16"
         assert problem == expected
     small(model={"path": "m", "dtype": "bfloat16"}, optim=optim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nearest(AdamW):
+    bf16_weights: str = "nearest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithoutChoice:
+    bf16_weights: ClassVar[str] = "nearest"
+
+
+@pytest.mark.parametrize("optimizer", [Nearest, WithoutChoice])
+def test_an_optimizer_s_own_way_of_rounding_is_no_setting_of_the_recipe(optimizer):
+    recipe = dataclasses.replace(small(), optim=optimizer())
+    assert recipe.model.dtype != "bfloat16"
+    assert [problem for rule in RULES for problem in rule(recipe)] == []
 
 
 def test_every_rule_that_is_broken_is_told(recipe_file):

@@ -1,6 +1,8 @@
 """The table of what depends on the device says what the code does, and claims no unmade figure."""
 
 import re
+import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,21 @@ def test_names_are_unique_and_every_choice_has_a_reason():
     for choice in CHOICES:
         for kind in KINDS:
             assert choice.on(kind).used and choice.on(kind).why
+
+
+def test_the_figure_that_decides_is_a_case_of_the_kit():
+    sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+    cases = import_module("cases")
+    for choice in CHOICES:
+        for clause in filter(None, choice.decides.split("; ")):
+            part, _, rest = clause.partition(": ")
+            named = [name for name in re.findall("`(.*?)`", rest) if " " in name]
+            named = [name for name in named if not name.startswith(("train.", "model."))]
+            if part == "correct":
+                assert (ROOT / rest.strip("`")).exists()
+                continue
+            known = {case.name for case in cases.CASES[part]()}
+            assert set(named) <= known, (choice.name, named)
 
 
 def test_the_order_of_attention_kernels_is_that_of_the_code():

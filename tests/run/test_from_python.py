@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -35,6 +36,16 @@ FORMS = {
     ],
     "prompt and completion": [
         {"prompt": row["instruction"], "completion": row["output"]} for row in ROWS
+    ],
+    "question and answer": [
+        {"question": row["instruction"], "answer": row["output"]} for row in ROWS
+    ],
+    "messages as prompt": [
+        {
+            "prompt": [{"role": "user", "content": row["instruction"]}],
+            "completion": [{"role": "assistant", "content": row["output"]}],
+        }
+        for row in ROWS
     ],
     "datasets.Dataset": datasets.Dataset.from_list(ROWS).with_format("numpy"),
     "a generator": None,
@@ -72,7 +83,8 @@ def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, for
     assert_same(found.model, usual.model)
     recipe = load(tmp_path / "run/recipe.yaml")  # can be resumed and evaluated without the program
     assert recipe.data.datasets == ("train_dataset",)
-    assert recipe.data.dataset_dir.parent == tmp_path / "run"
+    file = Path(recipe.data.datasets[0].source["file_name"])
+    assert file.parent.parent == tmp_path / "run"
     assert surefoot.train(tmp_path / "run/recipe.yaml").global_step == 4
 
 
@@ -246,6 +258,18 @@ def test_a_stage_of_ones_own_is_given_as_an_instance(project, usual, tmp_path, m
     found = surefoot.train(project, **settings(tmp_path, log_steps=1), stage=Halved(share=1.0))
     assert_same(found.model, usual.model)
     assert load(tmp_path / "run/recipe.yaml").stage == Halved(share=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    learning_rate: float = 0.1
+
+
+@pytest.mark.parametrize("kind", ["stage", "method", "optim"])
+def test_a_class_of_ones_own_that_lacks_members_is_refused_with_their_names(project, kind):
+    missing = {"stage": "spec", "method": "saves_base_model", "optim": "bf16_weights"}[kind]
+    with pytest.raises(RecipeError, match=rf"^{kind}: the class Plain has no .*\b{missing}\b"):
+        surefoot.train(project, **{kind: Plain()})
 
 
 def test_an_object_where_a_value_belongs_is_named_by_its_key(project):

@@ -80,6 +80,18 @@ def test_memory_that_is_throttled_is_not_free(machine):
     assert machine.free == GIB
 
 
+def test_a_mount_without_a_source_is_no_obstacle(machine):
+    machine.place("0::/\n", "40 31 0:37 / /x rw - fuse.x  rw\n" + TWO.format("/"))
+    machine.group("", V2, 2 * GIB, GIB)
+    assert machine.free == GIB
+
+
+def test_a_group_beyond_its_limit_has_nothing_free(machine):
+    machine.place("0::/\n", TWO.format("/"))
+    machine.group("", V2, 2 * GIB, 3 * GIB)
+    assert machine.free == 0
+
+
 def test_limits_of_version_1_are_seen_beside_an_empty_version_2(machine):
     lines = "4:cpu,memory:/slurm/job_7\n3:cpuset:/\n0::/\n"
     machine.place(lines, TWO.format("/") + ONE.format("/"))

@@ -295,14 +295,14 @@ SETTINGS = {
 }
 
 
-def build(name, **changes):
+def build(name, attention=None, **changes):
     """A random model with the line ``name``; no weight is 0 or 1 all over, so none is idle."""
     logging.set_verbosity_error()
     kind = name.partition(":")[0]
     settings = {**PLAIN, **NO_DROPOUT, **SETTINGS[name], **changes}
     config = CONFIG_MAPPING[kind](**{k: v for k, v in settings.items() if v is not None})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)

@@ -68,7 +68,8 @@ recipe with default settings uses on this machine, and `surefoot bench RECIPE` w
 
 Figures are those of [the results](../../benchmarks/RESULTS.md) or were measured when the code was
 written; S and M are the models there. "not measured" means that no figure supports the choice:
-nothing has been measured on a GPU yet. `make gpu` measures on a GPU.
+nothing has been measured on a GPU yet. `make gpu` measures on a GPU; the last column of the second
+table names the part and the case whose figure would justify the choice or change it.
 """
 CLI = """# The command line
 
@@ -110,10 +111,13 @@ def _choices() -> Iterator[str]:
 
     for kind, title in KINDS.items():
         yield f"## {title}\n"
-        yield "| what | setting | what is used, in order | why | figure |\n|---|---|---|---|---|"
+        more = " which figure of `make gpu` decides |" if kind == "cuda" else ""
+        yield f"| what | setting | what is used, in order | why | figure |{more}"
+        yield "|---|---|---|---|---|" + ("---|" if more else "")
         for choice in CHOICES:
             on, setting = choice.on(kind), f"`{choice.setting}`" if choice.setting else ""
-            yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |"
+            last = f" {choice.decides} |" if more else ""
+            yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |{last}"
         yield ""
 
 

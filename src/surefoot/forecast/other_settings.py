@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..model.section import Recomputation
 from ..recipe.recipe import Recipe
 
 SIZE, PACKING = "train.micro_batch_size", "data.packing"

@@ -32,9 +32,9 @@ from ..model.pretrained.positions import changed_config, extension_of
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection
 from ..network.heads import HEADS
+from ..recipe.run_checkpoint import Damaged
 from .adapter_places import updated_tensors
 from .model_loading import ModelFolders, find_parts, with_valid
-from .model_location import Damaged
 from .resized import Grown
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from .model_location import ADAPTER, NONE_DAMAGED, Damaged, ModelLocation, locate
+from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
+from .model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)
 PLAINLY = ParallelSection()
@@ -243,7 +244,9 @@ def _parts(
             raise ModelError(f"{located}: is an adapter already; --adapter needs a full model")
         top = locate(adapter, damaged)
         if not top.is_adapter:
-            raise ModelError(f"{top}: contains no {ADAPTER}; expected the folder of an adapter")
+            raise ModelError(
+                f"{top}: contains no {top.adapter_config.name}; expected the folder of an adapter"
+            )
         return _on_base(top, located)
     if located.is_adapter:
         return _on_base(located, _base_of(located, base, damaged))
@@ -284,7 +287,7 @@ def _base_of(adapter: ModelLocation, given: str | Path | None, damaged: Damaged)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:
-    config = read_config(adapter.folder / ADAPTER)
+    config = read_config(adapter.adapter_config)
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
         return ModelLocation(Path(name), is_adapter=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,17 +12,14 @@ from ..checkpoint.reading.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
-from ..recipe.files import SUFFIXES
+from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES
 from ..recipe.recipe import Recipe, load
+from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_of
 from ..remote import remote_resume as remote
 from ..storage import files
 from ..storage.address import Address, is_address
 
 logger = logging.getLogger(__name__)
-RECIPE = "recipe.yaml"
-ADAPTER = "adapter_config.json"
-Damaged = Mapping[Path, str]  # checkpoint -> what is wrong with it
-NONE_DAMAGED: Damaged = {}
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,11 @@ class ModelLocation:
     is_adapter: bool  # of a base that lies elsewhere
     recipe: Recipe | None = None  # of the run that made it
     is_chosen: bool = False  # as the best or latest checkpoint of a run
+
+    @property
+    def adapter_config(self) -> Path:
+        """The file with the settings of an adapter."""
+        return self.folder / ADAPTER
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -90,11 +90,8 @@ def _of_address(address: Address) -> ModelLocation:
     if step_of(Path(address.name)) >= 0:
         return _with_recipe(remote.fetch(address))
     newest = remote.fetch_newest(address)
-    located = _with_recipe(newest)
-    if located.recipe is None or not located.recipe.train.load_best_model_at_end:
-        return located
-    best = _best_step(newest)
-    return located if best is None else _with_recipe(remote.fetch(address.inside(best)))
+    best = best_of(newest)
+    return _with_recipe(newest if best is None else remote.fetch(address.inside(best)))
 
 
 def _of_folder(folder: Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
@@ -103,7 +100,7 @@ def _of_folder(folder: Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
         return _with_recipe(folder)
     if named(folder):
         return _of_run(folder, damaged)
-    if (folder / RECIPE).is_file():
+    if (folder / RUN_RECIPE).is_file():
         raise CheckpointError(
             f"{folder}: this run has no checkpoint yet; `surefoot train` saves the first one"
         )
@@ -118,55 +115,14 @@ def _check(folder: Path) -> None:
 
 
 def _of_run(run: Path, damaged: Damaged) -> ModelLocation:
-    """The best checkpoint of a run if its recipe ends with that one, otherwise the latest."""
-    newest = _newest(run, damaged)
-    located = _with_recipe(newest)
-    if located.recipe is not None and located.recipe.train.load_best_model_at_end:
-        best = _best_of_run(newest, damaged)
-        located = located if best is None else _with_recipe(best)
-    return replace(located, is_chosen=True)
-
-
-def _newest(run: Path, damaged: Damaged) -> Path:
-    reasons = []
-    for folder in reversed(named(run)):
-        if folder in damaged:
-            reasons.append(damaged[folder])
-            continue
-        report = verify(folder, full=False)
-        if report.ok:
-            return folder
-        reasons.append(report.problems[0])
-        logger.warning("%s is skipped: %s", folder.name, report.problems[0])
-    raise CheckpointError(f"{run}: none of its checkpoints is valid; the latest: {reasons[0]}")
-
-
-def _best_of_run(newest: Path, damaged: Damaged) -> Path | None:
-    """The checkpoint that ``newest`` names as the best of its run, if it exists and is valid."""
-    name = _best_step(newest)
-    best = newest.with_name(name) if name else newest
-    if name is None or not best.is_dir():
-        return None
-    if best in damaged or not verify(best, full=False).ok:
-        logger.warning("the best checkpoint, %s, is damaged: using %s", best.name, newest.name)
-        return None
-    return best
-
-
-def _best_step(newest: Path) -> str | None:
-    """The name of the checkpoint that ``newest`` names as the best of its run."""
-    try:
-        step = json.loads((newest / "trainer_state.json").read_bytes()).get("best_global_step")
-    except (OSError, ValueError):
-        return None
-    return None if step is None else f"checkpoint-{step}"
+    return replace(_with_recipe(checkpoint_of(run, damaged)), is_chosen=True)
 
 
 def _with_recipe(folder: Path) -> ModelLocation:
     layout = detect_layout(folder)
     is_marked = layout is not None and layout.has_adapter_config
     is_adapter = is_marked and (folder / ADAPTER).is_file()
-    path = folder / RECIPE
+    path = folder / RUN_RECIPE
     if not path.is_file():
         return ModelLocation(folder, is_adapter)
     try:

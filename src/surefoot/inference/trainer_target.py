@@ -11,9 +11,8 @@ from ..checkpoint.sources.copying import Progress
 from ..errors import CheckpointError
 from ..interchange.arguments import RunSections
 from ..interchange.to_trainer import save_trainer_checkpoint
+from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, load
-
-_RECIPE = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,12 @@ class TrainerCheckpoint:
         """Weights, moments, schedule, generators and log of a Surefoot checkpoint."""
         open_checkpoint(origin.folder)  # ours; nobody else's holds what it takes
         base = origin.adapter_base()
-        if not (origin.folder / _RECIPE).is_file():
+        if not (origin.folder / RUN_RECIPE).is_file():
             raise CheckpointError(
-                f"{origin.folder}: it has no {_RECIPE}, which contains the settings "
+                f"{origin.folder}: it has no {RUN_RECIPE}, which contains the settings "
                 "of its optimizer"
             )
-        recipe = load(origin.folder / _RECIPE)
+        recipe = load(origin.folder / RUN_RECIPE)
         run = sections_of(recipe)
         arguments = save_trainer_checkpoint(origin.folder, target, run=run, base=base)
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())

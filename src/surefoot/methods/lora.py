@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from ..model.lora_targets import Targets
     from ..network.method import UnshardedWeights
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,9 @@ class LoRA:
     targets: tuple[str, ...] = ("all",)
     """What to adapt, by the last part of the name: linear layers (``q_proj``) and experts that are
     fused in one parameter (``gate_up_proj``). ``all`` is every one except the head and routers."""
+    layers: tuple[int, ...] = ()
+    """Decoder layers whose targets are adapted, counted from 0 (from the end, if negative). Empty:
+    all, and what is outside of the layers."""
     modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
     ``lm_head``."""
@@ -64,7 +68,7 @@ class LoRA:
         from peft import LoraConfig, get_peft_model
 
         self._check_saved(model)
-        chosen = models.choose_targets(model, self.targets, self.modules_to_save)
+        chosen = self._chosen(model)
         self._check_parameters(chosen.parameters)
         modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
@@ -101,15 +105,18 @@ class LoRA:
         """``model`` with the adapter that ``attach`` reads. Raises ``RecipeError`` if it adapts
         other parameters than the targets."""
         try:
-            expected = models.choose_targets(
-                model, self.targets, self.modules_to_save
-            ).all_parameters
+            expected = self._chosen(model).all_parameters
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
         module = attach(model)
         config: Any = module.peft_config["default"]  # type: ignore[index]
         names = target_names(vars(config))
-        if expected != {*models.adapted(module)} and names != set(self.targets):
+        if (found := {*models.adapted(module)}) - expected and self.layers:
+            raise RecipeError(
+                f"method.lora.layers: {', '.join(map(str, self.layers))}, but model.adapter also "
+                f"adapts {min(found - expected)}; leave layers out to continue with all of it"
+            )
+        if expected != found and names != set(self.targets):
             raise RecipeError(
                 f"method.lora.targets: {', '.join(self.targets)}, but model.adapter adapts "
                 f"{', '.join(sorted(names))}; leave targets out to continue with these"
@@ -136,6 +143,19 @@ class LoRA:
                 "method lora trains no linear layer of the model; use method: full or freeze, or "
                 "leave it unset",
             )
+
+    def _chosen(self, model: PreTrainedModel) -> Targets:
+        """The targets, of the chosen layers alone if there are any."""
+        chosen = models.choose_targets(model, self.targets, self.modules_to_save)
+        if not self.layers:
+            return chosen
+        layers = models.decoder_layers(model)
+        if wrong := [n for n in self.layers if not -len(layers) <= n < len(layers)]:
+            raise RecipeError(
+                f"method.lora.layers: the model has {len(layers)} layers, 0 to {len(layers) - 1}, "
+                f"not {wrong[0]}"
+            )
+        return chosen.inside(model, [layers[n] for n in self.layers])
 
     def _check_saved(self, model: nn.Module) -> None:
         known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}

@@ -11,8 +11,16 @@ if TYPE_CHECKING:
     from .adaptable import adapted
     from .lora_targets import choose_targets, target_patterns
     from .pretrained.weights import AdapterWeights, FullWeights
+    from .targets import decoder_layers
 
-__all__ = ["AdapterWeights", "FullWeights", "adapted", "choose_targets", "target_patterns"]
+__all__ = [
+    "AdapterWeights",
+    "FullWeights",
+    "adapted",
+    "choose_targets",
+    "decoder_layers",
+    "target_patterns",
+]
 
 __getattr__ = lazy_getattr(
     __name__,
@@ -20,5 +28,6 @@ __getattr__ = lazy_getattr(
         ".adaptable": ("adapted",),
         ".lora_targets": ("choose_targets", "target_patterns"),
         ".pretrained.weights": ("AdapterWeights", "FullWeights"),
+        ".targets": ("decoder_layers",),
     },
 )

@@ -89,18 +89,6 @@ def names_of_parts(model: PreTrainedModel, fused: Collection[str]) -> dict[str, 
     return found
 
 
-def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The fused matrices that ``module`` itself contains."""
-    is_expert = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
-    own = module.named_parameters(recurse=False) if is_expert else ()
-    return [(n, p) for n, p in own if p.ndim == 3]
-
-
-def _modules(model: PreTrainedModel) -> Mapping[str, nn.Module]:
-    """The modules that ``model`` had before PEFT wrapped some of them."""
-    return {plain_name(n): m for n, m in model.named_modules() if not is_added(n)}
-
-
 def router_names(model: PreTrainedModel) -> set[str]:
     """The names of the routers, and of all modules in them: they are called so, or have as many
     outputs as the experts beside them."""
@@ -118,6 +106,18 @@ def router_names(model: PreTrainedModel) -> set[str]:
             and any(counts.get(part) == module.out_features for part in _around(name))
         )
     }
+
+
+def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The fused matrices that ``module`` itself contains."""
+    is_expert = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
+    own = module.named_parameters(recurse=False) if is_expert else ()
+    return [(n, p) for n, p in own if p.ndim == 3]
+
+
+def _modules(model: PreTrainedModel) -> Mapping[str, nn.Module]:
+    """The modules that ``model`` had before PEFT wrapped some of them."""
+    return {plain_name(n): m for n, m in model.named_modules() if not is_added(n)}
 
 
 def _around(name: str) -> Iterator[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -39,6 +38,14 @@ class Targets:
         """The parameters that get an update, those of modules included."""
         return {*self.parameters, *(f"{name}.weight" for name in self.modules)}
 
+    def inside(self, model: nn.Module, parents: Collection[nn.Module]) -> Targets:
+        """Those in modules ``parents`` of ``model``. Raises ``RecipeError`` if there is none."""
+        starts = tuple(f"{name}." for name, module in model.named_modules() if module in parents)
+        kept = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
+        if not any(kept):
+            raise RecipeError(f"{_KEY}: none of them is in method.lora.layers")
+        return Targets(*kept)
+
 
 def choose_targets(
     model: PreTrainedModel, targets: Collection[str], modules_to_save: Collection[str] = ()
@@ -56,8 +63,9 @@ def choose_targets(
     chosen = {n: fused for n, fused in chosen.items() if not any(p.match(n) for p in saved)}
     if not chosen:
         raise RecipeError(f"{_KEY}: nothing to adapt: no module in {', '.join(targets)} is left")
-    is_taken = partial(_is_converted, model, {})
-    split = {n: fused or is_taken(n.split(".")[-2]) for n, fused in chosen.items()}
+    layers = {name.split(".")[-2] for name, fused in chosen.items() if not fused}
+    converted = {layer for layer in layers if _is_converted(model, layer)}
+    split = {n: fused or n.split(".")[-2] in converted for n, fused in chosen.items()}
     return Targets(
         [name.removesuffix(".weight") for name, apart in split.items() if not apart],
         [name for name, apart in split.items() if apart],
@@ -122,17 +130,14 @@ def _check_complete(target: str, fused: str, parts: set[str], targets: Collectio
         )
 
 
-def _is_converted(model: PreTrainedModel, known: dict[str, bool], name: str) -> bool:
+def _is_converted(model: PreTrainedModel, name: str) -> bool:
     """Whether PEFT takes modules called ``name`` for parts of fused experts."""
-    if name not in known:
-        config = LoraConfig(target_modules=[name])
-        try:
-            convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # one of several parts
-            known[name] = True
-        else:
-            known[name] = name not in (config.target_modules or ())
-    return known[name]
+    config = LoraConfig(target_modules=[name])
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # one of several parts
+        return True
+    return name not in (config.target_modules or ())
 
 
 def _endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:

@@ -38,9 +38,9 @@ class ModelSection:
     max_positions: int | None = None
     """Positions of the model (default: its own, ``max_position_embeddings``). More of them rescale
     its rotary embeddings; checkpoints contain them in ``config.json``."""
-    rope_scaling: Literal["yarn", "linear"] = "yarn"
-    """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), or all frequencies
-    alike (arXiv:2306.15595)."""
+    rope_scaling: Literal["yarn", "linear", "llama3"] = "yarn"
+    """How ``max_positions`` rescales rotary embeddings: YaRN (arXiv:2309.00071), all frequencies
+    alike (arXiv:2306.15595), or low ones alone as in Llama 3.1."""
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
@@ -51,6 +51,8 @@ class ModelSection:
     ``full`` with the inputs in main memory (on a CPU, the same as ``full``). ``true`` is ``full``,
     ``false`` is ``none``.
     """
+    neftune_noise_alpha: float | None = None
+    """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
     compile: bool = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
@@ -76,4 +78,8 @@ class ModelSection:
             raise ValueError(
                 "gradient_checkpointing: selective cannot look into layers that compile has fused; "
                 "set it to full, or compile to false"
+            )
+        if self.neftune_noise_alpha is not None and self.neftune_noise_alpha <= 0:
+            raise ValueError(
+                f"neftune_noise_alpha must be positive, got {self.neftune_noise_alpha}"
             )

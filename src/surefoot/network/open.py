@@ -12,22 +12,22 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import RecipeError, counted
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
+from ..model.embedding_noise import add_embedding_noise
 from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
-from ..model.pretrained.quantized import check_alone, num_elements
+from ..model.pretrained.quantized import check_alone
 from ..model.pretrained.recomputation import recompute_activations
-from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.section import ModelSection
-from ..model.trained_weights import coverage
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
+from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, read_heads
 
@@ -188,24 +188,10 @@ def fuse_head(draft: Draft, _: Tensors) -> None:
     draft.head = logprob_head_of(draft.inner)
 
 
-def name_parameters(draft: Draft, _: Tensors) -> None:
-    """Note each parameter's name in files."""
-    inner = (name for name, _ in draft.inner.named_parameters())
-    own = {name for name in inner if draft.heads.name_in_file(name) is not None}
-    method, is_adapter = draft.options.method, draft.module is not draft.inner
-    if method is not None:
-        weights = method.weights(draft.module, draft.inner)
-    else:
-        weights = AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)
-    draft.weights = weights.without(own)
-    names = names_in_files(draft.module, draft.weights.state_dict())
-    draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
-    named = draft.module.named_parameters()
-    draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
-    draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
-    draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
-    if method is not None and draft.options.is_trainable:
-        draft.coverage = coverage(draft.module, draft.inner)
+def add_noise(draft: Draft, _: Tensors) -> None:
+    """Add noise to the embeddings of tokens in training."""
+    if (alpha := draft.section.neftune_noise_alpha) is not None and draft.options.is_trainable:
+        add_embedding_noise(draft.module, draft.inner, alpha)
 
 
 def divide_layers(draft: Draft, tensors: Tensors) -> None:
@@ -236,6 +222,7 @@ ON_THE_MODEL: Sequence[Step] = (
     upcast,  # likewise
     freeze,  # a frozen copy is like the model that is trained, but for this
     fuse_head,  # probes the unsharded output head: a sharded one has another forward pass
+    add_noise,  # after that forward pass, and on what an adapter of the embeddings returns
 )
 ON_THE_MESH: Sequence[Step] = (
     name_parameters,  # while shapes and storages are those of the files

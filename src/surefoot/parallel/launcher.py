@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS
+from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, RunError
 from .section import ParallelSection
 from .world import LAUNCHER, launched
 
@@ -52,7 +52,8 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
     Signals that stop a run are forwarded, so that one to this process stops the run like a run of
     one process. If a rank dies, all are restarted, up to ``max_restarts`` times; they resume from
-    the latest checkpoint. Restarts after a rank has lowered its batch sizes do not count.
+    the latest checkpoint. Restarts after a rank has lowered its batch sizes do not count. Raises
+    ``RunError`` if a rank cannot be started.
     """
     attempt, num_lowered = 0, 0
     while True:
@@ -78,26 +79,32 @@ class _ProcessGroup:
     """The ranks of one launch."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
-        self.was_stopped = False
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._ended = {*_ENDED}  # exit codes of ranks that did what they were asked to
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-        threads = max(1, (os.cpu_count() or 1) // count)
-        self.processes = [
-            subprocess.Popen(
-                command,
-                env={
-                    "OMP_NUM_THREADS": str(threads),
-                    **os.environ,
-                    **shared,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    LAUNCHER: str(os.getpid()),
-                },
-                start_new_session=True,  # Ctrl-C reaches them through this process alone
-            )
-            for rank in range(count)
-        ]
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        for rank in range(count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER: str(os.getpid())}
+            try:
+                # a session of its own: Ctrl-C reaches it through this process alone
+                process = subprocess.Popen(
+                    command,
+                    env={"OMP_NUM_THREADS": threads, **os.environ, **shared, **own},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._end()
+                raise RunError(
+                    f"rank {rank} of {count} cannot be started: {error.strerror}"
+                ) from error
+            self.processes.append(process)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether a signal has asked the ranks to stop."""
+        return len(self._ended) > len(_ENDED)
 
     def watch(self) -> int:
         """Wait for all: 0, or the code of the first that failed, as a shell reports it."""
@@ -106,7 +113,7 @@ class _ProcessGroup:
         try:
             while (failed := self._first_failure()) is None:
                 codes = [process.poll() for process in self.processes]
-                if all(code in _ENDED for code in codes):
+                if all(code in self._ended for code in codes):
                     return max(code or 0 for code in codes)
                 time.sleep(_PAUSE)
             rank, code = failed
@@ -122,20 +129,20 @@ class _ProcessGroup:
         """The rank that failed, and its exit code. Of several at once one that was killed by a
         signal: the others echo its end."""
         codes = [(process.poll() or 0, rank) for rank, process in enumerate(self.processes)]
-        failed = [(code, rank) for code, rank in codes if code not in _ENDED]
+        failed = [(code, rank) for code, rank in codes if code not in self._ended]
         if not failed:
             return None
         code, rank = min(failed)
         return rank, code
 
     def _hand_on(self, number: int, _frame: FrameType | None) -> None:
-        self.was_stopped = True
+        self._ended.add(128 + number)  # of ranks that have saved; others may still upload
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def _end(self) -> None:
-        """Give stopped ranks the time to save; end the others of a failed run immediately."""
+        """End the ranks that are left after one has failed; stopped ones get some time to save."""
         deadline = time.monotonic() + (_GRACE if self.was_stopped else 0.0)
         for process in self.processes:
             try:

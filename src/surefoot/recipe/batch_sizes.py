@@ -1,39 +1,51 @@
-"""Batch sizes for a number of ranks: those of the recipe, or some that divide if it sets none."""
+"""Batch sizes for a number of ranks: those that the recipe sets, or some that divide."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from ..data.order.micro_batches import fitting_micro_batch
+from ..schema import Unset
 from ..training.section import TrainSection
 from .recipe import Recipe
 
-_GLOBAL = TrainSection.global_batch_size
-_MICRO = TrainSection.micro_batch_size
-
 
 def with_batch_sizes(recipe: Recipe, num_data_ranks: int) -> tuple[Recipe, str | None]:
-    """``recipe`` with default batch sizes changed so that they divide among the ranks, and what to
-    log of it. Sizes that the recipe sets stay, divisible or not.
+    """``recipe`` with batch sizes that divide among the ranks in place of those that it does not
+    set, and what to log of the change. Sizes that it sets stay, divisible or not.
 
-    A smaller micro-batch computes the same steps. The global batch is enlarged, to the next
-    multiple of the ranks, only if it is the default and does not divide.
+    A smaller micro-batch computes the same steps. The global batch is enlarged, and only if no
+    smaller micro-batch makes it divide.
     """
     train = recipe.train
-    size, micro = train.global_batch_size, train.micro_batch_size
-    if size % (micro * num_data_ranks) == 0 or micro != _MICRO:
-        return recipe, None
-    if size == _GLOBAL:
-        size = -(-size // num_data_ranks) * num_data_ranks
-    if size % num_data_ranks:
-        return recipe, None
-    micro = fitting_micro_batch(size // num_data_ranks, micro)
-    changes = {"global_batch_size": size, "micro_batch_size": micro}
+    size = _global_batch(train, num_data_ranks)
+    micro = _micro_batch(train, size, num_data_ranks)
+    chosen = {"global_batch_size": size, "micro_batch_size": micro}
     said = [
-        f"train.{name}: {value}" for name, value in changes.items() if value != getattr(train, name)
+        f"train.{name}: {value}" for name, value in chosen.items() if value != getattr(train, name)
     ]
+    if not said:
+        return recipe, None
     changed = replace(train, global_batch_size=size, micro_batch_size=micro)
     return (
         replace(recipe, train=changed),
         f"{', '.join(said)} (not set; chosen for {num_data_ranks} data-parallel ranks)",
     )
+
+
+def _global_batch(train: TrainSection, num_ranks: int) -> int:
+    """The examples of a step: as set, or the next multiple of what cannot be made smaller."""
+    size, micro = train.global_batch_size, train.micro_batch_size
+    if not isinstance(size, Unset):
+        return size
+    least = num_ranks if isinstance(micro, Unset | str) else num_ranks * micro
+    return -(-size // least) * least
+
+
+def _micro_batch(train: TrainSection, size: int, num_ranks: int) -> int | Literal["auto"]:
+    """The examples of a micro-batch: as set, or the most that divide those of a rank."""
+    micro = train.micro_batch_size
+    if not isinstance(micro, Unset) or size % num_ranks:
+        return micro
+    return fitting_micro_batch(size // num_ranks, micro)

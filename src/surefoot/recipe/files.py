@@ -13,6 +13,7 @@ from ..storage import files
 
 MAX_BYTES = 1_000_000
 RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
+ADAPTER = "adapter_config.json"
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -40,7 +41,7 @@ def read_adapter(folder: Path) -> Mapping[str, object] | None:
     """The settings of the adapter in ``folder``; None if they cannot be read, which is an error
     when the adapter is."""
     try:
-        found = json.loads((folder / "adapter_config.json").read_bytes())
+        found = json.loads((folder / ADAPTER).read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

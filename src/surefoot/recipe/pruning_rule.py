@@ -12,10 +12,9 @@ from ..checkpoint.disk.retention import RetentionPolicy, more_is_better
 from ..checkpoint.looking.pruning import PruneOptions
 from ..checkpoint.section import CheckpointSection
 from ..errors import CheckpointError
-from .files import read_text
+from .files import RUN_RECIPE, read_text
 from .yaml import parse
 
-RECIPE = "recipe.yaml"
 _METRIC = "eval_loss"
 
 
@@ -29,11 +28,11 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
     """
     numbers = {field.name for field in dataclasses.fields(RetentionPolicy)}
     section, train = CheckpointSection(keep=None), dict[str, Any]()
-    if (folder / RECIPE).exists():
-        section, train = _recipe(folder / RECIPE)
+    if (folder / RUN_RECIPE).exists():
+        section, train = _recipe(folder / RUN_RECIPE)
     elif not options.keys() & numbers:
         raise CheckpointError(
-            f"{folder}: no {RECIPE}, so no retention policy; give one, for example --keep 3"
+            f"{folder}: no {RUN_RECIPE}, so no retention policy; give one, for example --keep 3"
         )
     chosen = {name: value for name, value in options.items() if name in numbers}
     metric = options.get("metric") or train.get("metric_for_best_model") or _METRIC

@@ -240,8 +240,11 @@ def rolling_back_needs_checkpoints(recipe: Recipe) -> Iterator[Problem]:
 
 def rounding_needs_bfloat16_weights(recipe: Recipe) -> Iterator[Problem]:
     """Weights of other types are never rounded."""
-    optim, default = recipe.optim, OPTIMIZERS["adamw"]().bf16_weights
-    if recipe.model.dtype != "bfloat16" and optim.bf16_weights != default:
+    optim = recipe.optim
+    setting = schema.settings(type(optim)).get("bf16_weights")  # some optimizers have no choice
+    if setting is None or recipe.model.dtype == "bfloat16":
+        return
+    if optim.bf16_weights != setting.default:
         name = schema.variant_name(OPTIMIZERS, optim)
         message = "has no effect unless model.dtype is bfloat16"
         yield Problem(("optim", name, "bf16_weights"), message)
@@ -259,6 +262,19 @@ def float8_needs_whole_matrices(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(("train", "precision"), "model.float8 needs bf16 or fp32")
 
 
+def noise_needs_whole_rows(recipe: Recipe) -> Iterator[Problem]:
+    """Noise on embeddings is drawn for the complete rows, where they are embedded."""
+    if recipe.model.neftune_noise_alpha is None:
+        return
+    for name, is_on in (
+        ("pp", recipe.parallel.pp > 1),
+        ("sequence_parallel", recipe.parallel.sequence_parallel),
+    ):
+        if is_on:
+            message = "not supported with model.neftune_noise_alpha; remove one of the two"
+            yield Problem(("parallel", name), message)
+
+
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
@@ -267,4 +283,5 @@ RULES: list[Rule] = [
     rolling_back_needs_checkpoints,
     rounding_needs_bfloat16_weights,
     float8_needs_whole_matrices,
+    noise_needs_whole_rows,
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,12 @@ from typing import Any
 
 from .. import schema
 from ..checkpoint.disk.commit import named
-from ..checkpoint.reading.verification import verify
-from ..errors import RecipeError
+from ..errors import CheckpointError
 from ..schema import Keys
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath
 from .document import Document
-from .files import RUN_RECIPE, read_text
-from .yaml import parse
-
-ADAPTER = "adapter_config.json"
-BEST = "load_best_model_at_end"
+from .files import ADAPTER
+from .run_checkpoint import checkpoint_of
 
 BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
 
@@ -36,20 +31,14 @@ def locate_model(name: str, base: Path) -> str:
 
 
 def adapter_in(folder: Path) -> Path:
-    """The folder of an adapter: of a run, its latest checkpoint, or its best one if the run ends
-    with that."""
+    """The folder of an adapter: of a run, the checkpoint that its folder means."""
     checkpoints = named(folder)
     if not checkpoints or (folder / ADAPTER).is_file():
         return folder
-    valid = (path for path in reversed(checkpoints) if verify(path, full=False).ok)
-    newest = next(valid, checkpoints[-1])  # a damaged one says what is wrong with it
     try:
-        state = json.loads((newest / "trainer_state.json").read_bytes())
-        ends_with_best = parse(read_text(folder / RUN_RECIPE)).data["train"][BEST]  # type: ignore[index]
-    except (OSError, ValueError, KeyError, TypeError, RecipeError):
-        return newest
-    best = folder / f"checkpoint-{state.get('best_global_step')}"
-    return best if ends_with_best is True and best in checkpoints else newest
+        return checkpoint_of(folder)
+    except CheckpointError:
+        return checkpoints[-1]  # which says what is wrong with it when it is opened
 
 
 def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:

@@ -15,6 +15,7 @@ from ..checkpoint.disk.commit import committed, named, step_of
 from ..checkpoint.reading.latest import refuse_damaged, set_aside
 from ..checkpoint.reading.verification import Found, verify_checkpoint
 from ..errors import CheckpointError
+from ..recipe.files import RUN_RECIPE
 from ..storage import files
 from ..storage.address import Address, default_cache, is_address
 from .downloading import DamagedError, download
@@ -23,7 +24,6 @@ from .run_files import pull
 from .store import Store
 
 logger = logging.getLogger(__name__)
-RECIPE = "recipe.yaml"
 
 
 @dataclass
@@ -73,9 +73,9 @@ class RemoteRun:
 
     def bring_recipe(self) -> None:
         """Download the run's recipe, unless the run has already saved locally."""
-        is_here = committed(self.folder) and files.exists(self.folder / RECIPE)
-        if RECIPE in self.there.files and not is_here:
-            only = Contents({RECIPE: self.there.files[RECIPE]})
+        is_here = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
+        if RUN_RECIPE in self.there.files and not is_here:
+            only = Contents({RUN_RECIPE: self.there.files[RUN_RECIPE]})
             pull(self.store, self.folder, only, keep=lambda _: False)
 
     def _kept(self, path: Path, passed_over: list[tuple[Path, str]]) -> Path | None:
@@ -99,7 +99,7 @@ class RemoteRun:
 
     def bring_run_files(self) -> None:
         """Download the run's logs, so that they continue."""
-        pull(self.store, self.folder, self.there, keep=lambda name: name == RECIPE)
+        pull(self.store, self.folder, self.there, keep=lambda name: name == RUN_RECIPE)
 
     def _tell_of_uncommitted(self) -> None:
         newest = max(self.steps, default=-1)

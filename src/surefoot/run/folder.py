@@ -23,6 +23,7 @@ from ..checkpoint.reading.latest import (
 from ..checkpoint.reading.verification import expect_valid, find_latest
 from ..errors import CheckpointError, RunError
 from ..parallel.world import ALONE, World
+from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
 from ..remote.mirror import Mirror
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
@@ -30,29 +31,18 @@ from ..storage.address import Address, is_address
 from ..storage.files import is_folder, raising, size_of, write_aside, write_new
 
 logger = logging.getLogger(__name__)
-RECIPE = "recipe.yaml"
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
-FREE: tuple[str, ...] = (
-    "checkpoint",
-    "generate",
-    "parallel",
-    "model.attention",
-    "model.compile",
-    "model.gradient_checkpointing",
+FREE = (  # beginnings of their paths
+    *("checkpoint", "generate", "parallel"),
+    *("model.attention", "model.compile", "model.gradient_checkpointing"),
+    *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
+    *("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic"),
+    *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
+    *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
+    *("data.cache_dir", "data.max_broken_rows", "data.packing"),
 )
-FREE += ("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size")
-FREE += (
-    "train.on_nan",
-    "train.on_out_of_memory",
-    "train.max_skipped_steps",
-    "train.report_to",
-    "train.deterministic",
-)
-FREE += ("train.load_best_model_at_end",)
-FREE += ("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_")
-FREE += ("data.cache_dir", "train.cache_dir", "data.max_broken_rows", "data.packing")
 
 
 @dataclass(frozen=True)
@@ -149,13 +139,13 @@ def mirror_of(folder: RunFolder, recipe: Recipe) -> Mirror | None:
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
-    known, steps = folder.path / RECIPE, _steps(folder)
+    known, steps = folder.path / RUN_RECIPE, _steps(folder)
     place = recipe.train.output_dir
     if not known.exists():
         if steps:
             raise RunError(
                 f"train.output_dir: {place} contains checkpoint-{max(steps)} of a run without "
-                f"{RECIPE}, so Surefoot did not write it; choose another folder"
+                f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
     differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
@@ -179,9 +169,9 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
     """Write the resolved recipe into the run's folder and store, which so prove to be writable."""
     text = dump(recipe).encode()
     with raising(RunError, "recipe"):
-        write_aside(folder.path / RECIPE, text)
+        write_aside(folder.path / RUN_RECIPE, text)
     if folder.away is not None:
-        folder.away.store.write(RECIPE, text)
+        folder.away.store.write(RUN_RECIPE, text)
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:

@@ -10,6 +10,7 @@ from ..model.pretrained import companions
 from ..model.pretrained.base_identity import BaseModel
 from ..network.network import Network
 from ..parallel.world import World
+from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
 from ..training.saver import Saver
 
@@ -18,7 +19,7 @@ def build_saver(
     recipe: Recipe, policy: Network, codec: Codec, base: BaseModel, world: World
 ) -> Saver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
-    files = {"recipe.yaml": dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer)}
+    files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer)}
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(

@@ -11,6 +11,7 @@ from .reading import expand, read, recipe_error, write
 from .setting import (
     Keys,
     Setting,
+    Unset,
     Variants,
     describe,
     is_section,
@@ -24,6 +25,7 @@ __all__ = [
     "Keys",
     "Problem",
     "Setting",
+    "Unset",
     "Variants",
     "describe",
     "dotted",

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..errors import RecipeError
 from .locations import DatasetReference
 from .problem import Problem, explain
-from .setting import Keys, Setting, all_variants, is_section, settings, variant_name
+from .setting import Keys, Setting, Unset, all_variants, is_section, settings, variant_name
 
 T = TypeVar("T")
 MAX_DEPTH = 32  # a recipe is four levels deep
@@ -76,13 +76,14 @@ def _adapter(cls: type, _known: tuple[type, ...]) -> TypeAdapter[tuple[Any]]:
 def expand(cls: type, data: object) -> object:
     """Expand the short forms: ``lora`` is ``{lora: {}}``, nothing is ``{}``, one item is a list.
 
-    Instances of ``cls`` and of the variants become mappings. Values that fit nowhere are not
-    changed.
+    Instances of ``cls`` and of the variants become mappings, without what is ``Unset``. Values that
+    fit nowhere are not changed.
     """
     if data is None:
         return {}
     if isinstance(data, cls):
-        data = {name: getattr(data, name) for name in settings(cls)}
+        values = {name: getattr(data, name) for name in settings(cls)}
+        data = {name: value for name, value in values.items() if not isinstance(value, Unset)}
     if not isinstance(data, Mapping):
         return data
     known = settings(cls)
@@ -139,6 +140,8 @@ def write(value: object) -> Any:
         return [write(item) for item in value]
     if isinstance(value, DatasetReference):
         return value.source
+    if isinstance(value, Unset):
+        return int(value)
     return str(value) if isinstance(value, Path | str) else value
 
 

@@ -24,6 +24,14 @@ from .locations import DatasetReference, FunctionPath, ModelPath
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
 
+class Unset(int):
+    """The default of an integer setting for which a run chooses another value where none is set.
+
+    It is an ``int`` in every respect; only its type says that nobody has set it, so a recipe that
+    sets the default's value has set it.
+    """
+
+
 @dataclass(frozen=True)
 class Variants:
     """Marks a field that holds one of ``choices``: name in the recipe -> its dataclass."""

@@ -1,4 +1,5 @@
-"""Free memory: that of the machine, within the limits of every cgroup this process belongs to.
+"""Free memory: that of the machine, within the limits of every cgroup this process belongs to; and
+a lock for processes that would take it at the same time.
 
 A limit may be set on any folder between the process's own cgroup and the root, in version 1 or 2,
 and the least counts. The paths are those that the kernel names in ``/proc/self``.
@@ -91,7 +92,7 @@ def _of_group(folder: Path, version: _Version) -> int | None:
     pairs = [line.split() for line in _lines(folder / "memory.stat")]
     sizes = {name: int(size) for name, size in pairs}
     cached = sum(sizes.get(version.prefix + name, sizes.get(name, 0)) for name in _CACHED)
-    return min(limits) - int(used[0]) + cached
+    return max(0, min(limits) - int(used[0]) + cached)
 
 
 def _groups(proc: Path) -> Iterator[tuple[Path, _Version]]:
@@ -100,7 +101,7 @@ def _groups(proc: Path) -> Iterator[tuple[Path, _Version]]:
     for line in _lines(proc / "self" / "mountinfo"):
         before, _, after = line.partition(" - ")
         _, _, _, root, mount, *_ = before.split()
-        kind, _, options = after.split()
+        kind, *_, options = after.split()  # between them the source, which may be empty
         if kind not in _VERSIONS or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         for inside in _upwards(paths.get(kind, "/"), _unescaped(root)):

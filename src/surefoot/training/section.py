@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
+from ..schema import Unset
 from ..storage.address import Address, default_cache
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
@@ -41,12 +42,15 @@ class TrainSection:
     """Passes over the training examples; ``max_steps`` has precedence."""
     max_steps: int | None = None
     """Optimizer steps to train for."""
-    global_batch_size: int = 16
-    """Examples per optimizer step, over all ranks and micro-batches."""
-    micro_batch_size: int | Literal["auto"] = 4
+    global_batch_size: int = Unset(16)
+    """Examples per optimizer step, over all ranks and micro-batches; unset, enlarged if it does not
+    divide among the ranks.
+    """
+    micro_batch_size: int | Literal["auto"] = Unset(4)
     """Examples per micro-batch of one rank, on average: the examples of a step are assigned by
-    length, so that all micro-batches are about equally large. ``auto``: the most that fit in
-    memory according to ``surefoot plan``, chosen when the run begins; a resume keeps them.
+    length, so that all micro-batches are about equally large. Unset, reduced if the global batch
+    does not divide. ``auto``: the most that fit in memory according to ``surefoot plan``, chosen
+    when the run begins; a resume keeps them.
     """
     seed: int = 42
     """Seed of everything random: data order, dropout, new weights."""

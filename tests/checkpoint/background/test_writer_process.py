@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import warm
+from surefoot.checkpoint.background.in_flight import start_save
 from surefoot.checkpoint.background.snapshot import take
 from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
 from surefoot.checkpoint.background.writer_process import Background, describe
@@ -133,6 +134,17 @@ def test_a_writer_that_cannot_be_started_is_told(tmp_path, background, monkeypat
     with pytest.raises(CheckpointError, match="cannot start the writer process"):
         begin(background, tmp_path, 1)
     assert background.wait() is None  # nothing is in flight
+
+
+def test_a_save_whose_writer_cannot_be_started_is_synchronous(
+    tmp_path, background, monkeypatch, caplog
+):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    saved = start_save(background, job, live)
+    assert verify(saved.path, full=True).ok
+    assert background.is_off
+    assert "asynchronous saves are off (cannot start the writer process" in caplog.text
 
 
 def test_a_writer_that_died_between_two_saves_is_replaced(tmp_path, background):

@@ -10,7 +10,7 @@ from checkpoint.sample import sample_states
 from surefoot.checkpoint.disk.commit import temporary_folder
 from surefoot.checkpoint.looking.pruning import LOCK
 from surefoot.checkpoint.saving.preparation import save
-from surefoot.recipe.pruning_rule import RECIPE
+from surefoot.recipe.files import RUN_RECIPE
 from surefoot.recipe.recipe import read
 
 from .runner import run
@@ -27,7 +27,7 @@ def root(tmp_path):
         state = {"log_history": history, "best_global_step": min(2, step)}
         companions = {"trainer_state.json": json.dumps(state).encode()}
         save(tmp_path / "run", step, sample_states(), kind="full", companions=companions)
-    (tmp_path / "run" / RECIPE).write_text("checkpoint: {keep: 2}\ntrain: {output_dir: run}\n")
+    (tmp_path / "run" / RUN_RECIPE).write_text("checkpoint: {keep: 2}\ntrain: {output_dir: run}\n")
     return tmp_path / "run"
 
 
@@ -133,7 +133,7 @@ def test_it_is_refused_while_a_process_trains_there(root):
             "checkpoint": {"keep": 2},
         }
     )
-    (root / RECIPE).unlink()
+    (root / RUN_RECIPE).unlink()
     moved = [path.rename(root.parent / path.name) for path in root.glob("checkpoint-*")]
     with opened(recipe):
         for path in moved:
@@ -155,14 +155,14 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(root):
 
 def test_the_checkpoint_that_the_recipe_resumes_from_stays(root, monkeypatch):
     monkeypatch.chdir(root.parent)
-    (root / RECIPE).write_text("checkpoint: {keep: 1, resume: run/checkpoint-3}\n")
+    (root / RUN_RECIPE).write_text("checkpoint: {keep: 1, resume: run/checkpoint-3}\n")
     result = run("prune", Path("run"), "--yes")
     assert left(root) == [2, 3, 5] and "checkpoint.resume names it" in result.output
 
 
 def test_the_metric_of_the_recipe_is_used(root):
     text = "checkpoint: {keep: 1, keep_best: 2}\ntrain: {metric_for_best_model: eval_accuracy"
-    (root / RECIPE).write_text(text + ", greater_is_better: false}\n")
+    (root / RUN_RECIPE).write_text(text + ", greater_is_better: false}\n")
     run("prune", root, "--yes")
     assert left(root) == [2, 4, 5]
 
@@ -183,16 +183,16 @@ def test_the_metric_of_the_recipe_is_used(root):
     ],
 )
 def test_mistakes_are_told_and_remove_nothing(root, recipe, options, words):
-    (root / RECIPE).unlink()
+    (root / RUN_RECIPE).unlink()
     if recipe is not None:
-        (root / RECIPE).write_text(recipe)
+        (root / RUN_RECIPE).write_text(recipe)
     result = run("prune", root, "--yes", *options)
     assert result.exit_code == 2 and words in result.output
     assert left(root) == [1, 2, 3, 4, 5]
 
 
 def test_without_keep_all_stay(root):
-    (root / RECIPE).unlink()
+    (root / RUN_RECIPE).unlink()
     result = run("prune", root, "--keep-every", 2, "--yes")
     assert "nothing to delete" in result.output and "all are kept" in result.output
 

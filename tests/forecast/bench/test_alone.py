@@ -7,17 +7,13 @@ from surefoot.forecast.bench.single_rank import alone
 from surefoot.recipe.recipe import read
 
 
-def recipe(micro=4, **parallel):
+def recipe(**parallel):
     return read(
         {
             "model": {"path": "model"},
             "data": {"datasets": ["none"]},
             "stage": "sft",
-            "train": {
-                "output_dir": "run",
-                "global_batch_size": 16,
-                "micro_batch_size": micro,
-            },
+            "train": {"output_dir": "run", "global_batch_size": 16, "micro_batch_size": 4},
             "parallel": parallel,
         }
     )
@@ -35,11 +31,11 @@ def test_a_run_of_one_process_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "words"), [({"num_processes": 3}, "2 x 3"), ({"num_processes": 16}, "2 x 16")]
+    ("parallel", "words"), [({"num_processes": 3}, "4 x 3"), ({"num_processes": 8}, "4 x 8")]
 )
 def test_examples_that_do_not_divide_are_refused_as_in_training(parallel, words):
     with pytest.raises(DataError, match=words):
-        alone(recipe(2, **parallel))
+        alone(recipe(**parallel))
 
 
 def test_several_started_processes_are_refused(monkeypatch):

@@ -28,6 +28,8 @@ def start_save(
                 return None
             except MemoryError as error:
                 why = f"no room for a snapshot of the state ({error})"
+            except CheckpointError as error:
+                why = str(error)
         logger.warning("asynchronous saves are off (%s): training waits for every save", why)
         background.is_off = True
     return _write(job, live)

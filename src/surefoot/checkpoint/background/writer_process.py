@@ -58,7 +58,8 @@ class Background:
         return None if self._writer is None else self._writer.process.pid
 
     def start(self, job: Job, live: LiveTensors) -> None:
-        """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it."""
+        """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it,
+        ``CheckpointError`` if there is no process to write it."""
         assert self.target is None, "a save is already in flight"
         sizes = [image_of(shard).size for shard in job.shards]
         blobs = [len(data) for data in job.small.values()]

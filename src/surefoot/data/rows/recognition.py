@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -12,19 +12,22 @@ from .formats.fields import Row, structure
 from .formats.openai import OpenAI
 from .formats.sharegpt import ShareGPT
 from .formats.trl import TRL
-from .row_sources import BrokenRow, RowSource
+from .row_sources import BrokenRow
 
 LOOK = 20  # rows at most
 RESPONSES = ("output", "response", "completion", "answer")
 PROMPTS = ("instruction", "prompt", "question")
 MARKS = ("label", "kto_tag")
+FORMS = (  # the usual columns of each form, for errors
+    *("messages", "conversations", "instruction, output", "prompt, completion"),
+    *("prompt, completion, label", "prompt, chosen, rejected", "text"),
+)
 
 
-def recognized(source: RowSource) -> Format | None:
-    """The format of the rows; None if they are broken, absent, or of no known form. Raises
-    ``DataError``: the source cannot be read."""
-    rows = [row for row in islice(source.rows(), LOOK) if not isinstance(row, BrokenRow)]
-    columns = {name: value for row in reversed(rows) for name, value in row.items()}
+def recognized(rows: Iterable[Row | BrokenRow]) -> Format | None:
+    """The format of the first ``rows``; None if they are broken, absent, or of no known form."""
+    found = [row for row in islice(rows, LOOK) if not isinstance(row, BrokenRow)]
+    columns = {name: value for row in reversed(found) for name, value in row.items()}
     return _format({name: value for name, value in columns.items() if value is not None})
 
 
@@ -40,7 +43,8 @@ def _format(row: Row) -> Format | None:
 
 def _ranking(row: Row) -> Format:
     """The format of rows with two responses."""
-    is_answer = isinstance(row["chosen"], str | dict) or row["chosen"][1:] == []  # type: ignore[index]
+    chosen = row["chosen"]
+    is_answer = not isinstance(chosen, list) or len(chosen) <= 1
     if "instruction" in row:
         return Alpaca(ranking=True)
     for name in ("messages", "conversations"):

@@ -75,7 +75,8 @@ def read_entry(name: str, entry: object, folder: Path, where: str) -> DatasetEnt
     raw = _object(entry, where)
     _check_keys(raw, where)
     source, count = _source(raw, folder, where), _num_samples(raw, where)
-    if not any(key in raw for key in FORM_KEYS) and (found := recognized(source)) is not None:
+    is_silent = not any(key in raw for key in FORM_KEYS)
+    if is_silent and (found := recognized(source.rows())) is not None:
         return DatasetEntry(name, source, found, _columns({}, found), count)
     kind = _kind(raw, where)
     names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)

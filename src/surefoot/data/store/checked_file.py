@@ -53,23 +53,24 @@ class BlockHash:
 
 
 class CheckedFile:
-    """The numbers of a file, as an array that can be sliced."""
+    """The numbers of a file, as an array of which slices without a step can be read."""
 
     def __init__(
         self, file: files.File, path: Path, dtype: type[np.generic], sums: Sums, repair: Repair
     ) -> None:
         """``path`` is where the file is found again after a ``repair``."""
-        self.dtype, self.size = np.dtype(dtype), file.size
+        self.dtype, self._num_bytes = np.dtype(dtype), file.size
         self._file, self._path, self._sums, self._repair = file, path, sums, repair
         self._is_checked = bytearray(len(sums))  # 1 for each block that was; quicker than an array
         self._lock = Lock()  # of the repair: a thread may read ahead
 
     def __len__(self) -> int:
-        return self.size // self.dtype.itemsize
+        return self._num_bytes // self.dtype.itemsize
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
         width, file = self.dtype.itemsize, self._file
-        start, stop, _ = part.indices(self.size // width)
+        start, stop, step = part.indices(len(self))
+        assert step == 1, "every number of a slice is read"
         start, end = start * width, max(start, stop) * width
         try:
             numbers = self._read(file, start, end)
@@ -80,8 +81,8 @@ class CheckedFile:
 
     def check(self) -> None:
         """Check all blocks. Raises ``DamagedBlockError``."""
-        for start in range(0, self.size, 64 * BLOCK):
-            self._read(self._file, start, min(start + 64 * BLOCK, self.size))
+        for start in range(0, self._num_bytes, 64 * BLOCK):
+            self._read(self._file, start, min(start + 64 * BLOCK, self._num_bytes))
 
     def _read(self, file: files.File, start: int, end: int) -> NDArray[np.uint8]:
         """The bytes from ``start`` to ``end``. With blocks that were not read yet, complete blocks
@@ -90,7 +91,7 @@ class CheckedFile:
         if 0 not in self._is_checked[first:last]:
             return self._bytes(file, start, end)
         low = first * BLOCK
-        data = self._bytes(file, low, min(last * BLOCK, self.size))
+        data = self._bytes(file, low, min(last * BLOCK, self._num_bytes))
         for block in range(first, last):
             piece = data[block * BLOCK - low : (block + 1) * BLOCK - low]
             if xxhash.xxh3_64_intdigest(piece.data) != self._sums[block]:

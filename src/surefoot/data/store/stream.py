@@ -2,7 +2,7 @@
 
 Items are numbered in order: those of the first dataset's rows, then those of the next. An item
 depends on the data alone, not on the progress of encoding. A reader waits for an item that is not
-encoded yet. A few of the shards that were read stay mapped.
+encoded yet. A few of the shards that were read stay open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .shards import find_shard, read_whole
 
 logger = logging.getLogger(__name__)
 
-OPEN = 32  # shards that are mapped at a time; each holds a few file descriptors
+OPEN = 32  # shards that are open at a time; each holds a few file descriptors
 MAX_ROWS = 1 << 44  # of a dataset
 
 
@@ -112,7 +112,7 @@ class ExampleStream:
         return found
 
     def stores(self, count: int) -> list[EncodedStore]:
-        """The shards with the first ``count`` items, all mapped at the same time."""
+        """The shards with the first ``count`` items, all open at the same time."""
         count = min(count, self.reach(count))
         return [self._store(shard) for shard in range(self.shards(count))]
 

@@ -17,6 +17,9 @@ from ...errors import ModelError
 from ..section import ModelSection
 
 CONFIG = "config.json"
+# Waves as long as a quarter to all of the former context are partly rescaled, as in Llama
+# 3.1 (arXiv:2407.21783, and the ``config.json`` of its models).
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
 
 
@@ -67,8 +70,10 @@ def _extend(config: PretrainedConfig, section: ModelSection, folder: Path) -> No
             "has; for shorter examples, set data.cutoff_len"
         )
     scaled = {**config.rope_parameters, "rope_type": section.rope_scaling, "factor": wanted / own}
-    if section.rope_scaling == "yarn":
+    if section.rope_scaling != "linear":
         scaled["original_max_position_embeddings"] = own
+    if section.rope_scaling == "llama3":
+        scaled |= _LLAMA3
     config.max_position_embeddings, config.rope_parameters = wanted, scaled
 
 

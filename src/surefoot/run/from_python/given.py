@@ -10,14 +10,21 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...methods import METHODS
+from ...network.method import Method
 from ...optim import OPTIMIZERS
+from ...optim.optimizer import Optimizer
 from ...recipe.recipe import Recipe
 from ...stages import STAGES
+from ...training.stage import Stage
 from .models import PLACEHOLDER, with_model
 from .rows import Rows, with_rows
 from .stages import StageParts, register
 
-VARIANTS: Mapping[str, dict[str, Any]] = {"stage": STAGES, "method": METHODS, "optim": OPTIMIZERS}
+VARIANTS: Mapping[str, tuple[dict[str, Any], type]] = {
+    "stage": (STAGES, Stage),
+    "method": (METHODS, Method),
+    "optim": (OPTIMIZERS, Optimizer),
+}
 TRAIN, EVAL = "train_dataset", "eval_dataset"  # names of the datasets in the recipe of the run
 
 
@@ -34,8 +41,8 @@ class Given:
     def overrides(self, others: Mapping[str, object]) -> dict[str, object]:
         """The settings of a recipe with these objects, and ``others``; the classes of variants in
         these become known."""
-        for name, choices in VARIANTS.items():
-            register(name, others.get(name), choices)
+        for name, (choices, protocol) in VARIANTS.items():
+            register(name, others.get(name), choices, protocol)
         found = dict[str, object]()
         if self.model is not None:
             found["model.path"] = PLACEHOLDER

@@ -94,12 +94,20 @@ def _hash(function: Callable[..., object]) -> str:
         return digest(repr(getattr(function, "__qualname__", type(function))).encode())
 
 
-def register(name: str, value: object, choices: dict[str, Any]) -> None:
+def register(name: str, value: object, choices: dict[str, Any], protocol: type) -> None:
     """Make the class of ``value``, an instance of a stage, say, known under its name, unless it is
-    known. Raises ``RecipeError`` if that name is another class's."""
+    known. Raises ``RecipeError`` if that name is another class's, or if it lacks members of
+    ``protocol``."""
     if not is_section(value) or type(value) in choices.values():
         return
     cls = type(value)
     if cls.__name__ in choices:
         raise RecipeError(f"{name}: there is another {cls.__name__}; give the class its own name")
+    declared = (*vars(protocol), *inspect.get_annotations(protocol))
+    missing = [one for one in declared if not one.startswith("_") and not hasattr(value, one)]
+    if missing:
+        raise RecipeError(
+            f"{name}: the class {cls.__name__} has no {', '.join(missing)}; add what "
+            f"{protocol.__module__}.{protocol.__name__} declares"
+        )
     choices[cls.__name__] = cls
