@@ -3,13 +3,17 @@
 import json
 import logging
 import re
+import resource
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 import small
+import tiny
+from project import in_child
 from surefoot.errors import RunError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -190,3 +194,25 @@ def test_an_evaluation_that_does_not_fit_is_repeated_with_fewer_examples(tmp_pat
     plenty, expected = evaluated(tmp_path / "b", 99, 4)
     assert found == pytest.approx(expected, rel=1e-6)
     small.assert_same_weights(small.weights(short), small.weights(plenty))
+
+
+def test_a_limit_of_address_space_splits_a_step(tmp_path):
+    """Real allocations that really fail: 134 MB of activations where 100 MB are left."""
+
+    def work():
+        items = small.Items(
+            {"input_ids": [3 + i] * 128, "labels": [-100] + [3 + i] * 127} for i in range(8)
+        )
+        model = tiny.model(num_hidden_layers=1, intermediate_size=8192)
+        built = small.trainer(
+            tmp_path, model=model, items=items, packing=False, method=METHODS["lora"],
+            global_batch_size=8, micro_batch_size=8, max_steps=1, save_steps=None,
+        )  # fmt: skip
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 100 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        built.fit()
+        assert built.state.global_step == 1
+        assert sizes(built) < 8
+
+    assert in_child(work) == 0

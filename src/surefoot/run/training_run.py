@@ -26,7 +26,15 @@ from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .code_files import code_of
-from .folder import mirror_of, opened, resume_point, write_recipe
+from .folder import (
+    SizeChoice,
+    mirror_of,
+    no_choice,
+    opened,
+    resume_point,
+    with_chosen_size,
+    write_recipe,
+)
 from .from_python.given import Given
 from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
@@ -89,8 +97,10 @@ def run(
     callbacks: Sequence[TrainerCallback] = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
+    choose: SizeChoice = no_choice,
 ) -> Outcome:
-    """Start or resume a run; see ``train``."""
+    """Start or resume a run; see ``train``. ``choose`` finds the number that
+    ``train.micro_batch_size: auto`` is."""
     with joined(recipe.parallel) as world:
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
@@ -98,7 +108,7 @@ def run(
         code_of(recipe)  # what is missing is an error before anything is loaded
         with world.main_first():  # which may download
             recipe = settled(recipe, resolve(recipe.model, weights=False))
-        return _run(recipe, world, callbacks, trust_pickle, parts)
+        return _run(recipe, world, callbacks, trust_pickle, parts, choose)
 
 
 def _run(
@@ -107,8 +117,10 @@ def _run(
     callbacks: Sequence[TrainerCallback],
     trust_pickle: bool,
     parts: StageParts,
+    choose: SizeChoice,
 ) -> Outcome:
     with opened(recipe, world) as folder:
+        recipe = with_chosen_size(recipe, folder, world, choose)
         start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)

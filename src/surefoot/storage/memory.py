@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ _VERSIONS = {
 def free_memory(proc: Path = PROC) -> int | None:
     """Bytes to allocate without swapping and without being killed; None if unknown."""
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
-    found = [free for free in (_of_machine(proc), *limits) if free is not None]
+    own = _of_process(proc)
+    found = [free for free in (_of_machine(proc), own, *limits) if free is not None]
     return min(found, default=None)
 
 
@@ -80,6 +82,15 @@ def exclusive(name: str) -> Iterator[None]:
 def _of_machine(proc: Path) -> int | None:
     sizes = [line.split()[1] for line in _lines(proc / "meminfo") if line.startswith("MemAvail")]
     return int(sizes[0]) * 1024 if sizes else None
+
+
+def _of_process(proc: Path) -> int | None:
+    """Bytes of address space that are left below the limit of this process (``ulimit -v``)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    words = _lines(proc / "self" / "statm")
+    if limit == resource.RLIM_INFINITY or not words:
+        return None
+    return max(0, limit - int(words[0].split()[0]) * resource.getpagesize())
 
 
 def _of_group(folder: Path, version: _Version) -> int | None:
