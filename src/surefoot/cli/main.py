@@ -74,7 +74,7 @@ class Commands(click.Group):
             if ctx.params["verbose"]:
                 traceback.print_exc()
             if isinstance(error, OutOfMemoryError):
-                raise Shortage(str(error)) from error
+                raise MemoryFailure(str(error)) from error
             is_echo = isinstance(error, LostPeerError)
             if isinstance(error, LostPeerError) and error.ended_by is not None:
                 raise click.exceptions.Exit(128 + error.ended_by) from None
@@ -107,7 +107,7 @@ class PeerFailure(Failure):
     exit_code = 1
 
 
-class Shortage(Failure):
+class MemoryFailure(Failure):
     """A rank is out of memory: all ranks start again with smaller batches."""
 
     exit_code = OUT_OF_MEMORY

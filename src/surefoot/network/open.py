@@ -19,7 +19,6 @@ from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
 from ..model.pretrained.quantized import check_alone
-from ..model.pretrained.recomputation import recompute_activations
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -29,7 +28,7 @@ from .heads import add_heads, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .tensors import REAL, Tensors, read_heads
+from .tensors import REAL, Tensors, read_heads, recompute
 
 logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
@@ -168,13 +167,6 @@ def freeze(draft: Draft, _: Tensors) -> None:
     """Leave nothing trainable in a network that only computes outputs."""
     if not draft.options.is_trainable:
         draft.module.requires_grad_(False)
-
-
-def recompute(draft: Draft, tensors: Tensors) -> None:
-    """Recompute activations in the backward pass."""
-    if draft.options.is_trainable:
-        policy = draft.section.gradient_checkpointing
-        recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
 
 
 def upcast(draft: Draft, _: Tensors) -> None:

@@ -25,7 +25,7 @@ from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
 from ..parallel.generation_sharding import full_logits
-from ..parallel.memory_vote import memory_vote
+from ..parallel.memory_vote import vote_on_memory
 from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
@@ -80,7 +80,7 @@ class WholeEngine:
         losses = []
         for index, batch in enumerate(window):
             before(index)
-            with memory_vote(self.world):
+            with vote_on_memory(self.world):
                 here = batch.to(device())
                 loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
+from ..model.pretrained.recomputation import recompute_activations
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -247,3 +248,10 @@ def _shard(draft: Draft) -> dict[str, Cuts]:
 
 def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:
     return torch.zeros(box.shape, dtype=dtype)
+
+
+def recompute(draft: Draft, tensors: Tensors) -> None:
+    """Recompute activations in the backward pass."""
+    if draft.options.is_trainable:
+        policy = draft.section.gradient_checkpointing
+        recompute_activations(draft.inner, policy, keep_random=tensors.have_values)

@@ -20,7 +20,7 @@ class AgreedShortageError(MemoryError):
 
 
 @contextlib.contextmanager
-def memory_vote(world: World) -> Iterator[None]:
+def vote_on_memory(world: World) -> Iterator[None]:
     """Run a forward pass in the block. Raises ``AgreedShortageError`` on all ranks if one of them
     runs out of memory in it. Does nothing unless all ranks are replicas."""
     if not world.has_replicas_only:

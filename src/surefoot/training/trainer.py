@@ -53,6 +53,7 @@ class _Progress:
     agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
     micro_batch: int = 0  # the index of the one that runs
+    is_room_checked: bool = False  # for the snapshot of a save
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,9 @@ class Trainer:
         if not self._read():
             return False
         state.global_step += 1
+        if not self._progress.is_room_checked:  # the optimizer has its state now
+            self._progress.is_room_checked = True
+            self.saver.check_room(sum(each.num_saved_bytes for each in self.learners.values()))
         self._progress.unread = _Taken(state.global_step, turn.place, found[0])
         state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)

@@ -43,7 +43,7 @@ def recompute_activations(
     model: PreTrainedModel, policy: Recomputation = "full", *, keep_random: bool = True
 ) -> None:
     """Keep of each layer what ``policy`` says, and recompute the rest in the backward pass, with
-    the same random numbers unless ``keep_random`` is false, as on tensors without values.
+    the same random numbers unless ``keep_random`` is false, as on fake tensors.
 
     Call it when the trainable parameters are known: below the lowest trainable layer or embedding,
     nothing is saved anyway.

@@ -49,7 +49,7 @@ class Shortage:
 
 def run_or_shortage(work: Callable[[], T]) -> T | Shortage:
     """The result of ``work``, or the allocation that failed in it. The traceback, whose frames hold
-    the tensors of the pass, is gone on return."""
+    the tensors of the pass, is freed on return."""
     try:
         return work()
     except (MemoryError, RuntimeError, OSError) as error:
