@@ -10,7 +10,6 @@ from surefoot.forecast import fitting
 from surefoot.forecast.estimate.memory_estimate import make_plan
 from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.forecast.fitting import choose_micro_batch_size, fastest_fit, largest_fit
-from surefoot.forecast.other_settings import RECOMPUTE, changed
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
@@ -42,15 +41,15 @@ def for_model(size, machine=GPU):
 
 def test_the_largest_micro_batch_that_fits_is_the_largest_that_plan_says_fits(project):
     needed = peak(loaded(project, "train.micro_batch_size=2"), GPU)
-    found = largest_fit(loaded(project), GPU, for_model(needed), ["none"])
+    found = largest_fit(loaded(project), GPU, for_model(needed))
     assert (found.micro_batch_size, found.num_bytes) == (2, needed)
-    assert largest_fit(loaded(project), GPU, 10**6, ["none"]) is None
+    assert largest_fit(loaded(project), GPU, 10**6) is None
 
 
 def test_the_fastest_policy_with_which_the_recipe_fits_is_chosen(project):
     asked = loaded(project, "train.micro_batch_size=16")
     policies = ("none", "selective", "offload")
-    trials = [fitting._Trial.of(changed(asked, {RECOMPUTE: p}), GPU) for p in policies]
+    trials = [fitting._Trial.of(asked, GPU, p) for p in policies]
     need = [trial.peak(16) for trial in trials]
     assert need == sorted(need, reverse=True)
     assert len(set(need)) == 3

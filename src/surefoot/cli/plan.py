@@ -152,8 +152,7 @@ def _fitted(
             "this machine; name it with --memory"
         )
     else:
-        policies = [recipe.model.gradient_checkpointing]
-        fit = largest_fit(recipe, machine, machine.capacity, policies, taken=taken)
+        fit = largest_fit(recipe, machine, machine.capacity, taken=taken)
     if fit is None:
         raise RecipeError(
             f"not even one example per micro-batch fits in {in_bytes(machine.capacity)}, whatever "

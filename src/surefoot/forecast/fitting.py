@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import RecipeError, counted
+from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
 from ..model.section import Recomputation
 from ..recipe.batch_sizes import with_batch_sizes
@@ -68,7 +68,7 @@ def choose_micro_batch_size(recipe: Recipe, num_local_ranks: int) -> int:
             "train.micro_batch_size: auto needs to know the free memory, which this system does "
             "not tell; set a number"
         )
-    found = largest_fit(recipe, machine, free, [recipe.model.gradient_checkpointing])
+    found = largest_fit(recipe, machine, free)
     if found is None:
         size = f"{free / 1e9:.3g}GB"
         raise RecipeError(
@@ -86,15 +86,24 @@ def choose_micro_batch_size(recipe: Recipe, num_local_ranks: int) -> int:
 
 def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
     """The first policy with which the recipe's micro-batch fits, or else the one with which the
-    most examples do; with the largest micro-batch that fits. None: not even one example does."""
-    wanted, best = recipe.train.micro_batch_size, None
-    for policy in _policies(recipe, machine):
-        found = largest_fit(recipe, machine, memory, [policy], taken=taken)
-        if found is not None and (best is None or found.micro_batch_size > best.micro_batch_size):
-            best = found
-        if best is not None and (wanted == "auto" or best.micro_batch_size >= wanted):
-            break
-    return best
+    most examples do; with the largest micro-batch that fits. None: not even one example does.
+    ``memory`` and ``taken`` are those of ``largest_fit``."""
+    wanted, limit = recipe.train.micro_batch_size, _limit(machine, memory, taken)
+    trials = [_Trial.of(recipe, machine, policy) for policy in _policies(recipe, machine)]
+    if trials[-1].peak(1) > limit:
+        return None
+    for trial in trials:
+        if trial.peak(1 if wanted == "auto" else trial.nearest(wanted)) <= limit:
+            return trial.largest(limit, taken)
+    found = [fit for trial in trials if (fit := trial.largest(limit, taken)) is not None]
+    return max(found, key=lambda fit: fit.micro_batch_size, default=None)
+
+
+def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
+    """The largest micro-batch of which a rank takes at most ``memory`` bytes, less a tenth, beside
+    those that are ``taken``. Raises ``RecipeError`` if activations are not known."""
+    trial = _Trial.of(recipe, machine, recipe.model.gradient_checkpointing)
+    return trial.largest(_limit(machine, memory, taken), taken)
 
 
 def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
@@ -103,74 +112,75 @@ def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
     return [each for each in found if not (each == "selective" and recipe.model.compile)]
 
 
-def largest_fit(
-    recipe: Recipe,
-    machine: Machine,
-    memory: int,
-    policies: Sequence[Recomputation],
-    *,
-    taken: int = 0,
-) -> Fit | None:
-    """The largest micro-batch of which a rank takes at most ``memory`` bytes, less a tenth, beside
-    those that are ``taken``. Raises ``RecipeError`` if activations are not known."""
-    (policy,) = policies
-    recipe = changed(recipe, {RECOMPUTE: policy})
-    code_of(recipe)
-    if recipe.train.micro_batch_size == "auto":
-        recipe = changed(recipe, {SIZE: 1})
-    ranks = mesh_of(recipe, machine).num_data_ranks
-    recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1})
-    per_rank = max(1, recipe.train.global_batch_size // ranks)
-    sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    trial = _Trial.of(recipe, machine)
-    limit = int(memory * (1 - SPARE)) - (_RUNTIME if machine.on_gpu else 0) - taken
-    best: Fit | None = None
-    low, high = 0, len(sizes) - 1
-    while low <= high:
-        middle = (low + high) // 2
-        needed = trial.peak(sizes[middle])
-        if needed <= limit:
-            best, low = Fit(policy, sizes[middle], needed + taken), middle + 1
-        else:
-            high = middle - 1
-    return best
+def _limit(machine: Machine, memory: int, taken: int) -> int:
+    return int(memory * (1 - SPARE)) - (_RUNTIME if machine.on_gpu else 0) - taken
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """What all sizes of micro-batches have in common."""
+    """Dry runs of a recipe under one policy, with micro-batches of any size."""
 
     recipe: Recipe
+    sizes: Sequence[int]  # that divide the examples of a rank, ascending
     ground: PlanBase
     held: Sequence[DryRunModel]
     snapshot: int  # of a save, in the memory of a CPU
+    peaks: dict[int, int] = field(default_factory=dict)  # known ones
 
     @classmethod
-    def of(cls, recipe: Recipe, machine: Machine) -> _Trial:
+    def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> _Trial:
+        """The trial of ``policy``. Raises as ``make_plan``."""
+        code_of(recipe)
+        ranks = mesh_of(recipe, machine).num_data_ranks
+        recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
+        per_rank = max(1, recipe.train.global_batch_size // ranks)
+        sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         base = resolve(recipe.model, weights=False)
         codec = build_codec(recipe, base)
         dataset = examples_of(recipe, codec).dataset
         lengths, trained = token_counts(recipe, dataset), trained_counts(dataset)
-        mesh = mesh_of(recipe, machine)
-        course = course_of(
-            recipe, loader_of(recipe, dataset, mesh.num_data_ranks), lengths, trained
-        )
+        course = course_of(recipe, loader_of(recipe, dataset, ranks), lengths, trained)
         ground = PlanBase(base, codec, machine, dataset, lengths, trained, course.steps)
         held = processes(recipe, ground)
-        alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
         snapshot = 0
         if not machine.on_gpu:
+            is_cut = recipe.parallel.tp * recipe.parallel.pp > 1
+            alone = whole(recipe, ground) if is_cut else held[0]
             snapshot = saving_of(alone, codec, base, course, machine).shared_memory
-        return cls(recipe, ground, held, snapshot)
+        return cls(recipe, sizes, ground, held, snapshot)
+
+    def nearest(self, size: int) -> int:
+        """The largest size up to ``size`` that divides the examples of a rank."""
+        return max(each for each in self.sizes if each <= size)
 
     def peak(self, size: int) -> int:
         """The bytes of a rank with micro-batches of ``size``."""
+        if size not in self.peaks:
+            self.peaks[size] = self._peak(size)
+        return self.peaks[size]
+
+    def largest(self, limit: int, taken: int) -> Fit | None:
+        """The most examples that take at most ``limit`` bytes, the greatest size first."""
+        low, high, best = 0, len(self.sizes) - 1, None
+        middle = high
+        while low <= high:
+            if self.peak(self.sizes[middle]) <= limit:
+                best, low = self.sizes[middle], middle + 1
+            else:
+                high = middle - 1
+            middle = (low + high) // 2
+        if best is None:
+            return None
+        policy = self.recipe.model.gradient_checkpointing
+        return Fit(policy, best, self.peak(best) + taken)
+
+    def _peak(self, size: int) -> int:
         recipe, machine = changed(self.recipe, {SIZE: size}), self.ground.machine
         found = rehearsed(recipe, self.ground, self.held, as_held=True)
         if found.not_known is not None:
             raise RecipeError(
                 f"train.micro_batch_size: what fits is not known, because {found.not_known}; set "
-                f"a number, {counted(1, 'example')} to begin with"
+                "a number, 1 to begin with"
             )
         return memory_of(recipe, machine, self.held, found.passes)[1].peak + self.snapshot
 
