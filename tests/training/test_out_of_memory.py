@@ -196,6 +196,30 @@ def test_an_evaluation_that_does_not_fit_is_repeated_with_fewer_examples(tmp_pat
     small.assert_same_weights(small.weights(short), small.weights(plenty))
 
 
+def test_a_trial_finds_the_size_and_changes_nothing_else(tmp_path):
+    """The heaviest window is not the first one; with the memory that it needs, no step is split."""
+    items = small.examples(16)
+    for item in list(items)[-4:]:
+        items[items.index(item)] = {key: [*value, *value] for key, value in item.items()}
+    options = {"items": items, "save_steps": None, "max_steps": 4, "global_batch_size": 4}
+    always = small.trainer(tmp_path / "a", micro_batch_size=2, **options)
+    always.fit()
+    log = small.Seen()
+    built = small.trainer(tmp_path / "b", log, micro_batch_size=4, **options)
+    heaviest = max(
+        sum(b.num_tokens for b in built.windows.loader.window_at(0, w)) for w in range(4)
+    )
+    device = Device(heaviest - 1)
+    device.put_into(built)
+    events = list(log.events)
+    built.try_heaviest()
+    assert (log.events, device.refused, sizes(built)) == (events, 1, 2)
+    assert all(p.grad is None for p in built.policy.module.parameters())
+    built.fit()
+    assert device.refused == 1
+    small.assert_same_weights(small.weights(built), small.weights(always))
+
+
 def test_a_limit_of_address_space_splits_a_step(tmp_path):
     """Real allocations that really fail: 134 MB of activations where 100 MB are left."""
 

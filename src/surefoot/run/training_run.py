@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..model.pretrained.loading import resolve
+from ..model.pretrained.loading import device, resolve
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
@@ -120,6 +120,7 @@ def _run(
     choose: SizeChoice,
 ) -> Outcome:
     with opened(recipe, world) as folder:
+        is_chosen = recipe.train.micro_batch_size == "auto"
         recipe = with_chosen_size(recipe, folder, world, choose)
         start = mirror = None
         if world.is_main:
@@ -137,16 +138,17 @@ def _run(
             listeners=() if mirror is None else (mirror,),
             parts=parts,
         )
+        tries_heaviest = is_chosen and start is None and device().type == "cuda"
         if not world.is_main:
-            return _fit(trainer)
+            return _fit(trainer, tries_heaviest=tries_heaviest)
         write_recipe(folder, recipe)
         if start is not None:
             trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
         with mirror or nullcontext():
-            return _fit(trainer)
+            return _fit(trainer, tries_heaviest=tries_heaviest)
 
 
-def _fit(trainer: Trainer) -> Outcome:
+def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
     state = trainer.state
     if trainer.world.from_main(_is_finished(trainer)):
         logger.info(
@@ -163,6 +165,8 @@ def _fit(trainer: Trainer) -> Outcome:
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
     with trainer.stop, told, explain_out_of_memory(trainer):
+        if tries_heaviest:
+            trainer.try_heaviest()
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)

@@ -53,6 +53,7 @@ class _Progress:
     agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
     micro_batch: int = 0  # the index of the one that runs
+    is_trying: bool = False  # no event of a trial is emitted
     is_room_checked: bool = False  # for the snapshot of a save
 
 
@@ -122,6 +123,23 @@ class Trainer:
         self.callbacks.emit("on_train_end")
         return self.state
 
+    def try_heaviest(self) -> None:
+        """Run the window with the largest micro-batch forward and backward, and drop the gradients:
+        what does not fit is found before the first step. A collective call."""
+        self._progress.is_trying = True
+        self.windows.memory.step = self.state.global_step + 1
+        random = RandomState()
+        drawn = random.state_dict()
+
+        def work() -> None:
+            if window := self.windows.heaviest():
+                self._all_gradients(window)
+
+        self.windows.memory.train(work, work, clean=self._drop_gradients, place=self._rows)
+        self._drop_gradients()
+        random.load_state_dict(drawn)
+        self._progress.is_trying = False
+
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
         """Metrics over ``examples`` as ``predict_loss``, …; nothing changes. A collective call."""
         metrics = prefixed({"": self._measure(examples)}, "predict")
@@ -163,7 +181,7 @@ class Trainer:
             lambda: self._all_gradients(turn.window),
             self._repeated,
             clean=self._drop_gradients,
-            place=lambda: self.windows.rows_of(self._progress.micro_batch),
+            place=self._rows,
         )
         self.callbacks.emit("on_pre_optimizer_step")
         found = all_or_none(found)
@@ -193,6 +211,10 @@ class Trainer:
         self.state.train_batch_size = self.windows.memory.micro_batch_size
         return self._all_gradients(self.windows.repeat_turn().window)
 
+    def _rows(self) -> str:
+        """The rows of the micro-batch that runs."""
+        return self.windows.rows_of(self._progress.micro_batch)
+
     def _drop_gradients(self) -> None:
         """Free what a pass that failed has left."""
         for learner in self.learners.values():
@@ -206,6 +228,10 @@ class Trainer:
             self._progress.micro_batch = index
             seed_everything(self.section.seed, step, index, *self.world.draws)
 
+        def after(index: int) -> None:
+            if index + 1 < len(window) and not self._progress.is_trying:
+                self.callbacks.emit("on_substep_end")
+
         if not learner.network.module.training:
             learner.network.module.train()
         learner.step.optimizer = learner.trained.at(step)
@@ -214,7 +240,7 @@ class Trainer:
             partial(self.stage.loss, role),
             step=step,
             before=before,
-            after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
+            after=after,
         )
 
     def _read(self) -> bool:

@@ -135,6 +135,14 @@ class Windows:
         assert self._turn is not None
         return self._taken(self._turn)
 
+    def heaviest(self) -> Window:
+        """The window with the largest micro-batch, prepared like a turn; nothing advances."""
+        self.loader.resize(self.memory.micro_batch_size)
+        place = self.loader.heaviest()
+        loaded = self.kept.added(place, self.loader.examples_at(*place))
+        self._part = self.stage.prepare(self.context(place), loaded).examples
+        return self.loader.deal(self._part) if len(self._part) else ()
+
     def rows_of(self, index: int) -> str:
         """The examples of a micro-batch of this turn, for messages: their rows and lengths."""
         lengths = np.array([num_tokens(example) for example in self._part], np.int64)

@@ -153,6 +153,17 @@ class Loader:
             raise DataError(f"the data ends before window {window} of epoch {epoch + 1}")
         return WindowExamples(self.order.examples, items)
 
+    def heaviest(self, most: int = 1000) -> tuple[int, int]:
+        """The window of the first epoch with the most tokens in one micro-batch, among up to
+        ``most`` of those whose examples are known."""
+        size, best, found = self.global_batch_size, -1, (0, 0)
+        for window in range(min(most, self.order.reach(most * size) // size)):
+            lengths = self.examples_at(0, window).lengths
+            heaviest = self.batching.most_positions(lengths)
+            if heaviest > best:
+                best, found = heaviest, (0, window)
+        return found
+
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any global window; waits for them."""
         return self._window(self.examples_at(epoch, window))
