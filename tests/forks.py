@@ -179,6 +179,7 @@ def become(theirs, command, place, pass_fds, start_new_session, prepare):
         sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         for number, handler in DEFAULTS.items():
             signal.signal(number, handler)
+        os.nice = lambda increment: 0  # a test waits for it, and should not wait for all others
         prepare(command)
         return _run(*_parsed(command))
     except BaseException:

@@ -12,7 +12,9 @@ import warm
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 BENCHMARKS = ["startup.py", "shares.py", "encode.py", "reshard.py", "ranks.py", "commits.py"]
 BENCHMARKS += ["train.py", "overhead.py", "preference.py", "dealing.py"]
-FILES = sorted(f for f in FOLDER.rglob("*.py") if ".venv-peers" not in f.parts)
+FILES = sorted(
+    f for f in FOLDER.rglob("*.py") if not any(part.startswith(".venv-") for part in f.parts)
+)
 RESULTS = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
 
 

@@ -1,5 +1,6 @@
 """What is loaded before it is needed: counted in modules, as seconds depend on the machine."""
 
+import functools
 import subprocess
 import sys
 
@@ -7,13 +8,19 @@ import pytest
 
 from project import Project
 
+MARK = "loaded: "
 
-def loaded_after(code):
-    """Names of the modules that a fresh interpreter holds after ``code``."""
-    program = f"import sys\n{code}\nprint(*sys.modules)"
+
+def loaded_after(*parts):
+    """Names of the modules that one fresh interpreter holds after each part of a program."""
+    program = "\n".join(
+        ["import sys", *(f"{part}\nprint('{MARK}', *sys.modules)" for part in parts)]
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split())
+    found = [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert len(found) == len(parts)
+    return found
 
 
 # Seconds on a quiet machine: torch 1.2, transformers 2.2 with what it takes along.
@@ -27,12 +34,14 @@ try:
     main(["--help"])
 except SystemExit as error:
     assert error.code == 0, error.code"""
-    assert not loaded_after(asked) & (HEAVY | {"pydantic", "ruamel.yaml", "rich"})
+    (loaded,) = loaded_after(asked)
+    assert not loaded & (HEAVY | {"pydantic", "ruamel.yaml", "rich"})
 
 
 def test_a_recipe_is_read_without_torch():
     # Its sections hold torch's types in their methods; whoever has a typo in one need not wait.
-    assert not loaded_after("import surefoot.recipe.recipe") & (HEAVY | {"rich"})
+    (loaded,) = loaded_after("import surefoot.recipe.recipe")
+    assert not loaded & (HEAVY | {"rich"})
 
 
 def test_a_wrong_recipe_is_refused_before_what_trains_is_loaded(tmp_path):
@@ -43,17 +52,11 @@ try:
     main(["train", {str(tmp_path / "recipe.yaml")!r}])
 except SystemExit as error:
     assert error.code == 2, error.code"""
-    assert not loaded_after(refused) & (HEAVY | {"surefoot.run.training_run", "rich"})
+    (loaded,) = loaded_after(refused)
+    assert not loaded & (HEAVY | {"surefoot.run.training_run", "rich"})
 
 
-def test_a_run_of_one_process_loads_no_way_that_it_may_not_go():
-    # transformers itself takes torch.distributed.tensor and torch._dynamo with it.
-    unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard", "modelscope"}
-    unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
-    unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
-    assert not loaded_after("import surefoot.run.training_run") & unused
-
-
+IMPORT = "import surefoot.run.training_run"
 FIRST_STEP = """
 from pathlib import Path
 from surefoot.recipe.recipe import load
@@ -76,14 +79,40 @@ OWN = {"surefoot", "pydantic", "pydantic_core", "annotated_types", "typing_inspe
 OWN |= {"click", "rich", "markdown_it", "pygments", "xxhash"}
 
 
+@functools.cache
+def needed():
+    """What a training of all weights takes, and what one of an adapter does."""
+    return dict(zip(["full", "lora"], loaded_after(NEEDED, "import peft"), strict=True))
+
+
+@pytest.fixture(scope="module")
+def loaded_by(tmp_path_factory):
+    """What a run of a method has loaded when it is imported, and after its first step."""
+
+    @functools.cache
+    def found(method):
+        folder = tmp_path_factory.mktemp("project") / method
+        project = Project(folder, method="full" if method == "full" else {"lora": {}})
+        return loaded_after(IMPORT, FIRST_STEP.format(recipe=str(project.recipe)))
+
+    return found
+
+
+def test_a_run_of_one_process_loads_no_way_that_it_may_not_go(loaded_by):
+    # transformers itself takes torch.distributed.tensor and torch._dynamo with it.
+    unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard", "modelscope"}
+    unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
+    unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
+    assert not loaded_by("full")[0] & unused
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_nothing_else_is_loaded_up_to_the_first_step(tmp_path, method):
-    project = Project(tmp_path, method="full" if method == "full" else {"lora": {}})
-    needed = loaded_after(NEEDED if method == "full" else f"{NEEDED}\nimport peft")
-    loaded = loaded_after(FIRST_STEP.format(recipe=str(project.recipe)))
-    tops = {name.partition(".")[0] for name in loaded - needed} - sys.stdlib_module_names
-    assert tops - {name.partition(".")[0] for name in needed} <= OWN
-    deep = {name for name in loaded - needed if name.startswith(("torch.", "transformers."))}
+def test_nothing_else_is_loaded_up_to_the_first_step(loaded_by, method):
+    loaded = loaded_by(method)[1]
+    more = loaded - needed()[method]
+    tops = {name.partition(".")[0] for name in more} - sys.stdlib_module_names
+    assert tops - {name.partition(".")[0] for name in needed()[method]} <= OWN
+    deep = {name for name in more if name.startswith(("torch.", "transformers."))}
     assert len(deep) < 20, sorted(deep)  # a counter of operations, an attention for packed rows
     assert not loaded & {
         "surefoot.inference",

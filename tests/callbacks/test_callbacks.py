@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -100,6 +101,37 @@ def test_tensorboard_holds_every_step_once_after_a_crash_and_a_resume(tmp_path):
     reader = event_accumulator.EventAccumulator(str(board))
     reader.Reload()
     assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_tensorboard_holds_every_step_once_after_the_clock_went_back(tmp_path, monkeypatch):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    board, real = tmp_path / "board", time.time
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: real() + 3600)
+        small.trainer(tmp_path, TensorBoard(board), small.StopAt(5)).fit()
+    second = small.trainer(tmp_path, TensorBoard(board))
+    small.resume(second, tmp_path / "checkpoint-3").fit()
+    reader = event_accumulator.EventAccumulator(str(board))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_tensorboard_without_its_earlier_files_is_filled_from_the_log(tmp_path):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    board = tmp_path / "board"
+    small.trainer(tmp_path, small.StopAt(5)).fit()
+    second = small.trainer(tmp_path, TensorBoard(board))
+    small.resume(second, tmp_path / "checkpoint-3").fit()
+    reader = event_accumulator.EventAccumulator(str(board))
+    reader.Reload()
+    found = {event.step: event.value for event in reader.Scalars("train/loss")}
+    logged = {log["step"]: log["loss"] for log in second.state.log_history if "loss" in log}
+    assert found == pytest.approx(logged)
+    assert sorted(found) == list(range(1, 9))
 
 
 def screen_of(folder, *, terminal):

@@ -156,6 +156,8 @@ def test_answers_that_cannot_be_written_are_an_error(project, tmp_path):
     done = run(project, "--limit", 1, "--output", tmp_path / "file" / "answers.jsonl")
     assert done.exit_code == 2
     assert "cannot write the generations" in done.stderr
+    assert "exact match 0.0 % (0/1)" in done.stdout  # the metrics are not lost
+    assert "generations" not in done.stdout
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

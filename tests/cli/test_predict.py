@@ -1,5 +1,6 @@
 """The predict command: a file in, a file out, on one process and on two."""
 
+import errno
 import json
 
 import pytest
@@ -9,10 +10,12 @@ from folders import save_adapter, save_model, save_recipe
 from surefoot.cli.main import main
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import Conversation, open_model
+from surefoot.storage import files
 
 LIVELY = {"initializer_range": 0.3}  # prompts matter to what is said
 SHORT = "generate.max_new_tokens=6"
 TEXTS = ["Hi", "What is 1 plus 1?", "A long story"]
+_append = files.append_line
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,103 @@ def test_prompts_that_cannot_be_answered_are_refused(content, problem, folder, r
     assert done.exit_code == 2
     assert problem in done.stderr
     assert not (tmp_path / "a.jsonl").exists()
+
+
+@pytest.fixture
+def full_after(monkeypatch):
+    """The disk is full after so many writes of whole answers, of any kind."""
+
+    def limit(count):
+        left = [count]
+
+        def write(path, text):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            _append(path, text)
+
+        monkeypatch.setattr(files, "append_line", write)
+
+    return limit
+
+
+@pytest.fixture
+def generated(monkeypatch):
+    """How many prompts each batch has that the model computes."""
+    from surefoot.generate import generation
+
+    own, found = generation._sampled, []
+
+    def counted(model, prompts, *args):
+        found.append(len(prompts))
+        return own(model, prompts, *args)
+
+    monkeypatch.setattr(generation, "_sampled", counted)
+    return found
+
+
+@pytest.mark.parametrize("sampling", [(), ("generate.do_sample=true",)], ids=["greedy", "sampled"])
+def test_a_full_disk_keeps_the_answers_and_the_same_command_continues(
+    sampling, folder, run, tmp_path, full_after, generated, monkeypatch
+):
+    args = (folder / "base", SHORT, "generate.batch_size=1", *sampling)
+    assert run(*args, output=tmp_path / "never.jsonl").exit_code == 0
+    full_after(2)
+    done = run(*args)
+    assert done.exit_code == 2
+    assert "the disk is full; free some space" in done.stderr
+    assert "a.jsonl.part" in done.stderr
+    assert "the same command continues" in done.stderr
+    assert not (tmp_path / "a.jsonl").exists()
+    monkeypatch.setattr(files, "append_line", _append)
+    generated.clear()
+    assert run(*args).exit_code == 0
+    assert generated == [1]
+    assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "never.jsonl").read_text()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_disk_that_is_full_at_the_end_loses_no_answer(
+    folder, run, tmp_path, generated, monkeypatch
+):
+    from surefoot.data.text import answers
+
+    def full(path, _):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(answers, "write_aside", full)
+        done = run(folder / "base", SHORT)
+    assert done.exit_code == 2
+    assert "the disk is full; free some space" in done.stderr
+    assert "the same command continues" in done.stderr
+    kept = [json.loads(x) for x in (tmp_path / "a.jsonl.part").read_text().splitlines() if x]
+    answered = {each["index"]: each["answer"] for each in kept}
+    assert [answered[i] for i in range(3)] == [each["answer"] for each in expected(folder / "base")]
+    generated.clear()
+    assert run(folder / "base", SHORT).exit_code == 0
+    assert generated == []
+    assert lines(tmp_path / "a.jsonl") == expected(folder / "base")
+
+
+def test_answers_of_another_command_are_not_taken_nor_lost(folder, run, tmp_path, full_after):
+    full_after(1)
+    assert run(folder / "base", SHORT, "generate.batch_size=1").exit_code == 2
+    kept = (tmp_path / "a.jsonl.part").read_text()
+    for args in ((folder / "adapter", SHORT), (folder / "base", "generate.max_new_tokens=5")):
+        done = run(*args, "generate.batch_size=1")
+        assert done.exit_code == 2
+        assert "other prompts, settings or weights" in done.stderr
+        assert "--force" in done.stderr
+        assert (tmp_path / "a.jsonl.part").read_text() == kept
+
+
+def test_a_torn_line_is_answered_again(folder, run, tmp_path, full_after, monkeypatch):
+    args = (folder / "base", SHORT, "generate.batch_size=1")
+    full_after(2)
+    assert run(*args).exit_code == 2
+    part = tmp_path / "a.jsonl.part"
+    part.write_bytes(part.read_bytes()[:-9])
+    monkeypatch.setattr(files, "append_line", _append)
+    assert run(*args).exit_code == 0
+    assert lines(tmp_path / "a.jsonl") == expected(folder / "base")

@@ -33,7 +33,7 @@ def recipe(tmp_path_factory):
         {"instruction": "Tell more", "output": LONG},
         {"instruction": LONG, "output": "no"},
         {"instruction": "what?", "output": 7.5},
-        {"instruction": "And [bold]1+2[/bold]?", "output": "3"},
+        {"instruction": "And [bold]1+2[/bold]?", "output": "3", "score": 0.5},
     ]
     save_data(folder / "data", rows=rows)
     save_data(folder / "data", "other")
@@ -187,3 +187,10 @@ def test_a_long_tail_has_bars_of_its_own():
 def test_of_a_pair_the_length_is_that_of_the_prompt_with_its_longer_response():
     pair = {"input_ids": [0] * 60, "labels": [0] * 60, "lengths": [10, 20, 30]}
     assert _num_limited(pair) == 40
+
+
+def test_columns_that_nothing_reads_are_named(recipe):
+    done = run(recipe, "-n", 0)
+    assert "  columns that nothing reads: score\n" in done.stdout
+    (stats,) = json.loads(run(recipe, "--json").stdout)["datasets"]
+    assert stats["unread"] == ["score"]

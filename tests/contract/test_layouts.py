@@ -20,7 +20,7 @@ from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, re
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box
 from surefoot.geometry.mesh import Mesh
-from surefoot.inference.conversion import TARGETS, convert
+from surefoot.inference.exporting.conversion import TARGETS, convert
 from surefoot.schema import settings
 
 TENSORS = {

@@ -70,3 +70,19 @@ def test_a_file_beside_the_checkpoints_may_be_missing(tmp_path):
     job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
     write(replace(job, beside=("never.written",)), live)
     assert find_latest(tmp_path).path == tmp_path / "checkpoint-1"
+
+
+def test_the_files_of_a_folder_beside_the_checkpoints_are_flushed_too(tmp_path, monkeypatch):
+    (tmp_path / "tensorboard").mkdir()
+    for name in ("events.1", "events.2"):
+        (tmp_path / "tensorboard" / name).write_bytes(b"e")
+    flushed, own = [], files.File.sync
+
+    def sync(file):
+        flushed.append((file.path.name, (tmp_path / "checkpoint-1").exists()))
+        own(file)
+
+    monkeypatch.setattr(files.File, "sync", sync)
+    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    write(replace(job, beside=("tensorboard",)), live)
+    assert {("events.1", False), ("events.2", False), ("tensorboard", False)} <= set(flushed)

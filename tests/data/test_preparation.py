@@ -97,6 +97,20 @@ def test_the_report_in_words(section, tmp_path):
     ]
 
 
+def test_the_report_names_columns_that_nothing_reads_also_from_the_cache(section, tmp_path):
+    write(tmp_path, one=[*ROWS, {**ROWS[0], "score": 3, "id": 4}, {**ROWS[1], "reward": 5}])
+    line = "one: columns that nothing reads: score, reward"
+    assert [*run(section).report.lines()][-1] == [*run(section).report.lines()][-1] == line
+
+
+def test_a_stage_that_keeps_complete_rows_reads_all_of_their_columns(section, tmp_path):
+    def encode(examples):
+        return [[{"input_ids": [1, 2], "labels": [1, 2], "row": [3]}] for _ in examples]
+
+    write(tmp_path, one=[{**ROWS[0], "score": 3}])
+    assert run(section, encode).report.datasets[0].unread == ()
+
+
 def test_the_first_label_of_an_example_counts_as_little_as_in_training(section, tmp_path):
     def encode(examples):
         return [[{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] for _ in examples]

@@ -90,3 +90,30 @@ def test_a_column_that_seems_to_mark_responses_is_remembered_unless_the_entry_sa
 @pytest.mark.parametrize("value", [None, 1, 0.5, "positive", "1"])
 def test_a_label_that_is_no_mark_may_be_anything(read, value):
     assert read({**QUESTION, "label": value})[0].unread_mark is None
+
+
+@pytest.mark.parametrize("name", ["score", "label", "system_prompt", "reward", "Weight", "context"])
+def test_a_column_that_nothing_reads_is_named_if_it_sounds_as_if_it_meant_something(read, name):
+    rows = [{**QUESTION, name: None}, {**QUESTION, name: 0.5, "id": 3, "source": "web"}]
+    assert [row.unread for row in read(*rows)] == [(), (name,)]
+
+
+@pytest.mark.parametrize(
+    ("row", "raw", "unread"),
+    [
+        ({**QUESTION, "input": "c", "system": "d", "history": [["e", "f"]]}, {}, ()),
+        ({**QUESTION, "chosen": "c"}, {"formatting": "alpaca"}, ("chosen",)),
+        ({**QUESTION, "chosen": "c", "rejected": "d"}, {"ranking": True}, ("output",)),
+        ({"q": "a", "a": "b", "input": "c"}, {"columns": {"prompt": "q", "response": "a"}}, ()),
+        (
+            {"q": "a", "a": "b", "input": "c"},
+            {"columns": {"prompt": "q", "response": "a", "query": None}},
+            ("input",),
+        ),
+        ({**turns(content="b"), "prompt": "a", "scores": [1]}, {}, ("prompt", "scores")),
+        ({**QUESTION, "images": ["1.png"]}, {"columns": {"images": None}}, ()),
+        ({**QUESTION, "reworded": 1, "labelled": 2, "scorer": 3}, {}, ()),
+    ],
+)
+def test_what_an_entry_reads_or_mentions_is_not_named(read, row, raw, unread):
+    assert read(row, **raw)[0].unread == unread

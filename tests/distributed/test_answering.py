@@ -16,8 +16,8 @@ from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import open_model, predict
-from surefoot.inference.conversion import convert
 from surefoot.inference.evaluation import adopt, measure
+from surefoot.inference.exporting.conversion import convert
 from surefoot.inference.held_out_set import held_out
 from surefoot.inference.model_loading import open_start
 from surefoot.inference.responses import generations

@@ -16,7 +16,7 @@ from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.joined import JoinedSource
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE

@@ -30,7 +30,7 @@ SCENE = (
     "surefoot train examples/quickstart.yaml checkpoint.save_steps=20",
 )
 COLUMNS, WIDE = 100, 142  # of text, and of the picture: its live line is one line
-LONGEST, FIRST, LAST = 21, 8, 4  # lines of an output; if it is longer, so many are shown
+LONGEST, FIRST, LAST = 24, 13, 9  # lines of an output; if it is longer, so many are shown
 SKIPPED = ("make", "source", "pip")
 STYLES = re.compile(r"\x1b\[[\d;]*m")
 

@@ -1,5 +1,6 @@
 """Every recipe, command, link and piece of Python in the documentation is one that exists."""
 
+import html
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from pages import PAGES, ROOT, SHELLS, blocks, name, prose, steps, surefoot_commands
+from pages import PAGES, README, ROOT, SHELLS, blocks, name, prose, steps, surefoot_commands
 from ruamel.yaml import YAML
 
 from surefoot.cli.main import main
@@ -124,3 +125,16 @@ def test_pictures_are_small_and_plain(picture):
     assert picture.stat().st_size < 60_000
     if picture.suffix == ".svg":
         assert not [e for e in ET.parse(picture).iter() if Path(e.tag).name.endswith("script")]
+
+
+def test_the_picture_of_a_run_has_the_words_of_its_screen_in_the_readme():
+    picture = (ROOT / "docs" / "img" / "train.svg").read_text(encoding="utf-8")
+    rows = {}
+    for y, text in re.findall(r'<text [^>]*? y="([\d.]+)"[^>]*>(.*?)</text>', picture):
+        rows[y] = rows.get(y, "") + html.unescape(text).replace("\xa0", " ")
+    screen = next(b for b in blocks(README, "console") if "surefoot train" in b.text).text
+    screen = screen[screen.index("$ surefoot train") :].splitlines()
+    start = [line for line in screen[1 : screen.index("...")] if not line.startswith("step=")]
+    fixed = [line for line in start if not re.search("encoded in|from the cache", line)]
+    assert len(fixed) > 5
+    assert not set(fixed) - {row.rstrip() for row in rows.values()}

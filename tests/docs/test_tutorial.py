@@ -14,8 +14,10 @@ import pytest
 from click.testing import CliRunner
 from pages import README, ROOT, SHELLS, TUTORIAL, blocks, steps
 
+import forks
 from project import checkpoints, in_child
 from surefoot.cli.main import main
+from surefoot.forecast.bench import subprocess_trial
 from surefoot.recipe.recipe import load
 
 FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
@@ -29,6 +31,7 @@ def desk(tmp_path, monkeypatch):
     """A folder that looks like a fresh clone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess_trial, "subprocess", forks)  # its process has imported
     return tmp_path
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from surefoot.inference.trainer_target import sections_of
+from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.arguments import training_arguments
 from surefoot.optim.adamw import AdamW
 from surefoot.recipe.recipe import read

@@ -11,7 +11,7 @@ import pytest
 import torch
 from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
-from surefoot.inference.trainer_target import sections_of
+from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.from_trainer import load_trainer_checkpoint
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build

@@ -16,7 +16,7 @@ from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.checkpoint.reading.contents import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run

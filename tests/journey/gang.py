@@ -28,6 +28,7 @@ from surefoot.checkpoint.sources.source import read_whole
 from surefoot.cli import train as imported_early  # noqa: F401
 from surefoot.parallel import launcher as launch
 
+ERROR = 2  # the code of a run that ends with an error of its own
 STEPS, SECONDS = 30, 120
 PR_SET_CHILD_SUBREAPER = 36
 RECIPE = {
@@ -92,7 +93,7 @@ def life(project, count, rng, kills, wanted):
     path = project.folder / "log.txt"
     with path.open("w") as log:
         process = begin(project, count, log)
-    ranks, deadline = [], time.monotonic() + SECONDS
+    ranks, deadline, num_writers = [], time.monotonic() + SECONDS, 0
     is_now, expected = reached(project, rng), 0
     while (code := process.poll()) is None:
         ranks = children(process.pid) or ranks
@@ -102,13 +103,17 @@ def life(project, count, rng, kills, wanted):
                 os.kill(pid, signal.SIGKILL)
                 kills[kind] += 1
                 if kind == "writer":
+                    num_writers += 1
                     is_now = reached(project, rng)  # which the run survives
                 else:
                     is_alone = kind == "launcher" or count == 1
                     expected = -signal.SIGKILL if is_alone else 128 + signal.SIGKILL
         assert time.monotonic() < deadline, f"it hangs: {path.read_text()[-3000:]}"
         time.sleep(0.002)
-    assert code in (0, expected), f"{code}, not {expected}: {path.read_text()[-3000:]}"
+    told = path.read_text()
+    # two in one save, which is tried again once, end the run with an error
+    is_given_up = code == ERROR and num_writers > 1 and "cannot save" in told
+    assert code in (0, expected) or is_given_up, f"{code}, not {expected}: {told[-3000:]}"
     while any(map(is_there, ranks)):
         reap()
         assert time.monotonic() < deadline, "a rank hangs"

@@ -24,7 +24,7 @@ from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
 from surefoot.geometry.mesh import Mesh
-from surefoot.inference.trainer_target import sections_of
+from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.network.network import Network
 from surefoot.recipe.recipe import load

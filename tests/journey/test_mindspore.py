@@ -12,7 +12,7 @@ from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta

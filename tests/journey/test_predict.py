@@ -8,7 +8,7 @@ from folders import save_data, save_model, save_recipe
 from project import surefoot
 from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
 from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
 SAMPLED = ("generate.max_new_tokens=5", "generate.do_sample=true", "generate.batch_size=2")

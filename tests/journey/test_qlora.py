@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import ModelError, RecipeError
-from surefoot.inference.exported import export
+from surefoot.inference.exporting.exported import export
 from surefoot.parallel.world import World
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build

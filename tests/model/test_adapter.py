@@ -5,9 +5,10 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import tiny
 from folders import edit_json, save_adapter, save_model
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.adapter import attach
+from surefoot.model.pretrained.adapter import attach, attach_empty
 
 IDS = torch.arange(60, 76)[None]
 
@@ -77,3 +78,12 @@ def test_a_damaged_adapter_is_refused(folder, tmp_path):
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(ModelError, match=r"no adapter_config\.json"):
         attach(load(folder / "base"), tmp_path)
+
+
+def test_a_folder_without_an_adapter_is_refused_by_those_that_read_no_values_too(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"no adapter_config\.json; expected the local folder"):
+        attach_empty(tiny.model("llama"), tmp_path)
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"it contains several \(second\): name one"):
+        attach_empty(tiny.model("llama"), tmp_path)

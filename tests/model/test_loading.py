@@ -145,3 +145,8 @@ def test_embeddings_never_shrink():
     model = tiny.model()
     assert not grow_embeddings(model, Words(60))
     assert model.config.vocab_size == 64
+
+
+def test_a_url_is_refused_with_the_command_that_makes_a_folder_of_it():
+    with pytest.raises(ModelError, match=r"is a URL.*surefoot export s3://bucket/run FOLDER"):
+        resolve(ModelSection(path="s3://bucket/run"))

@@ -18,7 +18,7 @@ from folders import edit_json, save_adapter, save_data, save_model, save_recipe,
 from surefoot.checkpoint.converting.targets.peft import PEFTAdapter
 from surefoot.errors import ModelError, RecipeError
 from surefoot.inference import export, open_model
-from surefoot.inference.conversion import convert
+from surefoot.inference.exporting.conversion import convert
 from surefoot.inference.run_evaluation import evaluate_run
 from surefoot.model.pretrained.loading import resolve
 from surefoot.model.pretrained.positions import num_positions
@@ -26,6 +26,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import open_codec, prepared, settled
+from zoo import architectures
 
 IDS = torch.arange(60, 92).repeat(12)[None]  # 384 of them, where the model has 256 positions
 LONG = [{"instruction": "say it", "output": "again and " * 30} for _ in range(8)]
@@ -183,3 +184,27 @@ def test_an_evaluation_of_a_model_with_fewer_positions_is_refused(project, tmp_p
 def test_an_adapter_without_extended_positions_opens_as_ever(project, tmp_path):
     save_adapter(project.parent / "model", tmp_path / "adapter")
     assert open_model(tmp_path / "adapter").inner.config.max_position_embeddings == 256
+
+
+def test_rows_that_transformers_computes_otherwise_with_padding_than_alone_are_refused(
+    project, tmp_path
+):
+    model = architectures.build("doge", keep_window_size=12).double()
+    generator = torch.Generator().manual_seed(1)
+
+    def is_equal(length):
+        rows = torch.randint(3, 64, (20, length), generator=generator)
+        padding = torch.zeros(20, 8, dtype=torch.long)
+        ids, mask = (torch.cat([one, padding], 1) for one in (rows, torch.ones_like(rows)))
+        with torch.no_grad():
+            alone = model(input_ids=rows, use_cache=False).logits
+            padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return torch.allclose(alone, padded[:, :length], atol=1e-9)
+
+    assert is_equal(12)
+    assert not is_equal(30)
+    model.config.save_pretrained(tmp_path / "doge")
+    recipe = load(project)
+    assert settled(recipe, tmp_path / "doge").data.cutoff_len == 12
+    with pytest.raises(RecipeError, match=r"cutoff_len: 13 is more than keep_window_size \(12\)"):
+        settled(load(project, {"data.cutoff_len": 13}), tmp_path / "doge")

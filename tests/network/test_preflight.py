@@ -2,6 +2,8 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,15 +11,21 @@ import pytest
 import surefoot
 from folders import save_recipe
 from surefoot.errors import ModelError, RecipeError, RunError
+from surefoot.forecast.bench.measurement import measure
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
+from surefoot.model.adaptable import refuse_read_weights
+from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.preflight import refuse_early, size_of_save
 from surefoot.network.tensors import MetaTensors
 from surefoot.optim.adamw import AdamW
+from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
+from surefoot.run.assembly import build
+from zoo import architectures
 
 META = MetaTensors()
 
@@ -27,33 +35,64 @@ def project(tmp_path_factory):
     return save_recipe(tmp_path_factory.mktemp("early"))
 
 
-def checked(project, tmp_path, *, tp=1, method=None, num_processes=1, **section):
+def checked(project, tmp_path, *, method=None, num_processes=1, parallel=None, **section):
     recipe = load(project)
     refuse_early(
         project.parent / "model",
         replace(recipe.model, **section),
-        NetworkOptions(method=method or Full()),
+        NetworkOptions(method=method or Full(), parallel=ParallelSection(**(parallel or {}))),
         AdamW(learning_rate=1e-3),
         num_processes=num_processes,
-        tp=tp,
         output_dir=tmp_path / "run",
     )
 
 
 def test_what_fits_is_let_through(project, tmp_path):
     checked(project, tmp_path)
-    checked(project, tmp_path, tp=2, method=LoRA(), attention="eager")
+    checked(project, tmp_path, parallel={"tp": 2, "pp": 2}, method=LoRA(), attention="eager")
     assert not (tmp_path / "run").exists()
 
 
 def test_heads_that_ranks_cannot_share_are_refused(project, tmp_path):
     with pytest.raises(RecipeError, match=r"parallel.tp: 3 ranks cannot share the 4 attention he"):
-        checked(project, tmp_path, tp=3)
+        checked(project, tmp_path, parallel={"tp": 3})
+
+
+def test_a_weight_that_is_read_past_its_layer_is_refused():
+    with pytest.raises(RecipeError, match=r"Gemma3nTextAltUp reads the weight of model.layers.0"):
+        refuse_read_weights(architectures.build("gemma3n_text"))
+    refuse_read_weights(architectures.build("llama"))
+
+
+def test_more_pipeline_stages_than_layers_are_refused(project, tmp_path):
+    four = {"pp": 2, "pp_schedule": "interleaved"}
+    with pytest.raises(RecipeError, match=r"parallel.pp: 4 pipeline stages need as many layers"):
+        checked(project, tmp_path, parallel=four)
+
+
+@pytest.mark.parametrize("act", [build, partial(measure, steps=1, folder=Path("none"))])
+def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkeypatch, act):
+    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    recipe = load(project, {"model.attention": "flash_attention_2"})
+    with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
+        act(recipe)
 
 
 def test_attention_that_the_device_lacks_is_refused(project, tmp_path):
     with pytest.raises(ModelError, match=r"model.attention: flash_attention_2 needs"):
         checked(project, tmp_path, attention="flash_attention_2")
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["in the recipe", "in the tokenizer"])
+def test_tokens_whose_embeddings_would_not_be_trained_are_refused_with_a_cure(project, is_named):
+    base = project.parent / "model"
+    section = replace(load(project).model, new_special_tokens=("<new>",) if is_named else ())
+    tokens = load_tokenizer(base, new_special_tokens=("<new>",))
+    who = "model.new_special_tokens: " if is_named else "the tokenizer in .* has more tokens than"
+    with pytest.raises(RecipeError, match=rf"{who}.*never be trained; name them in method.lora"):
+        open_network(base, section, tokens, ALONE, NetworkOptions(method=LoRA()), META)
+    for method in (LoRA(modules_to_save=("embed_tokens", "lm_head")), Full()):  # what it advises
+        open_network(base, section, tokens, ALONE, NetworkOptions(method=method), META)
 
 
 def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):

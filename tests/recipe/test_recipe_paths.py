@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.errors import RecipeError
+from surefoot.recipe.files import read_text
 from surefoot.recipe.recipe_paths import locate_model
 from surefoot.schema.locations import locate
 
@@ -50,3 +52,8 @@ def test_a_model_is_a_folder_or_a_hub_id(base):
     assert locate_model("models/base", base) == str(base.parent / "here/models/base")
     assert locate_model("Qwen/Qwen3-0.6B", base) == "Qwen/Qwen3-0.6B"
     assert locate_model("", base) == ""
+
+
+def test_the_url_of_a_run_is_no_recipe_and_the_error_says_where_one_is():
+    with pytest.raises(RecipeError, match=r"is a URL.*recipe\.yaml of that run"):
+        read_text(Path("s3://bucket/run"))

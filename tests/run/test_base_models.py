@@ -146,7 +146,7 @@ def hub(tmp_path, monkeypatch):
     downloads = tmp_path / "hub" / "snapshots"
     asked = []
 
-    def snapshot_download(name, *, revision, allow_patterns):
+    def snapshot_download(name, *, revision, allow_patterns, ignore_patterns):
         asked.append(revision)
         commit = revision or (downloads.parent / "main").read_text()
         return str(downloads / commit)

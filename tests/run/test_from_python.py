@@ -18,6 +18,12 @@ from surefoot.batch import Loss
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError, ModelError, RecipeError, RunError
 from surefoot.inference import open_model
+from surefoot.methods import METHODS
+from surefoot.methods.full import Full
+from surefoot.optim import OPTIMIZERS
+from surefoot.optim.adamw import AdamW
+from surefoot.optim.groups import decay_groups
+from surefoot.optim.optimizer import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
@@ -258,6 +264,66 @@ def test_a_stage_of_ones_own_is_given_as_an_instance(project, usual, tmp_path, m
     found = surefoot.train(project, **settings(tmp_path, log_steps=1), stage=Halved(share=1.0))
     assert_same(found.model, usual.model)
     assert load(tmp_path / "run/recipe.yaml").stage == Halved(share=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignDescent(AdamW):
+    """The sign of a running mean of gradients, with a state of its own."""
+
+    state_tensors = {"momentum": LIKE_PARAMETER}
+
+    def build(self, named):
+        return Signs(decay_groups(named, self.weight_decay), lr=self.learning_rate)
+
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("momentum", torch.zeros_like(parameter))
+                    state["momentum"].lerp_(parameter.grad, 0.1)
+                    parameter.sub_(state["momentum"].sign(), alpha=group["lr"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastLayer(Full):
+    """Tune the last layer alone."""
+
+    depth: int = 1
+    """Layers from the end."""
+
+    def apply(self, model):
+        model.requires_grad_(False)
+        model.model.layers[-self.depth :].requires_grad_(True)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "made"),
+    [
+        ("optim", OPTIMIZERS, SignDescent(learning_rate=1e-3, schedule="constant")),
+        ("method", METHODS, LastLayer(depth=1)),
+    ],
+)
+def test_an_optimizer_or_method_of_ones_own_trains_and_resumes(
+    project, usual, tmp_path, monkeypatch, name, choices, made
+):
+    monkeypatch.setitem(choices, type(made).__name__, None)
+    del choices[type(made).__name__]  # as before the test, and again after it
+    changes = {name: made} | ({"optim.adamw.schedule": "constant"} if name == "method" else {})
+    whole = surefoot.train(project, **settings(tmp_path / "whole"), **changes)
+    surefoot.train(project, **settings(tmp_path, max_steps=2), **changes)
+    resumed = surefoot.train(project, **settings(tmp_path), **changes)
+    assert_same(resumed.model, whole.model)
+    theirs = dict(usual.model.named_parameters())
+    assert any(not torch.equal(p, theirs[n]) for n, p in whole.model.named_parameters())
+    assert type(made).__name__ in (tmp_path / "run/recipe.yaml").read_text()
 
 
 @dataclass(frozen=True, kw_only=True)

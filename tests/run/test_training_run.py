@@ -1,7 +1,8 @@
 """From a recipe to a trained model in Python: what is built, and what is refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import surefoot
+import tiny
 from project import Project, losses
 from surefoot.errors import CheckpointError, RecipeError
+from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
+from surefoot.run.prepared_model import compare_prepared
 from surefoot.run.training_run import build
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.state import Kernels
 
 SHORT = {"max_steps": 3}
 
@@ -234,3 +239,31 @@ def test_an_adapter_new_or_continued_computes_in_one_pass(tmp_path):
         adapted = [m for m in policy.modules() if isinstance(m, Linear)]
         assert adapted
         assert all("forward" in vars(layer) for layer in adapted)
+
+
+@pytest.mark.parametrize("change", ["buffer", "attention", "machine", "nothing"])
+def test_a_resume_says_if_the_model_is_prepared_otherwise(change, caplog):
+    model = tiny.model()
+    head = SimpleNamespace(head=object())
+    network = SimpleNamespace(
+        world=ALONE,
+        module=model,
+        inner=model,
+        engine=SimpleNamespace(runner=head),
+        options=SimpleNamespace(precision="fp32"),
+    )
+    kernels = Kernels()
+    compare_prepared(kernels, network)
+    assert not caplog.records
+    saved = Kernels()
+    saved.load_state_dict({"kernels": asdict(kernels)})
+    if change == "buffer":
+        model.model.rotary_emb.inv_freq[0] += 1
+    if change in ("attention", "machine"):
+        model.set_attn_implementation("eager")
+    if change == "machine":
+        saved.prepared["machine"] = "cuda"
+    compare_prepared(saved, network)
+    words = {"buffer": ["hash of buffers: "], "attention": ["sdpa, now eager"]}.get(change, [])
+    assert len(caplog.records) == len(words)
+    assert all(word in caplog.text for word in words)

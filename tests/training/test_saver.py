@@ -238,6 +238,16 @@ def test_the_clock_may_jump_back_in_the_middle_of_a_run(tmp_path, monkeypatch):
     assert all(verify(path, full=True).ok for path in committed(tmp_path))
 
 
+@pytest.mark.parametrize("jump", [-3600, 365 * 86400], ids=["an hour back", "a year forward"])
+def test_a_clock_that_jumps_makes_no_checkpoint_old(jump, tmp_path, monkeypatch):
+    real, made = time.time, built(tmp_path, save_steps=1, keep=1, keep_hours=1)
+    watch = Steps()
+    watch.at = {4: lambda: monkeypatch.setattr(time, "time", lambda: real() + jump)}
+    made.callbacks.members.append(watch)
+    made.fit()
+    assert steps_in(tmp_path) == list(range(1, 9))
+
+
 def test_patience_counts_on_after_a_resume_from_a_background_save(tmp_path):
     def run(folder, max_steps):
         return small.trainer(

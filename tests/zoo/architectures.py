@@ -96,8 +96,8 @@ SETTINGS = {
     "deepseek_v2": {**DEEPSEEK, **LATENT},
     "deepseek_v3": {**DEEPSEEK, **LATENT},
     "diffllama": {},
-    "doge": {"keep_window_size": 12},
-    "doge:window": {"keep_window_size": 12, "sliding_window": WINDOW},
+    "doge": {"keep_window_size": 128},
+    "doge:window": {"keep_window_size": 128, "sliding_window": WINDOW},
     "dots1": DEEPSEEK,
     "ernie4_5": {},
     "ernie4_5_moe": {

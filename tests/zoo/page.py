@@ -28,7 +28,8 @@ Each row is a tiny random model of the architecture, on one CPU, in float32, mad
 
 *refused* is an error that says what to do instead; *fails* is not right yet. The suffixes
 `:window`, `:alibi`, `:bias` and `:tied` are variants of an architecture.
-Doge: transformers computes padded rows differently from the same rows alone.
+Doge: transformers computes rows longer than its `keep_window_size` otherwise with padding than
+alone, so `data.cutoff_len` may not be more.
 
 """
 

@@ -41,7 +41,7 @@ class Jsonl(TrainerCallback):
             make_folder(self.path.parent)
             content = self.path.read_bytes() if self.path.exists() else b""
             records = _restored(list(_records(content)), state.log_history)
-            lines = [_line(record) for record in records]
+            lines = [f"{json.dumps(record)}\n".encode() for record in records]
             if (text := b"".join(lines)) != content:
                 write_aside(self.path, text)
         offsets = itertools.accumulate((len(line) for line in lines), initial=0)
@@ -86,10 +86,6 @@ def _restored(found: Sequence[Record], history: Sequence[Metrics]) -> list[Recor
 def _first(found: Record | None, logged: Record) -> Record:
     is_same = found is not None and _repeatable(found) == _repeatable(logged)
     return found if found is not None and is_same else logged
-
-
-def _line(record: Record) -> bytes:
-    return (json.dumps(record) + "\n").encode()
 
 
 def _strict(record: Metrics) -> Record:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RecipeError
+from ..errors import RecipeError, RunError
+from ..storage.files import raising, rename
 from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+FOLDER = "tensorboard"
+_EVENTS = "events.out.tfevents.*"
+
+
+def _put_before(paths: Sequence[Path], now: int) -> None:
+    """Rename event files of the future, after the clock went back: TensorBoard reads files in the
+    order of the times in their names, and the new one must be the last."""
+    times = [path.name.split(".")[3] for path in paths]
+    if any(text.isdecimal() and int(text) >= now for text in times):
+        with raising(RunError, "tensorboard"):
+            for number, (path, text) in enumerate(zip(paths, times, strict=True), -len(paths)):
+                name = path.name.replace(text, f"{now + number:010d}", 1)
+                rename(path, path.with_name(name))
 
 
 @dataclass
@@ -31,23 +48,31 @@ class TensorBoard(TrainerCallback):
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Open the event file; ``purge_step`` hides what a killed run wrote after its last save."""
+        """Open the event file; ``purge_step`` hides what a killed run wrote after its last save.
+        Without earlier event files, the log of the run so far is written first."""
         from torch.utils.tensorboard import SummaryWriter
 
+        _put_before(sorted(self.folder.glob(_EVENTS)), int(time.time()))
+        is_new = not any(self.folder.glob(_EVENTS))
         purge = state.global_step + 1 if state.global_step else None
         self._writer = SummaryWriter(str(self.folder), purge_step=purge)
+        for logs in state.log_history if is_new else ():
+            if "step" in logs:
+                self._write(self._writer, logs, int(logs["step"]))
 
     def on_log(
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
     ) -> None:
         """``loss`` as ``train/loss``, ``eval_loss`` as ``eval/loss``."""
-        if self._writer is None:
-            return
+        if self._writer is not None:
+            self._write(self._writer, logs, state.global_step)
+            self._writer.flush()
+
+    def _write(self, writer: SummaryWriter, logs: Metrics, step: int) -> None:
         for name, value in logs.items():
             if name not in ("step", "epoch"):
                 tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
-                self._writer.add_scalar(tag, value, state.global_step)
-        self._writer.flush()
+                writer.add_scalar(tag, value, step)
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Close the file."""

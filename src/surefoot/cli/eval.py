@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import RunError
 from .loading import loading, start_ranks
 from .table import cell, progress
 
@@ -88,11 +89,20 @@ def eval_(
     path = None
     if report.answers:
         path = output or loaded.train.folder / f"generations-{report.model}.jsonl"
-        report.write_generations(path)
+    try:
+        if path is not None:
+            report.write_generations(path)
+    except RunError:
+        _show(report, None, as_json=as_json)  # the disk may be full, but the metrics are known
+        raise
+    _show(report, path, as_json=as_json)
+
+
+def _show(report: EvaluationReport, written: Path | None, *, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(report.as_data(path), indent=2))
+        click.echo(json.dumps(report.as_data(written), indent=2))
     else:
-        _print(report, path)
+        _print(report, written)
 
 
 def _print(report: EvaluationReport, written: Path | None) -> None:
@@ -118,8 +128,9 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
     for result in results if len(results) > 1 else ():
         if result.answers:
             console.print(cell(f"{result.name}: {match_line(result.answers)}"))
-    if answers := report.answers:
+    if written is not None:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
+    if answers := report.answers:
         console.print(match_line(answers), style="bold")
 
 

@@ -63,7 +63,8 @@ def predict(
     this command starts the ranks itself, one for each GPU, or uses those of torchrun or SLURM.
     Responses do not depend on their number.
 
-    OUTPUT appears when all of it is written. Each line has the fields of the prompt's line, then
+    OUTPUT appears when all of it is written. Until then answers are stored in OUTPUT.part, and the
+    same command continues after them. Each line has the fields of the prompt's line, then
     answer and finish_reason: stop, or where it was truncated, length (generate.max_new_tokens) or
     context (the context length).
     """
@@ -72,22 +73,27 @@ def predict(
     from ..recipe.prediction import load
 
     asked = load(path, overrides)  # what is wrong is said before the slow imports
-    found = read_prompts(prompts)
+    found = [prompt.with_system(system) for prompt in read_prompts(prompts)]
     check_output(output, force=force)
     start_ranks(asked.parallel)
     with loading():
+        from ..inference.answer_journal import Output
         from ..inference.prediction import answer_prompts
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
 
     asked = replace(asked, parallel=with_replicas(asked.parallel))
     with joined(asked.parallel) as world:
-        shown = partial(progress, is_shown=world.is_main)
+        shown, place = partial(progress, is_shown=world.is_main), Output(output, force)
         answers = answer_prompts(
-            asked, path, overrides, found, world, system=system, seed=seed, progress=shown
+            asked, path, overrides, found, world, output=place, seed=seed, progress=shown
         )
+        if world.is_main:
+            write_answers(output, found, answers, doing=place.on_failure)
+        world.wait()  # ranks of other machines remove their own
+        if world.is_local_main:
+            place.remove_parts()
     if world.is_main:
-        write_answers(output, found, answers)
         click.echo(summary(answers, output))
 
 

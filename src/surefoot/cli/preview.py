@@ -137,6 +137,8 @@ def _lines(figures: DatasetStats) -> Iterator[str]:
         yield f"{_count(len(figures.broken), 'row')} cannot be read, such as {figures.broken[0]}"
     for reason, count in sorted(figures.dropped.items(), key=lambda item: -item[1]):
         yield f"{_count(count, 'example')} dropped: {reason}"
+    if figures.unread:
+        yield f"columns that nothing reads: {', '.join(figures.unread)}"
     if figures.cut:
         yield f"{_count(figures.cut, 'example')} truncated to data.cutoff_len"
 

@@ -43,5 +43,6 @@ class Example:
     rejected: Message | None = None  # ranking: the worse one
     label: bool | None = None  # kto: whether the last answer is desirable
     unread_mark: str | None = None  # a column that seems to say that, but that nothing reads
+    unread: tuple[str, ...] = ()  # columns that nothing reads, by names that mean something
     columns: JSON = field(default_factory=dict)  # the row itself, for rewards
     origin: str = ""  # "dataset:row", for messages to people

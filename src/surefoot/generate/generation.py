@@ -10,10 +10,10 @@ divide them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,17 @@ class Sample:
     def text_ids(self) -> tuple[int, ...]:
         """The ids without the stop token."""
         return self.ids[:-1] if self.finish_reason == "stop" else self.ids
+
+
+class SampleStore(Protocol):
+    """Responses that outlive this process, by the index of the prompt."""
+
+    @property
+    def known(self) -> Mapping[int, Sample]:
+        """Those of an earlier attempt; the same on all ranks."""
+
+    def add(self, found: Mapping[int, Sample]) -> None:
+        """Store those of one batch."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ def sample(
     seed: int | None = None,
     on_answered: Callable[[int], None] | None = None,
     share: BatchSlice = EVERYTHING,
+    store: SampleStore | None = None,
 ) -> dict[int, Sample]:
     """The responses to the prompts of ``share``, by the index of the prompt.
 
@@ -93,19 +105,23 @@ def sample(
         on_answered: called with the number of responses of each batch; also for batches of other
             replicas.
         share: the batches of this replica.
+        store: gets the responses of each batch; batches that it knows are not generated.
 
     A prompt that fills the context length gets an empty response; see ``room``.
     """
-    found: dict[int, Sample] = {}
+    known: Mapping[int, Sample] = {} if store is None else store.known
+    found = dict(known)
     allowed = [_allowed(model, prompt, section) for prompt in prompts]
     size = section.batch_size if _ignores_padding(model, prompts, section.batch_size) else 1
     batches = _batches([len(p) for p in prompts], allowed, size)
     for number, batch in enumerate(batches):
-        if share.has(number):
+        if share.has(number) and any(i not in known for i in batch):
             most, given = allowed[batch[0]], [prompts[i] for i in batch]
             with _seeded(None if seed is None else _derived(seed, number), model):
                 made = _sampled(model, given, section, most, stop_token_ids)
             found |= zip(batch, made, strict=True)
+            if store is not None:
+                store.add(dict(zip(batch, made, strict=True)))
         if on_answered is not None:
             on_answered(len(batch))
     return found

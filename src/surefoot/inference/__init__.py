@@ -1,7 +1,7 @@
 """Use trained models: find one by any path, open it as it was trained, evaluate it, export it."""
 
 from .conversation import Answer, Conversation
-from .exported import export
+from .exporting.exported import export
 from .model_loading import LoadedModel, open_model
 from .model_location import ModelLocation, locate
 from .prediction import predict

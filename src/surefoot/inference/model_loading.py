@@ -50,6 +50,7 @@ class LoadedModel:
     template: Template | None  # None: it only continues plain text
     recipe: Recipe | None = None  # of the run that made it
     folder: Path | None = None  # of the weights, of the adapter if it has one
+    folders: tuple[Path, ...] = ()  # of all weights
 
     @property
     def model(self) -> nn.Module:
@@ -138,7 +139,7 @@ def open_model(
         tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
         template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
         network = _open(parts, section, tokenizer, world, parallel)
-        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder)
+        return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
 
     return with_valid(find, load)
 
@@ -158,7 +159,7 @@ def open_start(
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
     template = codec.template if recipe.stage.uses_template else None
-    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder)
+    return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
 
 
 def _open(
@@ -194,6 +195,11 @@ class ModelFolders:
     def folder(self) -> Path:
         """The folder of the adapter or, without one, of the model."""
         return self.adapter or self.model
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """The folders of all weights."""
+        return tuple(one for one in (self.model, self.adapter, self.weights) if one is not None)
 
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.reading.verification import verify
-from ..errors import CheckpointError, ModelError, RecipeError
+from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
 from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES
@@ -62,14 +62,23 @@ def locate(path: str | Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
         return _of_folder(local, damaged)
     if str(path).startswith((".", "/", "~")):
         raise ModelError(f"no folder {path}; expected a run, a checkpoint, a model or an adapter")
-    return _of_folder(_of_hub(str(path)))
+    return _of_folder(_of_hub(str(path)), shown=str(path))
 
 
 def _of_hub(name: str) -> Path:
+    """The download of a hub model, or of a folder in one: ``me/run/checkpoint-4``."""
+    parts = name.split("/")
+    model, inside = "/".join(parts[:2]), "/".join(parts[2:])
+    if inside and files.is_folder(Path(model)):
+        raise ModelError(f"no folder {name}; expected a run, a checkpoint, a model or an adapter")
     try:
-        return fetch(ModelSection(path=name))
+        folder = fetch(ModelSection(path=model), inside=f"{inside}/" if inside else "") / inside
     except ModelError as error:  # which speaks of a recipe's field
-        raise ModelError(str(error).removeprefix("model.path: ")) from None
+        said = str(error).removeprefix("model.path: ")
+        raise ModelError(said.replace(repr(model), repr(name), 1)) from None
+    if not files.is_folder(folder):
+        raise ModelError(f"the hub model {model} has no folder {inside!r}")
+    return folder
 
 
 def _of_recipe(path: Path, damaged: Damaged) -> ModelLocation:
@@ -94,7 +103,10 @@ def _of_address(address: Address) -> ModelLocation:
     return _with_recipe(newest if best is None else remote.fetch(address.inside(best)))
 
 
-def _of_folder(folder: Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
+def _of_folder(
+    folder: Path, damaged: Damaged = NONE_DAMAGED, *, shown: str | None = None
+) -> ModelLocation:
+    """The weights in a folder, ``shown`` under another name if it is a download."""
     if detect_layout(folder) is not None:
         _check(folder)
         return _with_recipe(folder)
@@ -103,6 +115,13 @@ def _of_folder(folder: Path, damaged: Damaged = NONE_DAMAGED) -> ModelLocation:
     if (folder / RUN_RECIPE).is_file():
         raise CheckpointError(
             f"{folder}: this run has no checkpoint yet; `surefoot train` saves the first one"
+        )
+    if inside := [
+        name for name in files.list_folder(folder) if (folder / name / ADAPTER).is_file()
+    ]:
+        raise ModelError(
+            f"{shown or folder}: contains {counted(len(inside), 'adapter')} in folders of their "
+            f"own ({', '.join(inside)}); name one: {shown or folder}/{inside[0]}"
         )
     open_weights(folder)  # says what is there instead
     raise ModelError(f"{folder}: contains no weights that can be read")

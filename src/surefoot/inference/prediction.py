@@ -13,6 +13,7 @@ from ..generate.generation import context_length, room
 from ..generate.section import GenerateSection
 from ..parallel.world import World
 from ..recipe.prediction import Prediction, load
+from .answer_journal import Output, open_journal
 from .conversation import Answer, finish_reason
 from .model_loading import LoadedModel, open_model
 
@@ -27,17 +28,18 @@ def answer_prompts(
     prompts: Sequence[Prompt],
     world: World,
     *,
-    system: str | None = None,
+    output: Output,
     seed: int = 42,
     progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``. ``asked`` is what
-    ``path`` and ``overrides`` say; what they leave open of generation, the model's run says. Raises
-    as ``open_model`` and ``predict`` do."""
+    ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
+    Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
+    do."""
     opened = open_model(**asdict(asked.model), world=world, parallel=asked.parallel)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
-        return predict(opened, prompts, section, system=system, seed=seed, on_answered=advance)
+        return predict(opened, prompts, section, seed=seed, on_answered=advance, output=output)
 
 
 def predict(
@@ -48,6 +50,7 @@ def predict(
     system: str | None = None,
     seed: int = 42,
     on_answered: Callable[[int], None] | None = None,
+    output: Output | None = None,
 ) -> list[Answer]:
     """The response to every prompt, in order, on every rank of ``opened.world``. The batches are
     divided among the replicas of the model. Without a chat template, texts are continued.
@@ -59,15 +62,23 @@ def predict(
         system: a system message for prompts without one.
         seed: samples depend only on it, the prompts and ``batch_size``.
         on_answered: called with the number of responses of each batch.
+        output: beside which the responses are stored as they are made, and from which those of an
+            earlier attempt are taken; the caller writes it, and then removes them.
 
     Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
     _refuse_full(opened, prompts, asked, left)
-    stops, decode = opened.stop_token_ids, decoder(opened.tokenizer)
+    store = None if output is None else open_journal(output, opened, asked, section, seed)
+    decode = decoder(opened.tokenizer)
     found = opened.network.generate(
-        asked, section, seed=seed, stop_token_ids=stops, on_answered=on_answered
+        asked,
+        section,
+        seed=seed,
+        stop_token_ids=opened.stop_token_ids,
+        on_answered=on_answered,
+        store=store,
     )
     answers = [list(one.text_ids) for one in found]
     return [

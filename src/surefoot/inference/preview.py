@@ -12,6 +12,7 @@ from ..data.example import Example
 from ..data.rows.catalog import Catalog
 from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import read_examples
+from ..data.store.encoder import unread_in
 from ..data.text.codec import Codec
 from ..recipe.recipe import Recipe
 
@@ -59,6 +60,7 @@ class DatasetStats:
     broken: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> examples
     cut: int = 0
+    unread: list[str] = field(default_factory=list)  # columns that nothing reads
     items: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -121,6 +123,8 @@ def _add(
     )
     outcomes = recipe.stage.encode(examples, codec)
     wholes = recipe.stage.encode(examples, unlimited)
+    unread = unread_in(examples, [item for whole in wholes for item in _items(whole)])
+    stats.unread = list(dict.fromkeys((*stats.unread, *unread)))
     for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):
         shown = _shown(codec, example, outcome, whole)
         if shown.dropped:

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
+from ..errors import RecipeError
+
 HEAD = "the output head"
 ROUTER = "a router"
 READ = "its layer reads the weight itself, past any adapter"
@@ -139,14 +141,33 @@ def _left_out(
     if is_head:
         return HEAD, True
     kind: type = type(parent)
-    is_read = _reads_weight(kind, name.rpartition(".")[2])
+    is_read = reads_weight(kind, name.rpartition(".")[2])
     if name in routers:  # one with a forward pass of its own may return more than a product
         return ROUTER, not is_read and type(module).forward is nn.Linear.forward
     return (READ, False) if is_read else ("", True)
 
 
+def refuse_read_weights(model: PreTrainedModel) -> None:
+    """Raise ``RecipeError`` if a weight of ``model`` is read past the forward pass of its layer,
+    which is where tensor parallelism gathers or replicates it. Convolutions, which are often read
+    so, are left to the plan of tensor parallelism."""
+    modules = _modules(model)
+    for place, module in modules.items():
+        parent, _, name = place.rpartition(".")
+        has_weights = any(True for _ in module.parameters(recurse=False))
+        if not name or not has_weights or isinstance(module, nn.Conv1d):
+            continue
+        kind: type = type(modules[parent])
+        if reads_weight(kind, name):
+            raise RecipeError(
+                f"parallel.tp: {type(model).__name__} does not support tensor parallelism: "
+                f"{kind.__name__} reads the weight of {place} itself; leave tp at 1 and use "
+                "parallel.dp_shard"
+            )
+
+
 @cache
-def _reads_weight(parent: type, name: str) -> bool:
+def reads_weight(parent: type, name: str) -> bool:
     """Whether the code of ``parent`` multiplies by the weight of its linear layer ``name`` instead
     of calling the layer, perhaps in a fused kernel that only GPUs have. Then an adapter of that
     layer has no effect: Mamba's ``dt_proj``, and ``out_proj``, which PEFT refuses."""

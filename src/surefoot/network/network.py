@@ -17,7 +17,7 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
 from ..checkpoint.state.states import FileState, PartialState
-from ..generate.generation import BatchSlice, Ids, Sample, sample
+from ..generate.generation import BatchSlice, Ids, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
@@ -77,11 +77,13 @@ class Network:
         seed: int,
         stop_token_ids: Sequence[int] = (),
         on_answered: Callable[[int], None] | None = None,
+        store: SampleStore | None = None,
     ) -> list[Sample]:
         """The responses to all ``prompts`` of token ids, in order, on every rank. A collective
         call; batches are divided among ranks, and samples depend on prompts, settings and seed
         alone: torch's own generators are not changed. ``on_answered`` gets the number of responses
-        of each batch. Raises ``RecipeError`` if a model with this sharding cannot generate."""
+        of each batch, ``store`` the responses. Raises ``RecipeError`` if a model with this sharding
+        cannot generate."""
         with self.evaluating(), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
@@ -90,7 +92,8 @@ class Network:
                 stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *self.own_stops])),
                 seed=seed,
                 on_answered=on_answered,
-                share=self._share,
+                share=self.share,
+                store=store,
             )
         everywhere = {i: one for part in self.world.gathered(found) for i, one in part.items()}
         return [everywhere[i] for i in range(len(prompts))]
@@ -102,7 +105,7 @@ class Network:
         return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]
 
     @property
-    def _share(self) -> BatchSlice:
+    def share(self) -> BatchSlice:
         """The batches that this rank generates: those of the ranks that run in step with it."""
         world = self.world
         if self.options.only_generates:

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import RecipeError, counted
+from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.embedding_noise import add_embedding_noise
@@ -18,7 +19,6 @@ from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
-from ..model.pretrained.quantized import check_alone
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -28,7 +28,7 @@ from .heads import add_heads, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .tensors import REAL, Tensors, read_heads, recompute
+from .tensors import REAL, Tensors, check_quantization, read_heads, recompute
 
 logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
@@ -97,7 +97,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
-    check_alone(draft.section, draft.world.size)
+    check_quantization(draft)
     tensors.load(draft)
 
 
@@ -193,6 +193,8 @@ def divide_layers(draft: Draft, tensors: Tensors) -> None:
 
 def shard_weights(draft: Draft, tensors: Tensors) -> None:
     """Shard matrices over ``tp``, then all weights over the data axes, and load the shards."""
+    if draft.world.tp > 1 and draft.options.is_trainable:
+        refuse_read_weights(draft.inner)
     tensors.shard(draft)
 
 

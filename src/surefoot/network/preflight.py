@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from ..errors import ModelError, RecipeError, RunError
+from ..model.adaptable import refuse_read_weights
+from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.optimizer import Optimizer
@@ -34,7 +36,6 @@ def refuse_early(
     optim: Optimizer,
     *,
     num_processes: int,
-    tp: int,
     output_dir: Path,
 ) -> None:
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
@@ -42,13 +43,16 @@ def refuse_early(
     check_device(section)
     quantization(section)
     check_alone(section, num_processes)
-    plain = replace(options, parallel=ParallelSection())
+    parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
         network = open_network(base, section, None, ALONE, plain, MetaTensors())
     except NOT_ON_META:  # an architecture that needs values when it is made
         return
-    if tp > 1:
-        module_plans(network.inner, tp)
+    if parallel.tp > 1:
+        refuse_read_weights(network.inner)
+        module_plans(network.inner, parallel.tp)
+    if parallel.pp > 1:
+        parameters_of(network.inner, parallel.pp * parallel.num_parts)
     check_disk(output_dir, size_of_save(network, optim))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..checkpoint.layouts.opening import read_named, scattered
+from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
@@ -23,7 +23,14 @@ from ..model.pretrained.adapter import attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
+from ..model.pretrained.quantized import check_alone
 from ..model.pretrained.recomputation import recompute_activations
+from ..model.pretrained.stored_quantization import (
+    dequantization,
+    quantization_of,
+    refuse_own_weights,
+    refuse_uneven_blocks,
+)
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.generation_sharding import shard_for_generation
@@ -85,6 +92,8 @@ class RealTensors:
         if draft.start is not None:
             draft.inner = draft.start.model
             return
+        if quantization_of(config := read_config(base, section)) is not None:
+            refuse_uneven_blocks(config, open_folder(base).shapes(), base)
         weights = options.weights
         stored = scattered(base) if weights is None else read_named(weights, base)
         draft.inner = load_model(base, section, dtype=dtype, weights=stored)
@@ -174,6 +183,16 @@ class MetaTensors:
 REAL = RealTensors()
 
 
+def check_quantization(draft: Draft) -> None:
+    """Raise ``RecipeError`` if several ranks would use a base that is quantized in memory, and
+    ``ModelError`` or ``RecipeError`` if quantized files cannot be read, or not be trained."""
+    check_alone(draft.section, draft.world.size)
+    config, method = read_config(draft.base, draft.section), draft.options.method
+    dequantization(config, draft.section, draft.base)
+    if method is not None and method.saves_base_model:
+        refuse_own_weights(config, draft.base)
+
+
 def from_config(
     base: Path,
     section: ModelSection,
@@ -220,17 +239,12 @@ def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Mo
     method = draft.options.method
     if draft.section.adapter is not None:
         check_adapter(draft.section)
-        attach = partial(_attach, attach_from, draft.section.adapter)
+        folder = draft.section.adapter
+        attach = lambda model: attach_from(model, folder)  # noqa: E731
         return attach if method is None else partial(method.attach, attach=attach)
     if method is not None:
         return method.apply
     return lambda model: cast(nn.Module, model)
-
-
-def _attach(
-    attach_from: Callable[[PreTrainedModel, Path], nn.Module], folder: Path, model: PreTrainedModel
-) -> nn.Module:
-    return attach_from(model, folder)
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:

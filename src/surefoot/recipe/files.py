@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ..storage import files
 MAX_BYTES = 1_000_000
 RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
 ADAPTER = "adapter_config.json"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path has lost its second slash
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -31,6 +33,11 @@ def read_text(path: Path) -> str:
             raise RecipeError(f"{path}: {size} is too large for a recipe; is it another file?")
         raw = path.read_bytes()
     except FileNotFoundError:
+        if _URL.match(str(path)):
+            raise RecipeError(
+                f"{path}: is a URL; expected a recipe file or a folder of a run. Download the "
+                f"{RUN_RECIPE} of that run, and name it: its train.output_dir is the URL"
+            ) from None
         raise RecipeError(f"{path}: no such file{_near(path)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None

@@ -25,6 +25,10 @@ from ..model.pretrained.positions import CONFIG, num_positions, read_config, why
 from ..model.pretrained.tokenizer import load_tokenizer
 from .recipe import Recipe
 
+# Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
+# among the keys behind the query, too.
+KEPT_KEYS = "keep_window_size"
+
 
 def open_codec(recipe: Recipe, base: Path) -> Codec:
     """The tokenizer of the model in ``base`` with the recipe's new tokens and chat template.
@@ -62,13 +66,20 @@ def settled(recipe: Recipe, base: Path) -> Recipe:
 def fitted(recipe: Recipe, config: PretrainedConfig, folder: Path) -> Recipe:
     """The same for the model with ``config``, which ``folder`` contains."""
     limit, cutoff = num_positions(config), recipe.data.cutoff_len
+    window = getattr(config, KEPT_KEYS, None)
+    if cutoff is not None and window is not None and cutoff > window:
+        raise RecipeError(
+            f"data.cutoff_len: {cutoff:,} is more than {KEPT_KEYS} ({window:,}) in "
+            f"{folder / CONFIG}; transformers computes longer rows otherwise with padding than "
+            f"alone; set it to {window} or less"
+        )
     if cutoff is not None and limit is not None and cutoff > limit:
         raise RecipeError(
             f"data.cutoff_len: {cutoff:,} is more than the {limit:,} positions of the model "
             f"(max_position_embeddings in {folder / CONFIG}); {_cure(config, cutoff, limit)}"
         )
-    length = recipe.data.longest if limit is None else min(recipe.data.longest, limit)
-    return replace(recipe, data=replace(recipe.data, cutoff_len=length))
+    limits = (n for n in (recipe.data.longest, limit, window) if n is not None)
+    return replace(recipe, data=replace(recipe.data, cutoff_len=min(limits)))
 
 
 def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:

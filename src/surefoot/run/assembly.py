@@ -22,7 +22,8 @@ from .auxiliary import open_ahead
 from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
-from .policy import Around, build_codec, open_policy, settle_packing
+from .policy import Around, build_codec, check_early, open_policy, settle_packing
+from .prepared_model import compare_prepared
 from .recipe_callbacks import standard_callbacks
 from .saving import build_saver
 from .trainer_parts import assemble
@@ -77,6 +78,8 @@ def build(
     ``parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps forward and
     backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
+    if start is None and world.is_main:
+        check_early(recipe, world)
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
@@ -114,5 +117,6 @@ def build(
         check_code(code, start.folder)
     trainer.windows.memory.recall(trainer.state.global_step)
     settle_packing(recipe, trainer, policy, is_resumed=start is not None)
+    compare_prepared(trainer.state.kernels, policy)
     trainer.callbacks.emit("on_init_end")
     return trainer

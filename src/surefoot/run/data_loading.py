@@ -85,19 +85,22 @@ def no_batch(_features: Sequence[Features]) -> Batch:
 
 
 def longest_document(recipe: Recipe, data: TrainingData) -> int:
-    """Tokens of the longest document in packed rows; of those that are not encoded yet, as many as
-    ``data.cutoff_len`` allows."""
-    if not data.order(recipe.data, seed=recipe.train.seed).is_complete:
-        return recipe.data.longest
-    longest = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
-    return min(recipe.data.longest, longest)
+    """Tokens of the longest document in packed rows, with what the stage adds to it; of those that
+    are not encoded yet, as many as ``data.cutoff_len`` allows."""
+    longest = recipe.data.longest
+    if data.order(recipe.data, seed=recipe.train.seed).is_complete:
+        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
+        longest = min(longest, encoded)
+    return longest + recipe.stage.max_new_tokens
 
 
 def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
     """The bounds of the documents of a typical row of the run: its first one; for a stream, which
-    cannot be read in advance, one of documents half as long as they may be."""
+    cannot be read in advance, one of documents half as long as they may be. What the stage adds
+    to a document is there."""
+    added = recipe.stage.max_new_tokens
     if loader.order.is_complete:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
-        return [] if bounds is None else [int(bound) for bound in bounds]
-    length = recipe.data.longest // 2
+        return [] if bounds is None else [int(b) + i * added for i, b in enumerate(bounds)]
+    length = recipe.data.longest // 2 + added
     return [length * count for count in range(recipe.train.fixed_micro_batch_size + 1)]

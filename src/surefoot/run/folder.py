@@ -29,7 +29,15 @@ from ..recipe.recipe import Recipe, changes, dump, load
 from ..remote.mirror import Mirror
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
 from ..storage.address import Address, is_address
-from ..storage.files import is_folder, raising, size_of, write_aside, write_new
+from ..storage.files import (
+    NO_LOCKS,
+    explain,
+    is_folder,
+    raising,
+    size_of,
+    write_aside,
+    write_new,
+)
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, int], int]  # from a recipe and the ranks of a machine
@@ -89,6 +97,16 @@ def _locked(folder: Path) -> Iterator[None]:
                 f"train.output_dir: another process is training in {folder}; "
                 "stop it or choose another folder"
             ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise RunError(
+                    f"train.output_dir: cannot lock {folder}: {explain(error)}"
+                ) from None
+            logger.warning(
+                "%s: this file system has no locks, so a second process that trains in the same "
+                "folder is not noticed; start only one",
+                folder,
+            )
         yield
     finally:
         os.close(descriptor)

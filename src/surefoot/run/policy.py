@@ -89,7 +89,6 @@ def check_early(recipe: Recipe, world: World) -> None:
         options_of(recipe),
         recipe.optim,
         num_processes=world.size,
-        tp=world.tp,
         output_dir=recipe.train.folder,
     )
 

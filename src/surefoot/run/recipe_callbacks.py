@@ -10,6 +10,7 @@ from ..callbacks.jsonl import NAME as METRICS
 from ..callbacks.jsonl import Jsonl
 from ..callbacks.plot import NAME as PLOT
 from ..callbacks.plot import Plot
+from ..callbacks.tensorboard import FOLDER as TENSORBOARD
 from ..callbacks.tensorboard import TensorBoard
 from ..callbacks.warm_up import WarmUp
 from ..parallel.world import ALONE, World
@@ -36,5 +37,5 @@ def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCall
     if recipe.model.compile:
         members.append(WarmUp())
     if "tensorboard" in section.report_to:
-        members.append(TensorBoard(folder / "tensorboard"))
+        members.append(TensorBoard(folder / TENSORBOARD))
     return members

@@ -40,7 +40,6 @@ from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .out_of_memory import explain_out_of_memory
-from .policy import check_early
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
@@ -127,8 +126,6 @@ def _run(
             interchange.refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
             mirror = mirror_of(folder, recipe)
-            if start is None:
-                check_early(recipe, world)
         start = world.from_main(start)
         trainer = build(
             recipe,

@@ -50,6 +50,8 @@ class DPO:
     eval_spec: ClassVar[OutputSpec] = LOGPS
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    group_size: ClassVar[int] = 1
+    max_new_tokens: ClassVar[int] = 0
     prepare = as_loaded
     metrics = as_measured
 

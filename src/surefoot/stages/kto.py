@@ -48,6 +48,8 @@ class KTO:
     eval_spec: ClassVar[OutputSpec] = LOGPS
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    group_size: ClassVar[int] = 1
+    max_new_tokens: ClassVar[int] = 0
     metrics = as_measured
 
     beta: float = 0.1

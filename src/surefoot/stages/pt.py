@@ -36,6 +36,8 @@ class PT:
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
+    group_size: ClassVar[int] = 1
+    max_new_tokens: ClassVar[int] = 0
     collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded

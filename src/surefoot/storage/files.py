@@ -25,6 +25,7 @@ from .os_errors import raising as raising  # noqa: PLC0414
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
 PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
+_FETCH = 8 << 20  # bytes that are fetched ahead of sequential reads
 _DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
@@ -33,7 +34,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # on some network disks
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EINVAL)  # nor flushes
 
 
 @contextlib.contextmanager
@@ -53,6 +54,7 @@ class File:
         self.path = path
         self._descriptor = descriptor
         self._is_direct = False
+        self._end = -1  # of the last read
         self._close = weakref.finalize(self, os.close, descriptor)  # whoever forgets to
         self._close.atexit = False
 
@@ -78,12 +80,20 @@ class File:
         """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
         done = 0
         with _naming(self.path):
+            self._fetch(offset, len(view))
             while done < len(view):
                 count = os.preadv(self._descriptor, [view[done : done + BLOCK]], offset + done)
                 if not count:
                     short = f"the file ends {len(view) - done} bytes too early"
                     raise OSError(errno.ENODATA, short)
                 done += count
+
+    def _fetch(self, offset: int, length: int) -> None:
+        """Let the system read what follows in a sequence, while this is hashed."""
+        is_next, self._end = offset == self._end, offset + length
+        if is_next and length >= BLOCK and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._end, _FETCH, os.POSIX_FADV_WILLNEED)
 
     def read(self, offset: int, length: int) -> bytes:
         """The ``length`` bytes from ``offset`` on. The caller bounds ``length``."""
@@ -120,8 +130,7 @@ class File:
                 done += count
 
     def bypass_cache(self) -> None:
-        """Bypass the page cache for all later writes, where system and disk allow it: there, a
-        checkpoint would cost another copy, and evict pages that are in use."""
+        """Bypass the page cache for later writes, if possible: it would cost another copy."""
         with contextlib.suppress(OSError):
             self._set_direct(True)
 
@@ -171,7 +180,7 @@ class File:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 return False
         return True
@@ -292,9 +301,13 @@ def new_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Return when the names in ``path`` (not the files' bytes) are on the disk."""
-    with _naming(path), File(os.open(path, _FOLDER), path) as folder:
-        folder.sync()
+    """Return when the names in ``path`` (not the files' bytes) are on the disk, if it can do it."""
+    with File(os.open(path, _FOLDER), path) as folder:
+        try:
+            folder.sync()
+        except OSError as error:
+            if error.errno not in NO_LOCKS:  # it flushes no folders
+                raise
 
 
 def rename(old: Path, new: Path) -> None:
@@ -316,7 +329,8 @@ def share(old: Path, new: Path) -> bool:
         os.unlink(new)
     with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
-        return True
+    with contextlib.suppress(OSError):  # a network disk may link them, and lose its answer
+        return os.path.samestat(os.lstat(old), os.lstat(new))
     return False
 
 
@@ -346,7 +360,7 @@ def remove_tree(path: Path) -> None:
         except OSError as error:
             if error.errno == errno.ENOTEMPTY and (patience := patience - 1):
                 continue
-            if error.errno != errno.ENOENT:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
         left.pop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import weakref
@@ -12,7 +11,6 @@ from ..errors import CheckpointError
 from . import files
 
 NAME = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)  # as some network disks say
 
 
 def lock(folder: Path) -> int:
@@ -27,7 +25,7 @@ def lock(folder: Path) -> int:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in files.NO_LOCKS:
             os.close(descriptor)
             raise CheckpointError(
                 f"{folder}: another process is saving here; stop it or choose another folder"

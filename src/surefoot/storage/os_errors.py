@@ -23,6 +23,8 @@ _REASONS = {
     errno.EISDIR: "it is a folder",
     errno.ELOOP: "it is a symbolic link, which is not followed here",
     errno.ENAMETOOLONG: "the name is too long",
+    errno.ESTALE: "another machine has replaced or removed it meanwhile; try again",
+    errno.EBUSY: "another process still has it open; end that process or try again later",
     errno.EFBIG: "the file system does not allow files this large",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }

@@ -46,7 +46,7 @@ class Saver:
     is_foreign: bool = False  # whether another trainer wrote `resumed_from`
     world: World = ALONE
     listeners: Sequence[SaveListener] = ()  # on rank 0 only
-    beside: Sequence[str] = ()  # files of the run to flush before a checkpoint is committed
+    beside: Sequence[str] = ()  # of the run, to flush before a checkpoint is committed
     blocking_seconds: float = field(init=False, default=0.0)  # how long the loop waited for saves
     num_left_out: int = field(init=False, default=0)  # saves left out because one was in flight
     checkpoints: AsyncSaver = field(init=False)

@@ -106,6 +106,14 @@ class Stage(Protocol):
     def mini_batches(self) -> int:
         """Optimizer steps of each pass."""
 
+    @property
+    def group_size(self) -> int:
+        """Examples that ``prepare`` makes of each one that was loaded."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that it adds to each of them at most."""
+
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
         dropped. The same whatever its settings are."""

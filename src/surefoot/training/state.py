@@ -22,6 +22,7 @@ class Kernels:
 
     packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
     shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once
+    prepared: dict[str, str] | None = None  # how the model was made ready; None: not recorded
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Read ``kernels`` of a saved TrainerState or, in older checkpoints, its former fields."""
@@ -29,6 +30,7 @@ class Kernels:
         for name, former in _FORMER.items():
             found = saved.get(name) if isinstance(saved, Mapping) else state.get(former)
             setattr(self, name, found)
+        self.prepared = saved.get("prepared") if isinstance(saved, Mapping) else None
 
 
 @dataclass

@@ -94,7 +94,8 @@ def test_the_first_does_not_commit_before_the_last_has_reported(tmp_path):
     threads = others(tmp_path, ranks=(1,))
     first = threading.Thread(target=lambda: write(*job(tmp_path, 0)))
     first.start()
-    while not any(tmp_path.glob(".*.part/.rank_00001.json")):
+    # its file stays; its report is gone as soon as the first one has read it
+    while not any(tmp_path.glob(".*.part/rank_00001/model.safetensors")):
         assert first.is_alive() and threads[0].is_alive()
         time.sleep(0.01)
     time.sleep(0.2)

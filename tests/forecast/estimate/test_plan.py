@@ -1,6 +1,7 @@
 """A whole plan: what it says of data, time and other settings, and that it loads nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ from surefoot.forecast.estimate.dry_run import NotRehearsedError
 from surefoot.forecast.estimate.memory_estimate import make_plan, measured_speed
 from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.recipe.recipe import load
+from surefoot.run.assembly import build
+
+REWARD = Path(__file__).parents[2] / "stage_rewards.py"
 
 ALONE = Machine(1, on_gpu=False)
 
@@ -225,3 +229,24 @@ def test_pairs_are_planned_before_anybody_is_asked_about_them(tmp_path):
     assert not (tmp_path / "cache").exists()
     state = surefoot.train(pairs.recipe).state
     assert plan(pairs).course.tokens == state.num_input_tokens_seen
+
+
+def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
+    settings = {"group_size": 3, "max_new_tokens": 6, "passes": 2, "mini_batches": 3}
+    stage = {"grpo": {"reward": f"{REWARD}:varied", **settings}}
+    train = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": None, "num_epochs": 0.5}
+    data = {"max_samples": 16}
+    sampled = Project(tmp_path / "project", stage=stage, train=train, data=data)
+    found = plan(sampled)
+    assert found.heaviest.trained == 2 * 6
+    assert found.heaviest.tokens > 2 * 6
+    state = surefoot.train(sampled.recipe).state
+    assert found.course.steps == state.global_step == 2 * 2 * 3
+    assert found.course.windows == 2
+    assert found.course.micro_batches == 2, "12 responses in 3 parts of 2 micro-batches"
+    assert state.num_input_tokens_seen <= found.course.tokens
+    assert found.course.tokens == pytest.approx(state.num_input_tokens_seen, rel=0.15)
+    assert found.course.trained_tokens == 2 * 4 * 3 * 6 * 2, "windows, prompts, group, passes"
+    trainer = build(load(sampled.recipe, ["checkpoint.resume=none", "train.output_dir=other"]))
+    prompts = trainer.windows.loader.order.examples.lengths
+    assert trainer.policy.network.options.longest == prompts.max() + 6

@@ -46,7 +46,7 @@ def test_what_is_kept_is_what_torch_really_saves(tmp_path, kind, precision, reco
         assert found == pytest.approx(kept(real, micro_batch, precision), rel=bound), lengths
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "qwen3", "mixtral"])
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 def test_other_architectures_need_no_formula_of_their_own(tmp_path, kind, packing):
     made = recipe(tmp_path, kind, data={"packing": packing})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -314,7 +313,7 @@ class AsyncSaver:
         verdicts = retention.decide(
             saved,
             self._rule,
-            now=time.time(),
+            now=self._times.clock(),
             metrics=metrics,
             greater=self.greater_is_better,
             protected=kept,

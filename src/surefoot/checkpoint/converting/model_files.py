@@ -64,9 +64,16 @@ def configs(
     changes: Mapping[str, object] | None = None,
     stop_token_ids: tuple[int, ...] = (),
 ) -> dict[str, bytes]:
-    """The two configuration files of ``folder`` for ``source``, with ``changes`` to config.json."""
+    """The two configuration files of ``folder`` for ``source``, with ``changes`` to config.json.
+    Raises ``ModelError`` if the files of ``folder`` contain quantized weights."""
     changes = changes or {}
     config = {**read_config(folder / _CONFIG), **changes}
+    if isinstance(stored := config.get("quantization_config"), dict):
+        raise ModelError(
+            f"{folder}: its weights are quantized ({stored.get('quant_method')}), so they can be "
+            "neither cast nor merged with an adapter; open both with PEFT, or pass the model that "
+            "they were made from as --base"
+        )
     inner = config.get("text_config")
     if isinstance(inner, dict):
         inner.update({name: value for name, value in changes.items() if name in inner})

@@ -10,6 +10,7 @@ the folder itself.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ _COMMITTED = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 _PART = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.part")
 _FORGOTTEN = re.compile(r"\.checkpoint-\d+\.[0-9a-f]+\.forgotten")
 _ATTEMPTS = 100
+_IN_USE = (errno.EBUSY, errno.ENOTEMPTY)  # of a network disk that keeps deleted files while open
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,18 @@ def being_written(root: Path) -> list[Path]:
 
 
 def clean(root: Path) -> list[Path]:
-    """Delete the leftovers of killed processes, not of living ones; returns the folders."""
+    """Delete the leftovers of killed processes, not of living ones; returns the folders. Those
+    with files that another process still reads remain until a later call."""
     removed = []
     with files.raising(CheckpointError, f"cannot clean up in {root}"):
         for name in files.names_in(root):
             remove = _remove if _FORGOTTEN.fullmatch(name) else _remove_if_dead
-            if is_leftover(name) and remove(root / name):
-                removed.append(root / name)
+            try:
+                if is_leftover(name) and remove(root / name):
+                    removed.append(root / name)
+            except OSError as error:
+                if error.errno not in _IN_USE:
+                    raise
     return removed
 
 
@@ -192,6 +199,13 @@ def parts_of(target: Path) -> list[Path]:
     ]
 
 
+def _empty(folder: Path) -> None:
+    """Delete what is in ``folder``, the manifest last: without it nobody would know the owner."""
+    inside = [name for name in files.names_in(folder) if name != MANIFEST]
+    for name in (*inside, MANIFEST):
+        files.remove_tree(folder / name)
+
+
 def _remove(folder: Path) -> bool:
     files.remove_tree(folder)
     return True
@@ -209,8 +223,10 @@ def _remove_unwritten(folder: Path, *, has_locks: bool) -> bool:
     for _ in range(2):
         try:
             with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
-                is_dead = manifest.lock() and manifest.is_at(manifest.path)
-                return is_dead and _remove(folder)
+                if not (manifest.lock() and manifest.is_at(manifest.path)):
+                    return False
+                _empty(folder)
+            return _remove(folder)  # closed before: of an open file, a network disk keeps a name
         except BlockingIOError:
             return False  # it is being written
         except FileNotFoundError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from . import strict_json, tensorfile
 from .commit import check_step
 from .manifest import MANIFEST, STATE, Manifest, Piece, parse
 
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 WHAT_TO_DO = "the file is damaged; resume from an earlier checkpoint"
 
 
@@ -107,10 +110,18 @@ class CheckpointFolder:
                 )
 
 
+def is_download(folder: Path) -> bool:
+    """Whether ``folder`` is in the cache of a hub: its files are links, and some may be missing."""
+    return any(
+        parent.name == "snapshots" and _COMMIT.fullmatch(child.name)
+        for child, parent in pairwise((folder, *folder.parents))
+    )
+
+
 def open_checkpoint(folder: Path, *, follow: bool = False) -> CheckpointFolder:
     """Open ``folder`` by its manifest; a ``CheckpointError`` if it is not a complete checkpoint.
-    With ``follow``, its files may be links."""
-    where = folder / MANIFEST
+    With ``follow``, and in the cache of a hub, its files may be links."""
+    where, follow = folder / MANIFEST, follow or is_download(folder)
     with files.raising(CheckpointError):
         if not files.exists(where):
             why = f"was never committed: it has no {MANIFEST}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,11 +148,19 @@ def seconds(created: str | None) -> float | None:
         return None
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 by the wall clock of now, and then by one that never jumps: a clock that
+    is set forward in the middle of a run must not make its checkpoints old."""
+    began, since = time.time(), time.monotonic()
+    return lambda: began + time.monotonic() - since
+
+
 @dataclass(frozen=True)
 class Times:
     """When the checkpoints under ``root`` were saved, as far as a policy needs it."""
 
     root: Path
+    clock: Callable[[], float] = field(default_factory=steady_clock)
     _known: dict[int, float | None] = field(default_factory=dict)
 
     def of(self, rule: RetentionPolicy, *, coming: int | None = None) -> dict[int, float | None]:
@@ -160,7 +168,7 @@ class Times:
         asks = rule.keep_hours is not None
         times = {step_of(p): self._of(p) if asks else None for p in committed(self.root)}
         if coming is not None:
-            times[coming] = self._known[coming] = time.time()
+            times[coming] = self._known[coming] = self.clock()
         return times
 
     def _of(self, path: Path) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from ..disk.retention import (
 )
 from .listing import CheckpointLine, has_hashes, list_run, state_of
 
+logger = logging.getLogger(__name__)
 LOCK = ".lock"
 
 
@@ -70,7 +72,12 @@ def untrained(folder: Path) -> Iterator[None]:
         lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
     with lock:
         try:
-            lock.lock()
+            if not lock.lock():
+                logger.warning(
+                    "%s: this file system has no locks, so a process that trains there is not "
+                    "noticed; prune only when none does",
+                    folder,
+                )
         except BlockingIOError:
             raise CheckpointError(
                 f"{folder}: a process is training there, and deletes old checkpoints itself; "

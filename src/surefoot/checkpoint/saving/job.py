@@ -52,7 +52,7 @@ class Job:
     nonce: str | None = None  # of the folder aside, on which they have agreed
     attempt: int = 0  # how often it has failed; a folder aside for each
     share: bool = True  # files equal to the parent's are linked instead of written again
-    beside: Sequence[str] = ()  # files under ``root`` to flush before the commit
+    beside: Sequence[str] = ()  # files and folders under ``root`` to flush before the commit
     makes_root: bool = True  # False if ``root`` must exist: a run is never divided
     most_sharing: int = 8  # checkpoints that may have one file in common
     name: str | None = None  # of the folder, if it is not checkpoint-{step}

@@ -77,9 +77,13 @@ def write(
 
 def _flush(job: Job) -> None:
     """Flush the files beside the checkpoints: no step in this one may be missing in them."""
-    for name in job.beside:
-        with contextlib.suppress(FileNotFoundError), files.open_file(job.root / name) as file:
-            file.sync()
+    for path in (job.root / name for name in job.beside):
+        inside = [path / name for name in files.names_in(path)]
+        for each in inside or [path]:
+            with contextlib.suppress(FileNotFoundError), files.open_file(each) as file:
+                file.sync()
+        if inside:
+            files.sync_folder(path)
 
 
 def _size_of(job: Job) -> int | None:

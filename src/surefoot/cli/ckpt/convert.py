@@ -33,7 +33,7 @@ def convert(
     copied from file to file: no model is built, and memory does not grow with it.
     """
     from ...checkpoint.converting.origin import OptionError
-    from ...inference.conversion import convert as write
+    from ...inference.exporting.conversion import convert as write
 
     given = {name: value for name, value in options.items() if value}
     kind = kind or _usual(given)
@@ -47,7 +47,7 @@ def convert(
 
 
 def _usual(given: dict[str, object]) -> str:
-    from ...inference.conversion import TARGETS, USUAL
+    from ...inference.exporting.conversion import TARGETS, USUAL
 
     if "layout" not in given and "mesh" not in given:
         names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"
@@ -56,7 +56,7 @@ def _usual(given: dict[str, object]) -> str:
 
 
 def _target(kind: str, given: dict[str, Any]) -> Target:
-    from ...inference.conversion import TARGETS
+    from ...inference.exporting.conversion import TARGETS
     from ...schema import settings
 
     known = settings(TARGETS[kind])

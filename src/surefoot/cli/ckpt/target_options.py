@@ -31,7 +31,7 @@ class TargetCommand(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options of the targets come between its own and the last."""
-        from ...inference.conversion import TARGETS
+        from ...inference.exporting.conversion import TARGETS
 
         own = super().get_params(ctx)
         known = all_settings(TARGETS)

@@ -27,6 +27,7 @@ class DatasetReport:
     items: int = 0  # encoded examples, or pieces of long texts
     tokens: int = 0
     trained_tokens: int = 0  # that carry a label
+    unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -38,6 +39,8 @@ class DatasetReport:
             yield from shown(self.broken)
         for reason, count in self.dropped.items():
             yield f"{self.name}: examples dropped: {count:,} ({reason})"
+        if self.unread:
+            yield f"{self.name}: columns that nothing reads: {', '.join(self.unread)}"
         if self.cut:
             yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
 
@@ -61,7 +64,8 @@ def report_from(saved: JSON, name: str) -> DatasetReport:
     """The report stored in a folder of the cache, with the dataset's current name."""
     fields: dict[str, Any] = dict(saved)
     broken = tuple(BrokenRow(**row) for row in fields["broken"])
-    return DatasetReport(**{**fields, "broken": broken, "name": name})
+    unread = tuple(fields.get("unread", ()))
+    return DatasetReport(**{**fields, "broken": broken, "unread": unread, "name": name})
 
 
 def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
@@ -75,6 +79,7 @@ def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
         items=one.items + more.items,
         tokens=one.tokens + more.tokens,
         trained_tokens=one.trained_tokens + more.trained_tokens,
+        unread=tuple(dict.fromkeys((*one.unread, *more.unread))),
     )
 
 

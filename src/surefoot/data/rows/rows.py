@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -13,7 +13,7 @@ from .formats import FORMATS
 from .formats.fields import Row, nearest
 from .registry import DatasetEntry
 from .row_sources import BrokenRow
-from .unread_columns import check_columns, unread_mark
+from .unread_columns import check_columns, meaningful_columns, read_columns, unread_mark
 
 
 def read_examples(
@@ -23,13 +23,14 @@ def read_examples(
     lists is in none of them, and at the first broken row above ``max_broken_rows``."""
     found: dict[str, None] = {}  # all columns so far, in the order in which they came
     broken: list[BrokenRow] = []
+    read = read_columns(entry)
     rows = iter(entry.source.rows())
     limit = min((n for n in (max_samples, entry.num_samples) if n is not None), default=None)
     for index, row in enumerate(islice(rows, limit)):
         if not isinstance(row, BrokenRow):
             found.update(dict.fromkeys(row))
             check_columns(entry, index, row)
-        item = _read(entry, index, row)
+        item = _read(entry, index, row, read)
         if isinstance(item, BrokenRow):
             broken.append(item)
         if len(broken) > max_broken_rows:
@@ -41,13 +42,20 @@ def read_examples(
     _check_columns(entry, found, rows)
 
 
-def _read(entry: DatasetEntry, index: int, row: Row | BrokenRow) -> Example | BrokenRow:
+def _read(
+    entry: DatasetEntry, index: int, row: Row | BrokenRow, read: Collection[str]
+) -> Example | BrokenRow:
     if isinstance(row, BrokenRow):
         return row
     try:
         example = entry.format.read(row)
-        mark, origin = unread_mark(entry, row), f"{entry.name}:{index}"
-        return replace(example, columns=row, origin=origin, unread_mark=mark)
+        return replace(
+            example,
+            columns=row,
+            origin=f"{entry.name}:{index}",
+            unread_mark=unread_mark(entry, row),
+            unread=meaningful_columns(row, read),
+        )
     except DataError as error:
         return BrokenRow(index, str(error))
 

@@ -1,18 +1,35 @@
 """Columns that change what a row means, in rows whose entry does not read them.
 
-Rows may have any other columns, such as ids. But a row with an image is not its text alone, and a
+Rows may have any other columns, such as ids; of these, a report names those that sound as if they
+meant something. But a row with an image is not its text alone, and a
 response that is marked wrong must not be imitated. Such a column stops the run until its entry says
 what it is; null says that it means nothing here.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+from dataclasses import fields
+
 from ...errors import DataError
 from .formats.fields import Row
-from .registry import MEDIA, DatasetEntry
+from .registry import MEDIA, RANKING_COLUMNS, DatasetEntry
 
+SINGLE = ("response", "completion")  # not read of a row with two responses
+EMPTY: tuple[object, ...] = (None, "", [], {})
 MARKS = ("kto_tag", "label")  # usual names of a column with true for good responses
 TRUTH = ("true", "false")  # csv has only text
+# Words in the name of a column that is about how to read, or to train on, its row.
+WORDS = re.compile(
+    r"(?<![a-z])(?:"
+    r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
+    r"systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
+    r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
+    r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
+    r")(?![a-z])",
+    re.IGNORECASE,
+)
 
 
 def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
@@ -30,6 +47,21 @@ def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
             'add "columns": {"tools": "functions"} to the entry, or {"tools": null} to train '
             "without them"
         )
+
+
+def meaningful_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
+    """The columns of a row that have a value, are not in ``read``, and have a name that means
+    something."""
+    others = (name for name in row if name not in read and WORDS.search(name))
+    return tuple(name for name in others if row[name] not in EMPTY)
+
+
+def read_columns(entry: DatasetEntry) -> set[str]:
+    """The columns that the format of an entry reads, and those that the entry mentions."""
+    form, names = entry.format, {field.name for field in fields(entry.format)}
+    unread = SINGLE if form.ranking else RANKING_COLUMNS
+    own = {getattr(form, name) for name in names - {"ranking", *unread}}
+    return {name for name in (*own, *entry.named) if isinstance(name, str)}
 
 
 def unread_mark(entry: DatasetEntry, row: Row) -> str | None:

@@ -95,8 +95,16 @@ class Encoder:
             items=len(items),
             tokens=sum(map(num_tokens, items)),
             trained_tokens=sum(map(_num_trained, items)),
+            unread=unread_in(batch, items),
         )
         self.report = add(self.report, more)
+
+
+def unread_in(rows: Iterable[Row], items: Iterable[Features]) -> tuple[str, ...]:
+    """The columns of ``rows`` that nothing reads; none if their ``items`` keep complete rows."""
+    if any("row" in item for item in items):
+        return ()
+    return tuple(dict.fromkeys(c for row in rows if isinstance(row, Example) for c in row.unread))
 
 
 def _num_trained(item: Features) -> int:

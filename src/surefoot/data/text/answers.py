@@ -35,8 +35,11 @@ def check_output(path: Path, *, force: bool) -> None:
         make_folder(path.absolute().parent)
 
 
-def write_answers(path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText]) -> None:
-    """One JSON object a line: the prompt's own, answer, finish_reason. Raises ``RunError``."""
+def write_answers(
+    path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText], *, doing: str
+) -> None:
+    """One JSON object a line: the prompt's own, answer, finish_reason. Raises ``RunError``, which
+    begins with ``doing``."""
     lines = [
         json.dumps(
             {**prompt.row, "answer": answer.text, "finish_reason": answer.finish_reason},
@@ -44,5 +47,5 @@ def write_answers(path: Path, prompts: Sequence[Prompt], answers: Sequence[Answe
         )
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    with raising(RunError, "cannot write the answers"):
+    with raising(RunError, doing):
         write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))

@@ -27,6 +27,7 @@ class RunLength:
 
     steps: int
     steps_per_epoch: int
+    windows: int  # of examples that are loaded; a stage may take several steps on each
     micro_batches: int  # of a process in a step
     tokens: int  # over all steps and processes, padding not counted
     trained_tokens: int
@@ -53,34 +54,47 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
 
 def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) -> RunLength:
     """Steps and tokens of the whole run."""
-    section = recipe.train
-    steps_per_epoch = -(-len(lengths) // loader.global_batch_size)
+    section, stage, batching = recipe.train, recipe.stage, loader.batching
+    per_window = stage.passes * stage.mini_batches
+    steps_per_epoch = -(-len(lengths) // loader.global_batch_size) * per_window
     steps = section.max_steps or math.ceil(section.num_epochs * steps_per_epoch)
-    batching = loader.batching
+    windows = -(-steps // per_window)
     counts = np.zeros(2, np.int64)
-    for items in _items(loader, steps):
+    for items in _items(loader, windows):
         counts += [lengths[items].sum(), trained[items].sum()]
+    counts = counts * stage.group_size * steps // (windows * stage.mini_batches)
+    part = -(-loader.global_batch_size * stage.group_size // stage.mini_batches)
     return RunLength(
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        micro_batches=loader.global_batch_size // (batching.micro_batch_size * batching.world_size),
+        windows=windows,
+        micro_batches=-(-part // (batching.micro_batch_size * batching.world_size)),
         tokens=int(counts[0]),
         trained_tokens=int(counts[1]),
     )
 
 
 def heaviest(
-    loader: Loader, steps: int, lengths: Index, trained: Index, *, logit_weight: float = 0.0
+    loader: Loader,
+    steps: int,
+    lengths: Index,
+    trained: Index,
+    *,
+    logit_weight: float = 0.0,
+    group_size: int = 1,
+    added: int = 0,
 ) -> Index:
     """[items] The micro-batch that needs the most memory: tokens, padding included, plus trained
-    positions times ``logit_weight``, the cost of one relative to a token."""
+    positions times ``logit_weight``, the cost of one relative to a token. A stage makes
+    ``group_size`` examples of each item, all with ``added`` tokens, which ``lengths`` include."""
     best, found = -1.0, np.arange(0)
     batching, tokens_of = loader.batching, loader.order.examples.lengths_of
     size, ranks, packing = batching.micro_batch_size, batching.world_size, batching.packing
     for items in _items(loader, steps):
-        for windows in _windows(loader, items):
+        for loaded in _windows(loader, items):
+            windows = np.repeat(loaded, group_size, axis=1)
             count = num_passes(windows.shape[1], size, ranks)
-            dealt = tokens_of(windows)  # what the run deals by, shared prompts or not
+            dealt = tokens_of(windows) + added  # the run deals by these, shared prompts or not
             groups = balance_by_length(
                 dealt, micro_batch_size=size, world_size=ranks, packing=packing
             )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...model.adaptable import refuse_read_weights
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
 from ...model.section import Recomputation
@@ -98,6 +99,7 @@ class FakeTensors:
         _put(draft.module, self.mode, setting.gathered)
         pack(self.quantized, draft.section, self.mode, setting.quantized)
         if setting.tp > 1:
+            refuse_read_weights(inner)
             axis, size = FakeAxis(setting.tp), inner.config.get_text_config().vocab_size
             self.vocabulary = VocabParallelLogits(axis, size) if cuts_vocabulary(inner) else None
             with self.mode:

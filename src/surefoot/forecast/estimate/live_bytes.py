@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .fake_kernels import run
 from .memory_model import Snapshot
 
 KINDS = ("activations", "logits", "copies")
@@ -52,7 +53,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Run the operation, and record the storages it has created."""
-        out = func(*args, **(kwargs or {}))
+        out = run(func, args, kwargs)
         made = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
         if made:  # not so for views, and for what an operation has changed in place
             given = {_place(tensor) for tensor in _tensors((args, kwargs))}

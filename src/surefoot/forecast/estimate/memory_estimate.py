@@ -125,11 +125,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     base = resolve(recipe.model, weights=False)
     codec = build_codec(recipe, base)
     examples = examples_of(recipe, codec)
-    lengths = token_counts(recipe, examples.dataset)
-    trained = trained_counts(examples.dataset)
+    added = recipe.stage.max_new_tokens  # to each example; in a run they may be fewer
+    lengths = token_counts(recipe, examples.dataset) + added
+    trained = trained_counts(examples.dataset) + added
     loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
-    ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.steps)
+    ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.windows)
     held = processes(recipe, ground)
     alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
     found = rehearsed(recipe, ground, held, as_held=True)

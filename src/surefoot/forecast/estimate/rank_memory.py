@@ -54,7 +54,7 @@ class PlanBase:
     dataset: EncodedDataset
     lengths: Index
     trained: Index
-    steps: int
+    windows: int
 
 
 def processes(recipe: Recipe, ground: PlanBase) -> list[DryRunModel]:
@@ -215,13 +215,20 @@ def dry_run_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
 
 def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
+    stage, packing = recipe.stage, recipe.data.packing
     items = heaviest(
-        loader, ground.steps, ground.lengths, ground.trained, logit_weight=logit_weight
+        loader,
+        ground.windows,
+        ground.lengths,
+        ground.trained,
+        logit_weight=logit_weight,
+        group_size=stage.group_size,
+        added=stage.max_new_tokens,
     )
     features = [ground.dataset[int(item)] for item in items]
-    packing = recipe.data.packing
-    found = blank_examples(recipe.stage, ground.codec, features, packing=packing)
-    batch = recipe.stage.collate(found[: len(features)], packing=packing)
+    found = blank_examples(stage, ground.codec, features, packing=packing)
+    one_of_each = found[:: stage.group_size][: len(features)]
+    batch = stage.collate(one_of_each, packing=packing)
     return batch if shares_prompts(recipe) else unshared(batch)
 
 

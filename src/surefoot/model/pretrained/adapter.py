@@ -47,6 +47,7 @@ def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
     """``model`` wrapped by an adapter like the one in ``folder``, whose values are not read."""
     from peft import PeftConfig, get_peft_model
 
+    _check_config(folder)
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = config.init_lora_weights = False
     with warnings.catch_warnings():
@@ -72,13 +73,21 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
         )
 
 
-def _check(folder: Path) -> None:
+def _check_config(folder: Path) -> None:
     if not (folder / "adapter_config.json").is_file():
-        raise ModelError(f"{folder}: no adapter_config.json; expected the folder of a PEFT adapter")
+        inside = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
+        of = f"; it contains several ({', '.join(inside)}): name one" if inside else ""
+        raise ModelError(
+            f"{folder}: no adapter_config.json; expected the local folder of a PEFT adapter{of}"
+        )
     try:
         json.loads((folder / "adapter_config.json").read_bytes())
     except ValueError as error:
         raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
+
+
+def _check(folder: Path) -> None:
+    _check_config(folder)
     if not (folder / WEIGHTS).is_file():
         found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
         raise ModelError(f"{folder}: no {WEIGHTS}{found}")

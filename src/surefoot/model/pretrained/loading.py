@@ -23,14 +23,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from ...errors import ModelError, counted
 from ...storage import files
+from ...storage.address import is_address
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
+from .stored_quantization import dequantization
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
 PLACES = ("", "rank_00000/", "rank_0/", "checkpoint/rank_0/", "iteration_*/")  # ours, MindSpore's
-FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py")  # never pickles
+FILES = ("*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*recipe.yaml")  # never pickles
+_NOT_NEEDED = ("optimizer*.safetensors", "*/optimizer*.safetensors")  # of checkpoints of Surefoot
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,6 +54,11 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     Raises:
         ModelError: no such folder and no such hub model, or a folder without safetensors weights.
     """
+    if is_address(section.path):
+        raise ModelError(
+            f"model.path: {section.path} is a URL; expected a folder or a hub id. Write its latest "
+            f"checkpoint to a folder with `surefoot export {section.path} FOLDER`, and name that"
+        )
     local = Path(section.path)
     folder = local if files.exists(local) else fetch(section, weights=weights)
     if not files.is_folder(folder):
@@ -71,14 +79,20 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
     return folder
 
 
-def fetch(section: ModelSection, *, weights: bool = True) -> Path:
-    """The files of a hub model (or adapter) in the local cache, without pickles."""
-    patterns = [name for name in FILES if weights or name != WEIGHTS]
+def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> Path:
+    """The files of a hub model (or adapter) in the local cache, without pickles; of one folder
+    ``inside`` it, or all."""
+    patterns = [f"{inside}{name}" for name in FILES if weights or name != WEIGHTS]
     if section.hub == "modelscope":
         return _download_modelscope(section, patterns)
     try:
         return Path(
-            snapshot_download(section.path, revision=section.revision, allow_patterns=patterns)
+            snapshot_download(
+                section.path,
+                revision=section.revision,
+                allow_patterns=patterns,
+                ignore_patterns=list(_NOT_NEEDED),
+            )
         )
     except HFValidationError:
         raise ModelError(
@@ -138,6 +152,7 @@ def load_model(
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = read_config(folder, section)
+        stored = dequantization(config, section, folder)
         opened = AutoModelForCausalLM
         if weights is not None:  # the general class would look for files
             opened = AutoModelForCausalLM._model_mapping[type(config)]
@@ -147,7 +162,7 @@ def load_model(
             config=config,
             dtype=dtype,
             device_map=_device_map(is_empty=is_empty, is_quantized=quantized is not None),
-            quantization_config=quantized,
+            quantization_config=quantized or stored,
             attn_implementation=attention,
             use_safetensors=True,
             trust_remote_code=section.trust_remote_code,

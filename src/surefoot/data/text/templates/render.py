@@ -20,7 +20,6 @@ from .limits import try_within_limits
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_USUAL = (jinja2.TemplateError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 _TOOL: dict[str, object] = {
     "type": "function",
     "function": {

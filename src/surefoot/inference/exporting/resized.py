@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checkpoint.sources.source import Shape, TensorSource
-from ..geometry.box import Box
+from ...checkpoint.sources.source import Shape, TensorSource
+from ...geometry.box import Box
 
 BLOCK = 4 << 20  # elements read at a time
 

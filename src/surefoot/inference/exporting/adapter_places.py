@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..checkpoint.layouts.adapter_merge import PREFIX, Updated
-from ..checkpoint.sources.lora import ExpertSlice
-from ..errors import CheckpointError, ModelError
-from ..model import FullWeights
-from ..model.adaptable import adapted
-from ..model.fused_parameters import names_unless_split, places
-from ..model.pretrained.adapter import attach_empty
-from ..model.pretrained.weights import names_in_files
+from ...checkpoint.layouts.adapter_merge import PREFIX, Updated
+from ...checkpoint.sources.lora import ExpertSlice
+from ...errors import CheckpointError, ModelError
+from ...model import FullWeights
+from ...model.adaptable import adapted
+from ...model.fused_parameters import names_unless_split, places
+from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.weights import names_in_files
 
 
 def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.converting.origin import Done, Hints, Origin
-from ..checkpoint.disk.folder import open_checkpoint
-from ..checkpoint.sources.copying import Progress
-from ..errors import CheckpointError
-from ..interchange.arguments import RunSections
-from ..interchange.to_trainer import save_trainer_checkpoint
-from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, load
+from ...checkpoint.converting.origin import Done, Hints, Origin
+from ...checkpoint.disk.folder import open_checkpoint
+from ...checkpoint.sources.copying import Progress
+from ...errors import CheckpointError
+from ...interchange.arguments import RunSections
+from ...interchange.to_trainer import save_trainer_checkpoint
+from ...recipe.files import RUN_RECIPE
+from ...recipe.recipe import Recipe, load
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,26 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.converting.model_files import configs
-from ..checkpoint.converting.targets.huggingface import refuse_taken
-from ..checkpoint.disk.atomic_folder import new_folder, write_small
-from ..checkpoint.disk.companions import companions_of
-from ..checkpoint.layouts.adapter_merge import PREFIX, Updated, merged
-from ..checkpoint.layouts.opening import open_folder, open_role
-from ..checkpoint.sources.copying import DtypeName, cast, copy
-from ..checkpoint.sources.lora import same_values
-from ..checkpoint.sources.source import Renamed, TensorSource
-from ..data.section import without_datasets
-from ..data.text.codec import Codec
-from ..data.text.templates import load_template, saved_source
-from ..errors import ModelError
-from ..model.pretrained.positions import changed_config, extension_of
-from ..model.pretrained.tokenizer import load_tokenizer
-from ..model.section import ModelSection
-from ..network.heads import HEADS
-from ..recipe.run_checkpoint import Damaged
+from ...checkpoint.converting.model_files import configs
+from ...checkpoint.converting.targets.huggingface import refuse_taken
+from ...checkpoint.disk.atomic_folder import new_folder, write_small
+from ...checkpoint.disk.companions import companions_of
+from ...checkpoint.layouts.adapter_merge import PREFIX, Updated, merged
+from ...checkpoint.layouts.opening import open_folder, open_role
+from ...checkpoint.sources.copying import DtypeName, cast, copy
+from ...checkpoint.sources.lora import same_values
+from ...checkpoint.sources.source import Renamed, TensorSource
+from ...data.section import without_datasets
+from ...data.text.codec import Codec
+from ...data.text.templates import load_template, saved_source
+from ...errors import ModelError
+from ...model.pretrained.positions import changed_config, extension_of
+from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.section import ModelSection
+from ...network.heads import HEADS
+from ...recipe.run_checkpoint import Damaged
+from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
-from .model_loading import ModelFolders, find_parts, with_valid
 from .resized import Grown
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from ..checkpoint.converting.origin import Done, Hints, Target, WholeModel
-from ..checkpoint.converting.targets import TARGETS as CHECKPOINT_TARGETS
-from ..checkpoint.layouts.mindspore.layout import MindSpore
-from ..checkpoint.layouts.mindspore.mindspore_model import MindSporeHints, open_model
-from ..checkpoint.sources.copying import DtypeName, Progress, silent
-from ..checkpoint.sources.source import TensorSource
-from ..interchange.source import open_source
+from ...checkpoint.converting.origin import Done, Hints, Target, WholeModel
+from ...checkpoint.converting.targets import TARGETS as CHECKPOINT_TARGETS
+from ...checkpoint.layouts.mindspore.layout import MindSpore
+from ...checkpoint.layouts.mindspore.mindspore_model import MindSporeHints, open_model
+from ...checkpoint.sources.copying import DtypeName, Progress, silent
+from ...checkpoint.sources.source import TensorSource
+from ...interchange.source import open_source
+from ..model_loading import ModelFolders, find_parts
+from ..model_location import locate
 from .exported import whole_model
-from .model_loading import ModelFolders, find_parts
-from .model_location import locate
 from .trainer_target import TrainerCheckpoint
 
 TARGETS: Mapping[str, type[Target]] = {**CHECKPOINT_TARGETS, "trainer": TrainerCheckpoint}

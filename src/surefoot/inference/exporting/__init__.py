@@ -1,0 +1,1 @@
+"""Complete models and other formats, written from checkpoints and adapters."""
