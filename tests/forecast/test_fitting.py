@@ -10,6 +10,7 @@ from surefoot.forecast import fitting
 from surefoot.forecast.estimate.memory_estimate import make_plan
 from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.forecast.fitting import choose_micro_batch_size, fastest_fit, largest_fit
+from surefoot.forecast.other_settings import RECOMPUTE, changed
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
@@ -55,6 +56,10 @@ def test_the_fastest_policy_with_which_the_recipe_fits_is_chosen(project):
     assert len(set(need)) == 3
     found = fastest_fit(asked, GPU, for_model(need[1]))
     assert (found.policy, found.micro_batch_size) == ("selective", 16)
+    adapted = loaded(project, "method=lora")
+    assert fitting._policies(adapted, GPU) == ["none", "full", "offload"]
+    with pytest.raises(RecipeError, match="selective would keep products to which an adapter"):
+        peak(changed(adapted, {RECOMPUTE: "selective"}), GPU)
     assert fitting._policies(asked, Machine(1, on_gpu=False)) == ["none", "selective", "full"]
 
 

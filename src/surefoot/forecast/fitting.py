@@ -89,12 +89,15 @@ def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
     most examples do; with the largest micro-batch that fits. None: not even one example does.
     ``memory`` and ``taken`` are those of ``largest_fit``."""
     wanted, limit = recipe.train.micro_batch_size, _limit(machine, memory, taken)
-    trials = [_Trial.of(recipe, machine, policy) for policy in _policies(recipe, machine)]
-    if trials[-1].peak(1) > limit:
+    *others, least = _policies(recipe, machine)
+    last = _Trial.of(recipe, machine, least)
+    if last.peak(1) > limit:
         return None
-    for trial in trials:
-        if trial.peak(1 if wanted == "auto" else trial.nearest(wanted)) <= limit:
-            return trial.largest(limit, taken)
+    trials: list[_Trial] = []
+    for policy in (*others, least):
+        trials.append(last if policy == least else _Trial.of(recipe, machine, policy))
+        if trials[-1].peak(1 if wanted == "auto" else trials[-1].nearest(wanted)) <= limit:
+            return trials[-1].largest(limit, taken)
     found = [fit for trial in trials if (fit := trial.largest(limit, taken)) is not None]
     return max(found, key=lambda fit: fit.micro_batch_size, default=None)
 
@@ -109,7 +112,8 @@ def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
 def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
     """Those that differ on the machine and go with the recipe."""
     found = dict.fromkeys(recomputes_on(machine, policy) for policy in POLICIES)
-    return [each for each in found if not (each == "selective" and recipe.model.compile)]
+    is_whole = recipe.method.saves_base_model and not recipe.model.compile
+    return [each for each in found if each != "selective" or is_whole]
 
 
 def _limit(machine: Machine, memory: int, taken: int) -> int:

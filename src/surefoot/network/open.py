@@ -27,8 +27,9 @@ from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
+from .recomputation import recompute
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
-from .tensors import REAL, Tensors, check_quantization, read_heads, recompute
+from .tensors import REAL, Tensors, check_quantization, read_heads
 
 logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]

@@ -24,7 +24,6 @@ from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
 from ..model.pretrained.quantized import check_alone
-from ..model.pretrained.recomputation import recompute_activations
 from ..model.pretrained.stored_quantization import (
     dequantization,
     quantization_of,
@@ -262,10 +261,3 @@ def _shard(draft: Draft) -> dict[str, Cuts]:
 
 def _zeros(dtype: torch.dtype, box: Box) -> torch.Tensor:
     return torch.zeros(box.shape, dtype=dtype)
-
-
-def recompute(draft: Draft, tensors: Tensors) -> None:
-    """Recompute activations in the backward pass."""
-    if draft.options.is_trainable:
-        policy = draft.section.gradient_checkpointing
-        recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
