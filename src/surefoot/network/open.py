@@ -14,7 +14,6 @@ from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.embedding_noise import add_embedding_noise
-from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
@@ -25,9 +24,9 @@ from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
+from .layer_steps import fuse_lora, recompute
 from .network import Network
 from .parameter_names import name_parameters
-from .recomputation import recompute
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, check_quantization, read_heads
 
@@ -147,13 +146,6 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
         draft.heads = add_heads(draft.inner, draft.options.heads)
         if tensors.have_values:
             read_heads(draft)
-
-
-def fuse_lora(draft: Draft, _: Tensors) -> None:
-    """Compute each linear map that has an adapter in one autograd function."""
-    is_run = draft.options.method is not None or draft.world.tp > 1  # which cuts modules alone
-    if draft.module is not draft.inner and is_run:
-        enable_fused_lora(draft.module)
 
 
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
