@@ -9,7 +9,8 @@ traceback.
     ├── CheckpointError     a checkpoint: missing, damaged, or without what is needed
     │   └── DamagedFileError    a file of it is not the one that was saved
     └── RunError            a run that cannot continue: output_dir is in use, the loss is NaN
-        └── LostPeerError   another rank of it has died; that rank's error is the cause
+        ├── LostPeerError   another rank of it has died; that rank's error is the cause
+        └── OutOfMemoryError    a rank ran out of memory; the next launch needs less
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from signal import Signals
 
 SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (train.on_nan)
+OUT_OF_MEMORY = 4  # exit code of a rank for which all ranks start again with less
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
@@ -90,3 +92,8 @@ class LostPeerError(RunError):
     def __init__(self, message: str, ended_by: Signals | None = None) -> None:
         super().__init__(message)
         self.ended_by = ended_by
+
+
+class OutOfMemoryError(RunError):
+    """A rank has run out of memory where others wait for it; smaller batches are written down, with
+    which all ranks can start again."""

@@ -39,7 +39,7 @@ def test_the_screen_tells_all_of_it(recipe):
         assert f"\n{word} " in out
     assert "4 of 4 at a time, the one being written included" in out
     assert "shared memory of a rank" in out
-    assert "model.gradient_checkpointing=true" in out
+    assert "model.gradient_checkpointing=full" in out
     assert "train.micro_batch_size=4" in out
     assert "lengths are those of 24 rows" in out
 
@@ -66,7 +66,7 @@ def test_json_holds_all_of_it(recipe):
     assert found["steps"] == 12
     assert found["checkpoint"]["disk"] == 4 * found["checkpoint"]["total"]
     assert found["seconds"] is None
-    assert {"model.gradient_checkpointing": True} in [o["changes"] for o in found["options"]]
+    assert {"model.gradient_checkpointing": "full"} in [o["changes"] for o in found["options"]]
 
 
 def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
@@ -130,3 +130,29 @@ def test_a_mistake_is_told_without_a_traceback(recipe, args, words):
 )
 def test_a_time_is_told_in_two_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_settings_are_chosen_for_a_memory(recipe):
+    asked = ["--memory", "0.6GB", "--device", "gpu", "train.micro_batch_size=8"]
+    done = run(recipe, *asked)
+    assert done.exit_code == 0, done.stderr
+    assert (
+        "fits in memory: model.gradient_checkpointing=none train.micro_batch_size=8" in done.stdout
+    )
+    assert "of 600 MB" in done.stdout
+    too_little = run(recipe, "--memory", "501 MB", "--device", "gpu")
+    assert too_little.exit_code == 2
+    assert "not even one example per micro-batch fits in 501 MB" in too_little.stderr
+
+
+@pytest.mark.parametrize("size", ["much", "-1GB", "0", "1..2GB"])
+def test_a_memory_is_a_size(size, recipe):
+    done = run(recipe, f"--memory={size}")
+    assert done.exit_code == 2
+    assert "expected a size such as 24GB or 80GiB" in done.stderr
+
+
+def test_an_automatic_size_needs_a_memory(recipe):
+    done = run(recipe, "train.micro_batch_size=auto", "--device", "gpu")
+    assert done.exit_code == 2
+    assert "name it with --memory" in done.stderr

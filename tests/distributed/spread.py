@@ -19,7 +19,8 @@ from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation
-from surefoot.model.pretrained.loading import device, recompute_activations
+from surefoot.model.pretrained.loading import device
+from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
 from surefoot.network.open import ON_THE_MESH, Draft, finish

@@ -37,9 +37,9 @@ def test_a_micro_batch_of_another_size_divides_the_batch(times, part, ranks, exp
 def test_settings_of_a_section_change_together():
     made = recipe(global_batch_size=8, micro_batch_size=2)
     several = changed(made, {"parallel.num_processes": 4})
-    found = changed(several, {"parallel.dp_shard": 2, "parallel.tp": 2, RECOMPUTE: True})
-    assert (found.parallel.dp_shard, found.parallel.tp, value(found, RECOMPUTE)) == (2, 2, True)
-    assert not made.model.gradient_checkpointing
+    found = changed(several, {"parallel.dp_shard": 2, "parallel.tp": 2, RECOMPUTE: "full"})
+    assert (found.parallel.dp_shard, found.parallel.tp, value(found, RECOMPUTE)) == (2, 2, "full")
+    assert made.model.gradient_checkpointing == "none"
 
 
 def test_every_other_setting_is_said_to_be_what_its_recipe_is():

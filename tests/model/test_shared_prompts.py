@@ -21,7 +21,7 @@ from surefoot.model.attention.packed import PREFIX
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import logprob_head_of
 from surefoot.model.pretrained.compiled import compile_layers
-from surefoot.model.pretrained.loading import recompute_activations
+from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.tensor.sequence_parallel import widened
 

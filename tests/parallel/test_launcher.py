@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from surefoot.errors import RunError
+from surefoot.errors import OUT_OF_MEMORY, RunError
 from surefoot.parallel import launcher
 from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes
 from surefoot.parallel.section import ParallelSection
@@ -243,3 +243,16 @@ def is_alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
         return file.read().split()[2] != "Z"
+
+
+def test_ranks_that_have_lowered_their_batches_start_again_without_counting(tmp_path):
+    script = f"""
+    import os, sys
+    from pathlib import Path
+    launches = Path({str(tmp_path)!r})
+    (launches / f"{{os.environ['RANK']}}-{{os.getpid()}}").touch()
+    is_short = os.environ["RANK"] == "1" and len([*launches.glob("1-*")]) < 3
+    sys.exit({OUT_OF_MEMORY} if is_short else 0)
+    """
+    assert launch(command(script), 2) == 0
+    assert len([*tmp_path.glob("1-*")]) == 3

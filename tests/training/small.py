@@ -25,6 +25,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import Callbacks, Context, TrainerCallback
 from surefoot.training.control.log_accumulator import LogAccumulator
+from surefoot.training.control.out_of_memory import MemoryGuard
 from surefoot.training.control.triggers import IntervalCallback, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner
@@ -142,12 +143,14 @@ def trainer(
         Trigger(save_steps),
     )
     context = Context(section, policy, learner, folder, loader.num_examples, loader.steps_per_epoch)
-    sizes = section.micro_batch_size, section.global_batch_size
+    memory = MemoryGuard.of(section)
+    memory.folder, memory.sizes = folder, state.fitted
+    sizes = memory, section.global_batch_size
     return Trainer(
         section=section,
         stage=stage,
         learners={"policy": learner},
-        windows=Windows(loader, stage, no_context, NOTHING, section.seed),
+        windows=Windows(loader, stage, no_context, NOTHING, section.seed, memory),
         evals={"": EvaluationSet(list(evals), NOTHING)} if evals else {},
         evaluation=Evaluation(stage, network, no_context, make, *sizes, ALONE),
         saver=Saver(
@@ -170,6 +173,7 @@ def no_context(_place):
 
 def resume(built, folder):
     load(folder, built.states)
+    built.windows.memory.recall(built.state.global_step)
     return replace(built, saver=replace(built.saver, resumed_from=folder))
 
 

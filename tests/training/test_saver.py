@@ -3,7 +3,9 @@
 import json
 import os
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -273,3 +275,40 @@ def test_a_best_step_that_was_not_saved_has_no_path_in_trainer_state_json(tmp_pa
         told = json.loads((folder / "trainer_state.json").read_text())
         named, step = told["best_model_checkpoint"], told["best_global_step"]
         assert (named is not None) == (step in steps_in(tmp_path))
+
+
+def test_a_snapshot_that_will_not_fit_is_said_before_the_first_save(tmp_path, caplog, monkeypatch):
+    made = small.trainer(tmp_path, max_steps=2, save_steps=2)
+    size = 3 * sum(p.nbytes for p in made.policy.module.parameters())  # with two moments
+    free = "surefoot.checkpoint.background.snapshot_buffer.free_memory"
+    monkeypatch.setattr(free, lambda: size + (96 << 20) - 1000)
+    made.fit()
+    first, second = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert first.startswith("a snapshot of the state will not fit in main memory (")
+    assert "set checkpoint.async_save: false" in first
+    assert second.startswith("asynchronous saves are off (no room for a snapshot of the state (")
+    assert verify(tmp_path / "checkpoint-2", full=True).ok
+
+
+SMALL_SHM = """
+mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {python} -c '
+from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
+made = SnapshotBuffer.create(8 << 20)
+made.view[:] = bytes(made.size)
+made.close()
+'
+"""
+
+
+def test_a_small_dev_shm_is_no_limit_to_a_snapshot():
+    unshared = ["unshare", "--mount", "sh", "-c"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(
+            [*unshared, "mount -t tmpfs tmpfs /dev/shm"], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("nothing may be mounted here")
+    script = SMALL_SHM.format(python=sys.executable)
+    done = subprocess.run([*unshared, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

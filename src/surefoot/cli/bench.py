@@ -108,7 +108,7 @@ def _lines(found: Search, figures: BenchResult, one: SingleRankRecipe) -> Iterat
         rank = f"measured as one rank of {one.num_processes:,}"
         yield "processes", f"{rank}: {share}, without communication"
     train = found.recipe.train
-    examples = counted(train.micro_batch_size, "example")
+    examples = counted(train.fixed_micro_batch_size, "example")
     passes = f"{train.gradient_accumulation_steps:,} × {examples}"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
     speed = f"{figures.tokens_per_second:,.0f} tokens/s"

@@ -10,7 +10,7 @@ import traceback
 import click
 
 from .. import __version__
-from ..errors import LostPeerError, SurefootError, shortened
+from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..log import configure
 from ..terminal_text import visible
 
@@ -73,6 +73,8 @@ class Commands(click.Group):
         except SurefootError as error:
             if ctx.params["verbose"]:
                 traceback.print_exc()
+            if isinstance(error, OutOfMemoryError):
+                raise MemoryFailure(str(error)) from error
             is_echo = isinstance(error, LostPeerError)
             if isinstance(error, LostPeerError) and error.ended_by is not None:
                 raise click.exceptions.Exit(128 + error.ended_by) from None
@@ -103,6 +105,12 @@ class PeerFailure(Failure):
     """Another rank has failed, so a restart may succeed: the exit code is not 2."""
 
     exit_code = 1
+
+
+class MemoryFailure(Failure):
+    """A rank is out of memory: all ranks start again with smaller batches."""
+
+    exit_code = OUT_OF_MEMORY
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

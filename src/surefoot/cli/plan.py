@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..forecast.estimate.memory_estimate import Plan
+    from ..forecast.estimate.rank_memory import Machine
     from ..recipe.recipe import Recipe
 
 PARTS = {
@@ -30,6 +33,28 @@ PARTS = {
 }
 SNAPSHOT = "the copy of an asynchronous save"
 _NUMBERS = ("memory", "in total", "size", "a process", "difference")
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"([0-9.]+) *(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
+
+
+def _size(_context: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    """Bytes from ``24GB``, ``80GiB`` or a number."""
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    try:
+        assert found is not None
+        number, unit = float(found[1]), found[2].upper()
+        power = list(_UNITS).index(unit)
+        size = int(number * (1024**power if found[3] else _UNITS[unit]))
+        assert size > 0
+    except (AssertionError, ValueError):
+        raise click.BadParameter(
+            f"expected a size such as 24GB or 80GiB, got {text!r}", param=option
+        ) from None
+    return size
 
 
 @click.command()
@@ -52,6 +77,13 @@ _NUMBERS = ("memory", "in total", "size", "a process", "difference")
     metavar="X",
     help="Speed of all ranks together, to estimate the time.",
 )
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=_size,
+    help="Choose model.gradient_checkpointing and train.micro_batch_size so that a rank fits in "
+    "SIZE, such as 24GB.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     recipe: Path,
@@ -59,6 +91,7 @@ def plan(
     num_processes: int | None,
     device: str | None,
     tokens_per_second: float | None,
+    memory: int | None,
     as_json: bool,
 ) -> None:
     """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
@@ -66,6 +99,10 @@ def plan(
     No weights are read: the model's config.json is enough. One step runs on fake tensors (shapes
     without data), so the memory of saved activations is counted, not estimated by a formula. Tokens
     are those of the encoded datasets if they are in the cache, otherwise those of a sample of rows.
+
+    With --memory, the plan is that of the recipe with the fastest model.gradient_checkpointing
+    (none, selective, full, offload, in this order) with which the recipe's micro-batch fits, and
+    with the largest micro-batch that fits then. A tenth of SIZE is left free.
 
     The speed is taken from train.output_dir/metrics.jsonl if the run has begun, unless it is given.
 
@@ -82,11 +119,49 @@ def plan(
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
+        loaded, machine, said = _fitted(loaded, machine, memory)
         found = make_plan(loaded, machine, tokens_per_second)
     if as_json:
-        print_json(as_data(found))
+        print_json(as_data(found) | ({"fitted": said} if said else {}))
         return
+    if said:
+        words = " ".join(f"{name}={_value(value)}" for name, value in said.items())
+        console().print(f"fits in memory: {words}", soft_wrap=True)
     show(loaded, found, is_given=tokens_per_second is not None)
+
+
+def _fitted(
+    recipe: Recipe, machine: Machine, memory: int | None
+) -> tuple[Recipe, Machine, dict[str, object]]:
+    """The recipe with settings that fit in ``memory``, the machine with that much, and what was
+    set. Without ``memory``, only a micro-batch size of auto is chosen."""
+    from ..errors import RecipeError
+    from ..forecast.estimate.memory_estimate import imported
+    from ..forecast.fitting import fastest_fit, largest_fit
+    from ..forecast.other_settings import SIZE, changed
+
+    taken = 0 if machine.on_gpu else imported()
+    if memory is None and recipe.train.micro_batch_size != "auto":
+        return recipe, machine, {}
+    if memory is not None:
+        machine = replace(machine, capacity=memory)
+        fit = fastest_fit(recipe, machine, memory, taken=taken)
+    elif machine.capacity is None:
+        raise RecipeError(
+            "train.micro_batch_size: auto depends on the memory of a rank, which is not that of "
+            "this machine; name it with --memory"
+        )
+    else:
+        fit = largest_fit(recipe, machine, machine.capacity, taken=taken)
+    if fit is None:
+        raise RecipeError(
+            f"not even one example per micro-batch fits in {in_bytes(machine.capacity)}, whatever "
+            "is recomputed; lower data.cutoff_len, train an adapter (method: lora, "
+            "model.quantization_bit: 4), or shard the model (--num-processes with "
+            "parallel.dp_shard)"
+        )
+    chosen = fit.changes if memory is not None else {SIZE: fit.micro_batch_size}
+    return changed(recipe, chosen), machine, dict(chosen)
 
 
 def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
@@ -124,7 +199,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
         else f"from a sample of {counted(found.rows_read, 'row')}"
     )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
-    examples = counted(recipe.train.micro_batch_size, "example")
+    examples = counted(recipe.train.fixed_micro_batch_size, "example")
     passes = f"{course.micro_batches:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
     most = " (all responses of stage.grpo.max_new_tokens)" if recipe.stage.max_new_tokens else ""

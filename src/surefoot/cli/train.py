@@ -16,6 +16,7 @@ from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
+    from ..run.folder import SizeChoice
     from ..run.from_python.outcome import Outcome
     from ..training.state import TrainerState
 
@@ -53,7 +54,7 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         for name in loaded.method.packages:
             importlib.import_module(name)
 
-    outcome = run(loaded, trust_pickle=trust_pickle)
+    outcome = run(loaded, trust_pickle=trust_pickle, choose=_choice(loaded))
     if outcome.is_main:
         with contextlib.suppress(OSError):  # the terminal may be closed
             click.echo("\n".join(_ending(loaded, outcome)), err=True)
@@ -61,6 +62,17 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         raise SystemExit(128 + outcome.signal)
     if outcome.state.num_skipped:
         raise SystemExit(SKIPPED_STEPS)
+
+
+def _choice(recipe: Recipe) -> SizeChoice:
+    """What finds the number that ``train.micro_batch_size: auto`` is."""
+    if recipe.train.micro_batch_size != "auto":
+        from surefoot.run.folder import no_choice
+
+        return no_choice
+    from surefoot.forecast.fitting import choose_micro_batch_size
+
+    return choose_micro_batch_size
 
 
 def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:

@@ -11,7 +11,7 @@ SIZE, PACKING = "train.micro_batch_size", "data.packing"
 RECOMPUTE, COMPILE = "model.gradient_checkpointing", "model.compile"
 _MOST_TENSORS = 8  # processes of tp: beyond those of one machine it is too slow
 
-Changes = Mapping[str, int | bool]  # by dotted path
+Changes = Mapping[str, int | bool | str]  # by dotted path
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
     yield from _splits(recipe, num_processes)
     yield from _tensors(recipe, num_processes)
     yield from _pipelines(recipe, num_processes)
-    recomputes = not value(recipe, RECOMPUTE)
-    effect = "about a fifth slower" if recomputes else "about a fifth faster"
-    yield _change(recipe, {RECOMPUTE: recomputes}, effect, is_faster=not recomputes)
+    policy = toggled(recipe, RECOMPUTE)
+    is_faster = policy == "none"
+    effect = "about a fifth faster" if is_faster else "about a fifth slower"
+    yield _change(recipe, {RECOMPUTE: policy}, effect, is_faster=is_faster)
     num_data_ranks = num_processes // recipe.parallel.tp // recipe.parallel.pp
     if smaller := resized(recipe, 1, 2, num_data_ranks=num_data_ranks):
         yield _change(recipe, smaller, "more and smaller micro-batches")
@@ -39,23 +40,30 @@ def changes(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
         yield _change(recipe, larger, "fewer and larger micro-batches", is_faster=True)
 
 
+def toggled(recipe: Recipe, name: str) -> bool | str:
+    """The other value of a setting with two; of recomputation, whether there is any."""
+    if name == RECOMPUTE:
+        return "full" if recipe.model.gradient_checkpointing == "none" else "none"
+    return not value(recipe, name)
+
+
 def resized(recipe: Recipe, times: int, part: int, *, num_data_ranks: int = 1) -> Changes:
     """A micro-batch ``times`` / ``part`` as large; nothing if that does not divide the batch."""
     train = recipe.train
-    size, rest = divmod(train.micro_batch_size * times, part)
+    size, rest = divmod(train.fixed_micro_batch_size * times, part)
     return {} if rest or train.global_batch_size % (size * num_data_ranks) else {SIZE: size}
 
 
-def value(recipe: Recipe, name: str) -> int | bool:
+def value(recipe: Recipe, name: str) -> int | bool | str:
     """A setting by its dotted path."""
     section, _, setting = name.partition(".")
-    found: int | bool = getattr(getattr(recipe, section), setting)
+    found: int | bool | str = getattr(getattr(recipe, section), setting)
     return found
 
 
 def changed(recipe: Recipe, changes: Changes) -> Recipe:
     """The same with other settings. Those of a section change together: they are checked as one."""
-    names: dict[str, dict[str, int | bool]] = {}
+    names: dict[str, dict[str, int | bool | str]] = {}
     for name, new in changes.items():
         section, _, setting = name.partition(".")
         names.setdefault(section, {})[setting] = new
@@ -104,7 +112,7 @@ def _pipelines(recipe: Recipe, num_processes: int) -> Iterator[SettingsChange]:
 def _divides(recipe: Recipe, num_data_ranks: int) -> bool:
     """Whether so many ranks divide the examples of a step evenly."""
     train = recipe.train
-    return train.global_batch_size % (train.micro_batch_size * num_data_ranks) == 0
+    return train.global_batch_size % (train.fixed_micro_batch_size * num_data_ranks) == 0
 
 
 def _meshed(

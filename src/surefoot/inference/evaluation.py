@@ -64,7 +64,7 @@ def measure(
 
 def num_batches(recipe: Recipe, num_examples: int) -> int:
     """The approximate number of batches of ``measure``."""
-    return -(-num_examples // recipe.train.micro_batch_size)
+    return -(-num_examples // recipe.train.fixed_micro_batch_size)
 
 
 def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Features]:

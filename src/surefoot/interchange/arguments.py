@@ -34,7 +34,7 @@ def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
     section = run.train
     found: dict[str, object] = {
         "max_steps": max_steps,
-        "per_device_train_batch_size": section.micro_batch_size,
+        "per_device_train_batch_size": section.fixed_micro_batch_size,
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
         "max_grad_norm": section.max_grad_norm,
         "seed": section.seed,

@@ -19,7 +19,7 @@ def open_skeleton(
 ) -> Network:
     """A run's network on the meta device, from ``config.json`` in ``folder`` and, if the run trains
     one, the configuration of its ``adapter``."""
-    plain = replace(section, adapter=adapter, gradient_checkpointing=False)
+    plain = replace(section, adapter=adapter, gradient_checkpointing="none")
     return open_network(folder, plain, None, ALONE, NetworkOptions(method=method), MetaTensors())
 
 

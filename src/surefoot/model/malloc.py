@@ -7,8 +7,11 @@ step on a CPU these were 300,000 pages and a tenth of the time (Qwen2, hidden si
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+
+import torch
 
 logger = logging.getLogger(__name__)
 # glibc's mallopt: blocks above this are mapped one by one; a free end above this is given back.
@@ -24,3 +27,11 @@ def keep_freed_memory() -> None:
         return
     if not (mallopt(_MMAP_THRESHOLD, _NEVER) and mallopt(_TRIM_THRESHOLD, _NEVER)):
         logger.debug("mallopt failed; freed memory is returned to the system")
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the device and to the system, after an allocation that failed."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+Recomputation = Literal["none", "selective", "full", "offload"]
+
+
+def recomputation(value: object) -> object:
+    """The policy that a boolean stands for."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,13 @@ class ModelSection:
     new_special_tokens: tuple[str, ...] = ()
     """Tokens to add to the vocabulary. The embeddings are resized; new rows are initialized to
     the mean of the old ones."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a fifth slower."""
+    gradient_checkpointing: Annotated[Recomputation, BeforeValidator(recomputation)] = "none"
+    """What to keep of each layer for the backward pass. ``none`` keeps all activations.
+    ``selective`` keeps the results of matrix products and attention, and recomputes the rest.
+    ``full`` keeps the layer's input and recomputes the layer: about a fifth slower. ``offload`` is
+    ``full`` with the inputs in main memory (on a CPU, the same as ``full``). ``true`` is ``full``,
+    ``false`` is ``none``.
+    """
     neftune_noise_alpha: float | None = None
     """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
     compile: bool = False
@@ -58,6 +72,13 @@ class ModelSection:
     """Run Python code that comes with the model. Off unless you trust its author."""
 
     def __post_init__(self) -> None:
+        policy = recomputation(self.gradient_checkpointing)
+        object.__setattr__(self, "gradient_checkpointing", policy)
+        if policy == "selective" and self.compile:
+            raise ValueError(
+                "gradient_checkpointing: selective cannot look into layers that compile has fused; "
+                "set it to full, or compile to false"
+            )
         if self.neftune_noise_alpha is not None and self.neftune_noise_alpha <= 0:
             raise ValueError(
                 f"neftune_noise_alpha must be positive, got {self.neftune_noise_alpha}"

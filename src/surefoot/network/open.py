@@ -14,17 +14,17 @@ from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.embedding_noise import add_embedding_noise
-from ..model.fused_lora import enable_fused_lora
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
-from ..model.pretrained.loading import grow_embeddings, recompute_activations, upcast_trained
+from ..model.pretrained.loading import grow_embeddings, upcast_trained
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
+from .layer_steps import fuse_lora, recompute
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
@@ -91,7 +91,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
     """A pipeline, if ranks have different layers."""
     options, staging = draft.options, draft.staging
     if staging is None:
-        return WholeEngine(runner, options.parallel, options.only_generates)
+        return WholeEngine(runner, options.parallel, options.only_generates, draft.world)
     pipeline = staging.pipeline(options.parallel, options.precision, draft.cuts)
     return PipelineEngine(staging, pipeline, runner)
 
@@ -149,13 +149,6 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
             read_heads(draft)
 
 
-def fuse_lora(draft: Draft, _: Tensors) -> None:
-    """Compute each linear map that has an adapter in one autograd function."""
-    is_run = draft.options.method is not None or draft.world.tp > 1  # which cuts modules alone
-    if draft.module is not draft.inner and is_run:
-        enable_fused_lora(draft.module)
-
-
 def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
     """Multiply what the method trains in float8, in a frozen copy as in the trained model."""
     if draft.section.float8 is not None and draft.options.method is not None:
@@ -168,12 +161,6 @@ def freeze(draft: Draft, _: Tensors) -> None:
     """Leave nothing trainable in a network that only computes outputs."""
     if not draft.options.is_trainable:
         draft.module.requires_grad_(False)
-
-
-def recompute(draft: Draft, tensors: Tensors) -> None:
-    """Recompute activations in the backward pass."""
-    if draft.section.gradient_checkpointing and draft.options.is_trainable:
-        recompute_activations(draft.inner, keep_random=tensors.have_values)
 
 
 def upcast(draft: Draft, _: Tensors) -> None:

@@ -25,10 +25,11 @@ from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
 from ..parallel.generation_sharding import full_logits
+from ..parallel.memory_vote import vote_on_memory
 from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
-from ..parallel.world import World
+from ..parallel.world import ALONE, World
 from .pipelined import PipelinedModel
 from .rollout import gathered
 
@@ -66,6 +67,7 @@ class WholeEngine:
     runner: ModelForward
     parallel: ParallelSection
     only_generates: bool = False  # then it is sharded so that it can as it is
+    world: World = ALONE
 
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
         """The outputs of ``batch``."""
@@ -78,8 +80,9 @@ class WholeEngine:
         losses = []
         for index, batch in enumerate(window):
             before(index)
-            here = batch.to(device())
-            loss = loss_of(self.runner.run(here, spec), here)
+            with vote_on_memory(self.world):
+                here = batch.to(device())
+                loss = loss_of(self.runner.run(here, spec), here)
             loss.total.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             after(index)

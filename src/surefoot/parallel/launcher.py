@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import SKIPPED_STEPS, RunError
+from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, RunError
 from .section import ParallelSection
 from .world import LAUNCHER, launched
 
@@ -29,6 +29,7 @@ _GRACE = 5.0  # seconds for a process to end after another one has failed
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _ENDED = (0, SKIPPED_STEPS)
 _USER_ERROR = 2
+_MOST_LOWERED = 64  # halvings of batch sizes in one run, of training, forward passes and sampling
 _WHY = {
     signal.SIGKILL: " (by hand, by a scheduler, or by the system because memory was short: "
     "`surefoot plan` estimates what a rank needs)",
@@ -51,11 +52,17 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
 
     Signals that stop a run are forwarded, so that one to this process stops the run like a run of
     one process. If a rank dies, all are restarted, up to ``max_restarts`` times; they resume from
-    the latest checkpoint. Raises ``RunError`` if a rank cannot be started.
+    the latest checkpoint. Restarts after a rank has lowered its batch sizes do not count. Raises
+    ``RunError`` if a rank cannot be started.
     """
-    for attempt in range(max_restarts + 1):
+    attempt, num_lowered = 0, 0
+    while True:
         gang = _ProcessGroup(command, count)
         code = gang.watch()
+        if code == OUT_OF_MEMORY and not gang.was_stopped and num_lowered < _MOST_LOWERED:
+            num_lowered += 1
+            logger.warning("restarting all ranks with smaller batches")
+            continue
         if code in _ENDED or gang.was_stopped or code == _USER_ERROR or attempt == max_restarts:
             break  # 2: an error of the user's, which another start will not mend
         logger.warning(
@@ -64,6 +71,7 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
             attempt + 1,
             max_restarts,
         )
+        attempt += 1
     return code
 
 

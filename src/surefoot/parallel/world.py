@@ -85,6 +85,16 @@ class World:
         return self.size // self.pp // self.tp
 
     @property
+    def num_local_ranks(self) -> int:
+        """The number of ranks of this machine, as far as the launcher tells."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.size > 1 else 1
+
+    @property
+    def has_replicas_only(self) -> bool:
+        """Whether there are several ranks, and each has all weights."""
+        return self.size > 1 and self.axes["dp_replicate"] == self.size
+
+    @property
     def draws(self) -> tuple[int, ...]:
         """For seeds: dropout differs between shares of the examples and stages, not on ``tp``."""
         return (self.data_rank, self.pp_rank) if self.pp_rank else (self.data_rank,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from ..data.order.micro_batches import fitting_micro_batch
 from ..schema import Unset
@@ -38,11 +39,11 @@ def _global_batch(train: TrainSection, num_ranks: int) -> int:
     size, micro = train.global_batch_size, train.micro_batch_size
     if not isinstance(size, Unset):
         return size
-    least = num_ranks if isinstance(micro, Unset) else num_ranks * micro
+    least = num_ranks if isinstance(micro, Unset | str) else num_ranks * micro
     return -(-size // least) * least
 
 
-def _micro_batch(train: TrainSection, size: int, num_ranks: int) -> int:
+def _micro_batch(train: TrainSection, size: int, num_ranks: int) -> int | Literal["auto"]:
     """The examples of a micro-batch: as set, or the most that divide those of a rank."""
     micro = train.micro_batch_size
     if not isinstance(micro, Unset) or size % num_ranks:

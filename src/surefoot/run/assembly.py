@@ -115,6 +115,7 @@ def build(
     if start is not None:
         start.restore(trainer, base)
         check_code(code, start.folder)
+    trainer.windows.memory.recall(trainer.state.global_step)
     settle_packing(recipe, trainer, policy, is_resumed=start is not None)
     compare_prepared(trainer.state.kernels, policy)
     trainer.callbacks.emit("on_init_end")

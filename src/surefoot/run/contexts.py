@@ -10,32 +10,47 @@ from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..training.context import NetworkContext, collate_of
+from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
 from ..training.stage import POLICY
 from ..training.windows import Place
 
 
 def context_of(
-    recipe: Recipe, codec: Codec, networks: Mapping[str, Network], world: World, seed: int
+    recipe: Recipe,
+    codec: Codec,
+    networks: Mapping[str, Network],
+    world: World,
+    seed: int,
+    memory: MemoryGuard | None = None,
 ) -> NetworkContext:
     """The context of the recipe's stage over ``networks``, by role."""
-    size, packing = recipe.train.micro_batch_size, recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, size, packing, world, seed)
+    memory = memory or MemoryGuard.of(recipe.train, world)
+    packing = recipe.data.packing
+    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed)
 
 
-def build_evaluation(recipe: Recipe, codec: Codec, policy: Network, world: World) -> Evaluation:
+def build_evaluation(
+    recipe: Recipe,
+    codec: Codec,
+    policy: Network,
+    world: World,
+    memory: MemoryGuard | None = None,
+) -> Evaluation:
     """How the policy is measured; training computes and collates its windows alike."""
     section, stage = recipe.train, recipe.stage
+    guard = memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
-        return context_of(recipe, codec, {POLICY: policy}, world, derive(section.seed, *place))
+        seed = derive(section.seed, *place)
+        return context_of(recipe, codec, {POLICY: policy}, world, seed, guard)
 
     return Evaluation(
         stage,
         policy,
         context,
         collate_of(stage, policy.sharing, packing=recipe.data.packing),
-        section.micro_batch_size,
+        guard,
         section.global_batch_size,
         world,
     )

@@ -69,7 +69,7 @@ def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: Wo
         data.order(recipe.data, seed=recipe.train.seed),
         Batching(
             collate,
-            micro_batch_size=recipe.train.micro_batch_size,
+            micro_batch_size=recipe.train.fixed_micro_batch_size,
             packing=recipe.data.packing,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
@@ -103,4 +103,4 @@ def packed_bounds(recipe: Recipe, loader: Loader) -> list[int]:
         bounds = loader.window_at(0, 0)[0].cu_seqlens
         return [] if bounds is None else [int(b) + i * added for i, b in enumerate(bounds)]
     length = recipe.data.longest // 2 + added
-    return [length * count for count in range(recipe.train.micro_batch_size + 1)]
+    return [length * count for count in range(recipe.train.fixed_micro_batch_size + 1)]

@@ -6,9 +6,9 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
@@ -21,7 +21,8 @@ from ..checkpoint.reading.latest import (
     wait_for_orphans,
 )
 from ..checkpoint.reading.verification import expect_valid, find_latest
-from ..errors import CheckpointError, RunError
+from ..data.order.micro_batches import fitting_micro_batch
+from ..errors import CheckpointError, RunError, SurefootError
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
@@ -39,6 +40,7 @@ from ..storage.files import (
 )
 
 logger = logging.getLogger(__name__)
+SizeChoice = Callable[[Recipe, int], int]  # from a recipe and the ranks of a machine
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
@@ -47,7 +49,7 @@ FREE = (  # beginnings of their paths
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
     *("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic"),
-    *("train.load_best_model_at_end", "train.cache_dir"),
+    *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
     *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
     *("data.cache_dir", "data.max_broken_rows", "data.packing"),
 )
@@ -190,6 +192,37 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
         write_aside(folder.path / RUN_RECIPE, text)
     if folder.away is not None:
         folder.away.store.write(RUN_RECIPE, text)
+
+
+def no_choice(recipe: Recipe, _num_local_ranks: int) -> int:
+    """Raise ``RecipeError``: there is only a number where one is set."""
+    return recipe.train.fixed_micro_batch_size
+
+
+def with_chosen_size(recipe: Recipe, folder: RunFolder, world: World, choose: SizeChoice) -> Recipe:
+    """``recipe`` with a number for ``train.micro_batch_size: auto``: that of the run, if it has
+    begun, or what rank 0 chooses. A collective call."""
+    if recipe.train.micro_batch_size != "auto":
+        return recipe
+    size, error = None, None
+    if world.is_main:
+        try:
+            size = _known_size(folder) or choose(recipe, world.num_local_ranks)
+        except SurefootError as found:
+            error = found
+    size, error = world.from_main((size, error))
+    if error is not None:
+        raise error
+    per_rank = max(1, recipe.train.global_batch_size // world.num_data_ranks)
+    size = fitting_micro_batch(per_rank, size)
+    return replace(recipe, train=replace(recipe.train, micro_batch_size=size))
+
+
+def _known_size(folder: RunFolder) -> int | None:
+    """The micro-batch size that the run in ``folder`` has begun with."""
+    path = folder.path / RUN_RECIPE
+    found = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
+    return None if found == "auto" else found
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:

@@ -6,16 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 from ..errors import RunError
+from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.trainer import Trainer
-
-_SIGNS = ("out of memory", "can't allocate memory", "not enough memory")  # of torch, lower case
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is an allocation that failed, on a GPU or in main memory."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
 
 
 @contextlib.contextmanager
@@ -30,13 +22,7 @@ def explain_out_of_memory(trainer: Trainer) -> Iterator[None]:
         newest = trainer.saver.newest or "no checkpoint has been saved yet"
         raise RunError(
             f"train.micro_batch_size: step {trainer.state.global_step + 1} ran out of memory "
-            f"({_short(error)}). Latest checkpoint: {newest}. Lower train.micro_batch_size or set "
-            "model.gradient_checkpointing: true, then run the same command to resume; "
-            "`surefoot plan` estimates the memory that a recipe needs"
+            f"({allocator_message(error)}). Latest checkpoint: {newest}. Lower "
+            "train.micro_batch_size or set model.gradient_checkpointing: true, then run the same "
+            "command to resume; `surefoot plan` estimates the memory that a recipe needs"
         ) from error
-
-
-def _short(error: BaseException) -> str:
-    """The allocator's message without its advice, which may be many lines."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].partition(" Including non-PyTorch")[0].removesuffix(".")

@@ -10,6 +10,7 @@ from ..network.network import Network
 from ..recipe.recipe import Recipe
 from ..training.callback import Callbacks, Context, TrainerCallback
 from ..training.control.log_accumulator import LogAccumulator
+from ..training.control.out_of_memory import MemoryGuard
 from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import TrainerControl, TrainerState
@@ -34,16 +35,19 @@ def assemble(
 ) -> Trainer:
     """Assemble the parts."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
-    evaluation = build_evaluation(recipe, codec, policy, world)
+    memory = MemoryGuard.of(section, world)
+    memory.folder = None if trial else section.folder
+    evaluation = build_evaluation(recipe, codec, policy, world, memory)
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
-    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed)
+    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed, memory)
     max_steps = num_steps(section, windows.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,
         num_train_epochs=section.num_epochs,
-        train_batch_size=section.micro_batch_size,
+        train_batch_size=section.fixed_micro_batch_size,
         is_local_process_zero=world.is_local_main,
         is_world_process_zero=world.is_main,
+        fitted=memory.sizes,
     )
     learner = build_learner(recipe, policy, max_steps, trial)
     control = TrainerControl()

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..model.pretrained.loading import resolve
+from ..model.pretrained.loading import device, resolve
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
@@ -26,7 +26,15 @@ from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .code_files import code_of
-from .folder import mirror_of, opened, resume_point, write_recipe
+from .folder import (
+    SizeChoice,
+    mirror_of,
+    no_choice,
+    opened,
+    resume_point,
+    with_chosen_size,
+    write_recipe,
+)
 from .from_python.given import Given
 from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
@@ -88,8 +96,10 @@ def run(
     callbacks: Sequence[TrainerCallback] = (),
     trust_pickle: bool = False,
     parts: StageParts = AS_IN_THE_RECIPE,
+    choose: SizeChoice = no_choice,
 ) -> Outcome:
-    """Start or resume a run; see ``train``."""
+    """Start or resume a run; see ``train``. ``choose`` finds the number that
+    ``train.micro_batch_size: auto`` is."""
     with joined(recipe.parallel) as world:
         recipe, note = with_batch_sizes(recipe, world.num_data_ranks)
         if note is not None:
@@ -97,7 +107,7 @@ def run(
         code_of(recipe)  # what is missing is an error before anything is loaded
         with world.main_first():  # which may download
             recipe = settled(recipe, resolve(recipe.model, weights=False))
-        return _run(recipe, world, callbacks, trust_pickle, parts)
+        return _run(recipe, world, callbacks, trust_pickle, parts, choose)
 
 
 def _run(
@@ -106,8 +116,11 @@ def _run(
     callbacks: Sequence[TrainerCallback],
     trust_pickle: bool,
     parts: StageParts,
+    choose: SizeChoice,
 ) -> Outcome:
     with opened(recipe, world) as folder:
+        is_chosen = recipe.train.micro_batch_size == "auto"
+        recipe = with_chosen_size(recipe, folder, world, choose)
         start = mirror = None
         if world.is_main:
             interchange.refuse_output_dir(folder.path)
@@ -122,16 +135,17 @@ def _run(
             listeners=() if mirror is None else (mirror,),
             parts=parts,
         )
+        tries_heaviest = is_chosen and start is None and device().type == "cuda"
         if not world.is_main:
-            return _fit(trainer)
+            return _fit(trainer, tries_heaviest=tries_heaviest)
         write_recipe(folder, recipe)
         if start is not None:
             trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
         with mirror or nullcontext():
-            return _fit(trainer)
+            return _fit(trainer, tries_heaviest=tries_heaviest)
 
 
-def _fit(trainer: Trainer) -> Outcome:
+def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
     state = trainer.state
     if trainer.world.from_main(_is_finished(trainer)):
         logger.info(
@@ -148,6 +162,8 @@ def _fit(trainer: Trainer) -> Outcome:
     told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
     with trainer.stop, told, explain_out_of_memory(trainer):
+        if tries_heaviest:
+            trainer.try_heaviest()
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)

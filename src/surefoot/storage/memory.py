@@ -8,15 +8,19 @@ and the least counts. The paths are those that the kernel names in ``/proc/self`
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import resource
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
+# of torch, CUDA and C++, in lower case
+_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 _CACHED = ("active_file", "inactive_file")  # pages that the kernel drops when memory is short
 
 
@@ -38,8 +42,23 @@ _VERSIONS = {
 def free_memory(proc: Path = PROC) -> int | None:
     """Bytes to allocate without swapping and without being killed; None if unknown."""
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
-    found = [free for free in (_of_machine(proc), *limits) if free is not None]
+    own = _of_process(proc)
+    found = [free for free in (_of_machine(proc), own, *limits) if free is not None]
     return min(found, default=None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is an allocation that failed, on a GPU or in main memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    is_torch = isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SIGNS)
+    return isinstance(error, MemoryError) or is_torch
+
+
+def allocator_message(error: BaseException) -> str:
+    """The allocator's message without its advice, which may be many lines."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].partition(" Including non-PyTorch")[0].removesuffix(".")
 
 
 @contextlib.contextmanager
@@ -63,6 +82,15 @@ def exclusive(name: str) -> Iterator[None]:
 def _of_machine(proc: Path) -> int | None:
     sizes = [line.split()[1] for line in _lines(proc / "meminfo") if line.startswith("MemAvail")]
     return int(sizes[0]) * 1024 if sizes else None
+
+
+def _of_process(proc: Path) -> int | None:
+    """Bytes of address space that are left below the limit of this process (``ulimit -v``)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    words = _lines(proc / "self" / "statm")
+    if limit == resource.RLIM_INFINITY or not words:
+        return None
+    return max(0, limit - int(words[0].split()[0]) * resource.getpagesize())
 
 
 def _of_group(folder: Path, version: _Version) -> int | None:

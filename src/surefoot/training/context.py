@@ -28,6 +28,7 @@ from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
+from .control.out_of_memory import MemoryGuard
 from .rewards import scores
 from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
 
@@ -50,19 +51,22 @@ class NetworkContext:
     codec: Codec
     stage: Stage
     networks: Mapping[str, Network]  # by role
-    micro_batch_size: int
+    memory: MemoryGuard
     packing: bool
     world: World
     seed: int  # of what is sampled: of this window and no other
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, in its own precision."""
+        return self.memory.forward(lambda size: self._compute(role, examples, size))
+
+    def _compute(self, role: str, examples: Sequence[Features], size: int) -> list[Outputs]:
         spec = spec_of(self.stage, role)
         counts = [num_trained(item) for item in examples]
         ends = np.cumsum([0, *counts])
         found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
-        for items, outputs, _ in self._batches(role, examples):
+        for items, outputs, _ in self._batches(role, examples, size):
             spans = [np.arange(ends[i], ends[i + 1]) for i in items]
             at = np.concatenate([np.empty(0, np.int64), *spans])
             for row, name in enumerate(spec.outputs):
@@ -77,8 +81,13 @@ class NetworkContext:
         self, role: str, examples: Sequence[Features], function: Reduction
     ) -> NDArray[np.float64]:
         """[examples, ...] the result of ``function`` for each batch, a row per example."""
+        return self.memory.forward(lambda size: self._reduce(role, examples, function, size))
+
+    def _reduce(
+        self, role: str, examples: Sequence[Features], function: Reduction, size: int
+    ) -> NDArray[np.float64]:
         found: torch.Tensor | None = None
-        for items, outputs, batch in self._batches(role, examples):
+        for items, outputs, batch in self._batches(role, examples, size):
             rows = function(outputs, batch).double().cpu()
             if found is None:
                 found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
@@ -88,8 +97,10 @@ class NetworkContext:
 
     def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
         """One sample of the policy for each prompt."""
-        return self.networks[POLICY].generate(
-            prompts, settings, seed=self.seed, stop_token_ids=self.codec.stop_token_ids
+        network, stops = self.networks[POLICY], self.codec.stop_token_ids
+        return self.memory.generate(
+            settings,
+            lambda fitted: network.generate(prompts, fitted, seed=self.seed, stop_token_ids=stops),
         )
 
     def score(
@@ -115,15 +126,13 @@ class NetworkContext:
 
     @torch.no_grad()
     def _batches(
-        self, role: str, examples: Sequence[Features]
+        self, role: str, examples: Sequence[Features], size: int
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
-        """This rank's micro-batches with their examples, perhaps none."""
+        """This rank's micro-batches of ``size`` with their examples, perhaps none."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
         with network.evaluating():
-            for items in in_turn(
-                len(examples), self.micro_batch_size, world.data_rank, world.num_data_ranks
-            ):
+            for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
                 batch = batch_of(items, examples, collate).to(device())
                 yield items, network.forward(batch, spec), batch
 

@@ -19,6 +19,7 @@ from ..data.store.dataset import EncodedDataset
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
+from .control.out_of_memory import MemoryGuard
 from .stage import POLICY, Stage, StageContext
 from .windows import Columns, Place
 
@@ -47,16 +48,21 @@ class Evaluation:
     network: Network
     context: Callable[[Place], StageContext]
     collate: Collate
-    micro_batch_size: int
+    memory: MemoryGuard
     window_size: int  # examples
     world: World
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
         """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The
         same on all ranks. ``after`` is called after every batch and may raise to stop."""
+        return self.memory.forward(lambda size: self._measure(held_out, after, size))
+
+    def _measure(
+        self, held_out: EvaluationSet, after: Callable[[], None], size: int
+    ) -> dict[str, float]:
         losses, figures = list[Loss](), dict[str, float]()
         with self.network.evaluating():
-            for cpu_batch in self._batches(held_out, figures):
+            for cpu_batch in self._batches(held_out, figures, size):
                 batch = cpu_batch.to(device())
                 outputs = self.network.forward(batch, self.stage.eval_spec)
                 loss = self.stage.loss(POLICY, outputs, batch)
@@ -75,7 +81,9 @@ class Evaluation:
         count = len(held_out.examples)
         return {**self.stage.metrics(means), **{n: value / count for n, value in figures.items()}}
 
-    def _batches(self, held_out: EvaluationSet, figures: dict[str, float]) -> Iterator[Batch]:
+    def _batches(
+        self, held_out: EvaluationSet, figures: dict[str, float], size: int
+    ) -> Iterator[Batch]:
         """This rank's micro-batches of all windows. Metrics of these are added to ``figures``, each
         times the examples of its window."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
@@ -85,7 +93,7 @@ class Evaluation:
             for name, value in prepared.figures.items():
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks
-            for group in in_turn(len(prepared.examples), self.micro_batch_size, *ranks):
+            for group in in_turn(len(prepared.examples), size, *ranks):
                 yield batch_of(group, prepared.examples, self.collate)
 
 

@@ -12,6 +12,8 @@ from ..checkpoint.state.protocols import ShardedState
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
+from ..parallel.grad_norm import local
+from ..parallel.sharded_model import gather_nothing
 from .step import Step
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,20 @@ class Learner:
     def module(self) -> nn.Module:
         """The model with its adapter."""
         return self.network.module
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """About the bytes of this rank's part of a checkpoint, once the optimizer has a state."""
+        is_full = self.weights.kind == "full"
+        kept = [p for p in self.module.parameters() if is_full or p.requires_grad]
+        states = self.step.optimizer.state.values()
+        held = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        return sum(local(tensor).nbytes for tensor in [*kept, *held])
+
+    def drop_gradients(self) -> None:
+        """Free what a forward or backward pass that failed has left."""
+        self.module.zero_grad(set_to_none=True)
+        gather_nothing(self.module)
 
     @property
     def weights(self) -> Weights:

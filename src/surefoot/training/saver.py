@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Literal
 
 from ..checkpoint.background.saver import AsyncSaver, SaveListener
+from ..checkpoint.background.snapshot_buffer import lacks_room
 from ..checkpoint.disk import retention
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.trainer_state import finite
@@ -112,6 +113,16 @@ class Saver:
             )
         finally:
             self.blocking_seconds += time.monotonic() - began
+
+    def check_room(self, num_bytes: int) -> None:
+        """Log before the first save if a snapshot of so many bytes will not fit in memory; saves
+        then write the state directly, and training waits for them."""
+        if self.section.async_save and (why := lacks_room(num_bytes)):
+            logger.warning(
+                "a snapshot of the state will not fit in main memory (%s): training will wait for "
+                "every save; free some memory, or set checkpoint.async_save: false",
+                why,
+            )
 
     def collect(self, *, wait: bool = False) -> list[int]:
         """The steps committed since the last call. Raises as ``save``."""

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from ..checkpoint.disk.retention import more_is_better
+from ..errors import RecipeError
 from ..schema import Unset
 from ..storage.address import Address, default_cache
 
@@ -45,10 +46,11 @@ class TrainSection:
     """Examples per optimizer step, over all ranks and micro-batches; unset, enlarged if it does not
     divide among the ranks.
     """
-    micro_batch_size: int = Unset(4)
+    micro_batch_size: int | Literal["auto"] = Unset(4)
     """Examples per micro-batch of one rank, on average: the examples of a step are assigned by
     length, so that all micro-batches are about equally large. Unset, reduced if the global batch
-    does not divide.
+    does not divide. ``auto``: the most that fit in memory according to ``surefoot plan``, chosen
+    when the run begins; a resume keeps them.
     """
     seed: int = 42
     """Seed of everything random: data order, dropout, new weights."""
@@ -63,6 +65,10 @@ class TrainSection:
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     """When a loss or gradient is NaN or infinite: stop, skip the step, or roll back to the
     latest checkpoint and skip the batch. A run that has skipped any ends with exit code 3.
+    """
+    on_out_of_memory: Literal["split", "stop"] = "split"
+    """When a step does not fit in memory: split it into smaller micro-batches, repeat it and
+    continue with that size (on a mesh, all ranks start again with it), or stop.
     """
     max_skipped_steps: int = 10
     """With ``on_nan: skip``, stop the run at more skipped steps than this, counted from its
@@ -98,10 +104,11 @@ class TrainSection:
 
     def __post_init__(self) -> None:
         self._check_output_dir()
-        for name in ("global_batch_size", "micro_batch_size"):
+        fixed = [] if self.micro_batch_size == "auto" else ["micro_batch_size"]
+        for name in ("global_batch_size", *fixed):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.global_batch_size % self.micro_batch_size:
+        if fixed and self.global_batch_size % self.fixed_micro_batch_size:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) must be a multiple of "
                 f"micro_batch_size ({self.micro_batch_size})"
@@ -136,7 +143,17 @@ class TrainSection:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.global_batch_size // self.micro_batch_size
+        return self.global_batch_size // self.fixed_micro_batch_size
+
+    @property
+    def fixed_micro_batch_size(self) -> int:
+        """The number that ``micro_batch_size`` is. Raises ``RecipeError`` while it is auto."""
+        if self.micro_batch_size == "auto":
+            raise RecipeError(
+                "train.micro_batch_size: auto is chosen by `surefoot train` alone; set a number, "
+                "for example the one that `surefoot plan --memory SIZE` prints"
+            )
+        return self.micro_batch_size
 
     @property
     def is_greater_better(self) -> bool:

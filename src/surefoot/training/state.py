@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 Record = dict[str, float]
 _OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
@@ -30,6 +31,33 @@ class Kernels:
             found = saved.get(name) if isinstance(saved, Mapping) else state.get(former)
             setattr(self, name, found)
         self.prepared = saved.get("prepared") if isinstance(saved, Mapping) else None
+
+
+@dataclass
+class FittedSizes:
+    """Batch sizes that were lowered because memory did not suffice, or chosen so that it does."""
+
+    # first step, examples per micro-batch from there on, train.micro_batch_size at that time
+    micro_batch_size: list[tuple[int, int, int]] = field(default_factory=list)
+    forward: int | None = None  # examples of a forward pass without gradients
+    generate: int | None = None  # generate.batch_size
+
+    @property
+    def num_changes(self) -> int:
+        """How many sizes were lowered."""
+        return len(self.micro_batch_size) + sum(
+            x is not None for x in (self.forward, self.generate)
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """All fields as plain data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``; from older checkpoints, which lack it, nothing."""
+        changes = state.get("micro_batch_size", ())
+        self.micro_batch_size = [(first, size, recipe) for first, size, recipe in changes]
+        self.forward, self.generate = state.get("forward"), state.get("generate")
 
 
 @dataclass
@@ -62,6 +90,7 @@ class TrainerState:
     # Steps without an update: a loss or gradient was not a number.
     num_skipped_steps: int = field(default=0, metadata=_OURS)
     kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
+    fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
 
     @property
@@ -90,13 +119,15 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
-        kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels"}
+        kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
         kept |= {"is_local_process_zero", "is_world_process_zero"}  # rank 0 has saved its own
         for known in fields(self):
             if known.name in state and known.name not in kept:
                 setattr(self, known.name, state[known.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
         self.kernels.load_state_dict(state)
+        fitted = state.get("fitted")
+        self.fitted.load_state_dict(fitted if isinstance(fitted, Mapping) else {})
 
     def for_people(
         self, section_steps: Mapping[str, int | None], best: str | None

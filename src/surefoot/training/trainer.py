@@ -52,6 +52,9 @@ class _Progress:
     unread: _Taken | None = None
     agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
+    micro_batch: int = 0  # the index of the one that runs
+    is_trying: bool = False  # no event of a trial is emitted
+    is_room_checked: bool = False  # for the snapshot of a save
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,23 @@ class Trainer:
         self.callbacks.emit("on_train_end")
         return self.state
 
+    def try_heaviest(self) -> None:
+        """Run the window with the largest micro-batch forward and backward, and drop the gradients:
+        what does not fit is found before the first step. A collective call."""
+        self._progress.is_trying = True
+        self.windows.memory.step = self.state.global_step + 1
+        random = RandomState()
+        drawn = random.state_dict()
+
+        def work() -> None:
+            if window := self.windows.heaviest():
+                self._all_gradients(window)
+
+        self.windows.memory.train(work, work, clean=self._drop_gradients, place=self._rows)
+        self._drop_gradients()
+        random.load_state_dict(drawn)
+        self._progress.is_trying = False
+
     def predict(self, examples: EvaluationSet) -> dict[str, float]:
         """Metrics over ``examples`` as ``predict_loss``, …; nothing changes. A collective call."""
         metrics = prefixed({"": self._measure(examples)}, "predict")
@@ -140,6 +160,7 @@ class Trainer:
         if windows.is_between and loader.window == 0:
             self.control.should_epoch_stop = False
             self.callbacks.emit("on_epoch_begin")
+        windows.memory.step = self.state.global_step + 1
         turn = windows.next_turn()
         self.interval.note(turn.figures)
         self.interval.spend(turn.seconds)
@@ -156,7 +177,12 @@ class Trainer:
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
-        found = [self._gradients(role, turn.window) for role in self.learners]
+        found = self.windows.memory.train(
+            lambda: self._all_gradients(turn.window),
+            self._repeated,
+            clean=self._drop_gradients,
+            place=self._rows,
+        )
         self.callbacks.emit("on_pre_optimizer_step")
         found = all_or_none(found)
         for step, figures in zip(steps, found, strict=True):
@@ -167,15 +193,45 @@ class Trainer:
         if not self._read():
             return False
         state.global_step += 1
+        if not self._progress.is_room_checked:  # the optimizer has its state now
+            self._progress.is_room_checked = True
+            self.saver.check_room(sum(each.num_saved_bytes for each in self.learners.values()))
         self._progress.unread = _Taken(state.global_step, turn.place, found[0])
         state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)
         self.callbacks.emit("on_step_end")
         return True
 
+    def _all_gradients(self, window: Window) -> list[PendingMetrics]:
+        """Leave the gradients of each role's loss in its network."""
+        return [self._gradients(role, window) for role in self.learners]
+
+    def _repeated(self) -> list[PendingMetrics]:
+        """The same for the same examples, in the smaller micro-batches of now."""
+        self.state.train_batch_size = self.windows.memory.micro_batch_size
+        return self._all_gradients(self.windows.repeat_turn().window)
+
+    def _rows(self) -> str:
+        """The rows of the micro-batch that runs."""
+        return self.windows.rows_of(self._progress.micro_batch)
+
+    def _drop_gradients(self) -> None:
+        """Free what a pass that failed has left."""
+        for learner in self.learners.values():
+            learner.drop_gradients()
+
     def _gradients(self, role: str, window: Window) -> PendingMetrics:
         """Leave the gradients of one role's loss in its network."""
         learner, step = self.learners[role], self.state.global_step
+
+        def before(index: int) -> None:
+            self._progress.micro_batch = index
+            seed_everything(self.section.seed, step, index, *self.world.draws)
+
+        def after(index: int) -> None:
+            if index + 1 < len(window) and not self._progress.is_trying:
+                self.callbacks.emit("on_substep_end")
+
         if not learner.network.module.training:
             learner.network.module.train()
         learner.step.optimizer = learner.optimizer_at(step)
@@ -183,8 +239,8 @@ class Trainer:
             window,
             partial(self.stage.loss, role),
             step=step,
-            before=lambda index: seed_everything(self.section.seed, step, index, *self.world.draws),
-            after=lambda i: self.callbacks.emit("on_substep_end") if i + 1 < len(window) else None,
+            before=before,
+            after=after,
         )
 
     def _read(self) -> bool:
@@ -214,6 +270,7 @@ class Trainer:
             raise give_up(what, section, newest, skipped=state.num_skipped_steps)
         skipped = [*state.skipped_windows, taken.place]
         load(newest, self.states)  # which knows only those that were left out before it
+        self.windows.memory.recall(state.global_step)
         state.skipped_windows = skipped
         self._progress.rollbacks += 1
         if self.world.is_main:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,9 +17,12 @@ import torch
 
 from ..batch import Features, Window
 from ..data.data_order import Index, permutation
-from ..data.order.loader import Loader
-from ..errors import RecipeError, RunError
+from ..data.order.loader import Loader, WindowExamples
+from ..data.store.dataset import EncodedDataset, num_tokens
+from ..data.store.stream import ExampleStream
+from ..errors import RecipeError, RunError, counted
 from ..model.seeding import derive
+from .control.out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import Stage, StageContext
 
@@ -71,6 +74,15 @@ class StepInput:
     seconds: float = 0.0  # that preparing it took
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """What a turn began with."""
+
+    place: Place  # of the next window
+    loaded: Sequence[Features] | None  # its examples, if the turn began it
+    inside: WindowState  # before the turn
+
+
 @dataclass
 class Windows:
     """The turns of a run, in order. Its state is the data position, and that inside a window."""
@@ -80,8 +92,11 @@ class Windows:
     context: Callable[[Place], StageContext]
     kept: Columns
     seed: int
+    memory: MemoryGuard
     inside: WindowState = field(default_factory=WindowState)
     _num_empty: int = field(default=0, init=False)  # windows in a row
+    _turn: _Turn | None = field(default=None, init=False)  # the last one
+    _part: Sequence[Features] = field(default=(), init=False)  # its examples
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -104,19 +119,58 @@ class Windows:
     def next_turn(self) -> StepInput:
         """What the next optimizer step trains on; advances the position. Raises ``RunError`` if
         there was nothing to train on for many windows."""
+        self.loader.resize(self.memory.micro_batch_size)  # before a window is built ahead
         place = self.loader.epoch, self.loader.window
-        figures: Mapping[str, float] = {}
-        seconds = 0.0
+        loaded = None
         if self.is_between:
-            examples = self.kept.added(place, self.loader.next_examples())
+            loaded = self.kept.added(place, self.loader.next_examples())
+        self._turn = _Turn(place, loaded, replace(self.inside))
+        turn = self._taken(self._turn)
+        self._count(self._part, turn.figures)
+        return turn
+
+    def repeat_turn(self) -> StepInput:
+        """The same turn again, with the micro-batch size of now; a window that began with
+        it is prepared again."""
+        assert self._turn is not None
+        return self._taken(self._turn)
+
+    def heaviest(self) -> Window:
+        """The window with the largest micro-batch, prepared like a turn; nothing advances."""
+        self.loader.resize(self.memory.micro_batch_size)
+        place = self.loader.heaviest()
+        loaded = self.kept.added(place, self.loader.examples_at(*place))
+        self._part = self.stage.prepare(self.context(place), loaded).examples
+        return self.loader.deal(self._part) if len(self._part) else ()
+
+    def rows_of(self, index: int) -> str:
+        """The examples of a micro-batch of this turn, for messages: their rows and lengths."""
+        lengths = np.array([num_tokens(example) for example in self._part], np.int64)
+        groups = self.loader.batching.groups(lengths)
+        group = groups[index] if index < len(groups) else np.arange(0)
+        source = self._part.source if isinstance(self._part, WindowExamples) else None
+        return ", ".join(
+            f"{self._row(i, source)} with {counted(int(lengths[i]), 'token')}" for i in group
+        )
+
+    def _row(self, position: int, source: EncodedDataset | ExampleStream | None) -> str:
+        if isinstance(source, EncodedDataset) and isinstance(self._part, WindowExamples):
+            number, row = source.origin(int(self._part.items[position]))
+            return f"row {row} (the first is 0) of dataset {number + 1}"
+        return f"example {position + 1} of the window"
+
+    def _taken(self, turn: _Turn) -> StepInput:
+        self.loader.resize(self.memory.micro_batch_size)
+        place, figures, seconds = turn.place, dict[str, float](), 0.0
+        self.inside = replace(turn.inside)
+        if turn.loaded is not None:
             started = time.monotonic()
-            prepared = self.stage.prepare(self.context(place), examples)
-            seconds, figures = time.monotonic() - started, prepared.figures
+            prepared = self.stage.prepare(self.context(place), turn.loaded)
+            seconds, figures = time.monotonic() - started, dict(prepared.figures)
             self.inside.place, self.inside.examples = place, prepared.examples
         place = self.inside.place if self.inside.examples else place
-        part = self._next_part()
-        self._count(part, figures)
-        window = self.loader.deal(part) if len(part) else ()
+        self._part = self._next_part()
+        window = self.loader.deal(self._part) if len(self._part) else ()
         return StepInput(place, window, figures, seconds)
 
     def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:

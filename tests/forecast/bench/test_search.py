@@ -49,7 +49,7 @@ def test_where_nothing_helps_each_setting_is_tried_once_and_the_recipe_stays():
         {SIZE: 8},
         {SIZE: 2},
         {PACKING: False},
-        {RECOMPUTE: True},
+        {RECOMPUTE: "full"},
         {COMPILE: True},
     ]
     assert found.best is found.trials[0]
@@ -63,7 +63,7 @@ def test_passes_grow_as_long_as_it_helps_and_the_rest_is_tried_on_top():
         {SIZE: 8},
         {SIZE: 16},
         {SIZE: 8, PACKING: False},
-        {SIZE: 8, RECOMPUTE: True},
+        {SIZE: 8, RECOMPUTE: "full"},
         {SIZE: 8, COMPILE: True},
     ]
     assert found.best.changes == {SIZE: 8}
@@ -109,8 +109,8 @@ def test_recomputation_makes_room_for_larger_passes():
         return figures(10 * size * (0.8 if changes.get(RECOMPUTE) else 1))
 
     found = search(measure)
-    assert {RECOMPUTE: True, SIZE: 8} in tried(found)
-    assert found.best.changes == {RECOMPUTE: True, SIZE: 16}
+    assert {RECOMPUTE: "full", SIZE: 8} in tried(found)
+    assert found.best.changes == {RECOMPUTE: "full", SIZE: 16}
 
 
 def test_compiling_must_pay_within_the_run():
@@ -127,7 +127,7 @@ def test_what_the_recipe_has_on_is_tried_off():
         lambda changes: figures(100 if COMPILE in changes else 50),
         model={"compile": True, "gradient_checkpointing": True},
     )
-    assert {RECOMPUTE: False} in tried(found)
+    assert {RECOMPUTE: "none"} in tried(found)
     assert found.best.changes == {COMPILE: False}
 
 

@@ -29,6 +29,15 @@ def is_available() -> bool:
     return hasattr(os, "memfd_create")
 
 
+def lacks_room(size: int) -> str | None:
+    """Why ``size`` bytes of a snapshot do not fit now; None if they do. The memory is anonymous:
+    the size of a container's ``/dev/shm`` is no limit to it, but its memory is."""
+    free = free_memory()
+    if free is None or size + _SPARE <= free:
+        return None
+    return f"{size + _SPARE:,} bytes are needed, {free:,} are free"
+
+
 class SnapshotBuffer:
     """``size`` bytes of shared memory."""
 
@@ -46,9 +55,8 @@ class SnapshotBuffer:
         descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
         try:
             with _in_turn(size):
-                free = free_memory()
-                if free is not None and size + _SPARE > free:
-                    raise MemoryError(f"{size + _SPARE:,} bytes are needed, {free:,} are free")
+                if why := lacks_room(size):
+                    raise MemoryError(why)
                 os.posix_fallocate(descriptor, 0, size)
             return cls(descriptor, size)
         except MemoryError:

@@ -9,7 +9,7 @@ of encoding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import overload
 
@@ -118,11 +118,23 @@ class Loader:
         prefetched; then the next ones are started."""
         loaded, self._loaded = self._loaded, None
         if loaded is None or loaded[0] is not examples:
+            if isinstance(examples, WindowExamples):
+                return self._ready(self._window(examples))
             return self._ready(self.batching.window(examples))
         window = self._ready(self._window(loaded[0])) if loaded[1] is None else loaded[1]
         if self.prefetch is not None and self._is_ready():
             self.prefetch.begin((self.epoch, self.window), self.window_at)
         return window
+
+    def resize(self, micro_batch_size: int) -> None:
+        """Deal micro-batches of another size from here on, also from the window that is loaded."""
+        if micro_batch_size == self.batching.micro_batch_size:
+            return
+        self.batching = replace(self.batching, micro_batch_size=micro_batch_size)
+        if self._loaded is not None:
+            self._loaded = self._loaded[0], None
+        if self.prefetch is not None:
+            self.prefetch.forget()
 
     def next_window(self) -> Window:
         """This rank's micro-batches of the next global window; advances the position."""
@@ -140,6 +152,17 @@ class Loader:
         if not len(items):
             raise DataError(f"the data ends before window {window} of epoch {epoch + 1}")
         return WindowExamples(self.order.examples, items)
+
+    def heaviest(self, most: int = 1000) -> tuple[int, int]:
+        """The window of the first epoch with the most tokens in one micro-batch, among up to
+        ``most`` of those whose examples are known."""
+        size, best, found = self.global_batch_size, -1, (0, 0)
+        for window in range(min(most, self.order.reach(most * size) // size)):
+            lengths = self.examples_at(0, window).lengths
+            heaviest = self.batching.most_positions(lengths)
+            if heaviest > best:
+                best, found = heaviest, (0, window)
+        return found
 
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any global window; waits for them."""

@@ -12,7 +12,7 @@ from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
 from ..store.dataset import num_tokens
-from .length_balancing import balance_by_length, num_passes
+from .length_balancing import balance_by_length, num_passes, positions
 
 Collate = Callable[[Sequence[Features]], Batch]
 
@@ -66,6 +66,15 @@ class Batching:
         )[0]
         count = num_passes(len(lengths), size, ranks)
         return [np.flatnonzero(dealt == group) for group in range(self.rank, count, ranks)]
+
+    def most_positions(self, lengths: Index) -> int:
+        """The tokens of the largest micro-batch of any rank, padding included."""
+        size, ranks = self.micro_batch_size, self.world_size
+        dealt = balance_by_length(
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.packing
+        )
+        count = num_passes(len(lengths), size, ranks)
+        return int(positions(lengths[None], dealt, count, packing=self.packing).max())
 
     def window(
         self,

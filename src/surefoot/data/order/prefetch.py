@@ -40,6 +40,10 @@ class Prefetch:
         threading.Thread(target=run, name="surefoot-prefetch", daemon=True).start()
         self._running = at, made
 
+    def forget(self) -> None:
+        """Drop the window that is being built."""
+        self._running = None
+
     def take(self, at: Position) -> Window | None:
         """The window at ``at``, if that is what was made ahead. Raises what ``make`` did."""
         running, self._running = self._running, None

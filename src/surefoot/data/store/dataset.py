@@ -77,6 +77,12 @@ class EncodedDataset:
         store = bisect_right(self._starts, at) - 1
         return self.stores[store][at - self._starts[store]]
 
+    def origin(self, item: int) -> tuple[int, int]:
+        """The store of an item, and the row of the dataset that it comes from."""
+        at = int(self.index[item])
+        store = bisect_right(self._starts, at) - 1
+        return store, int(self.stores[store].rows[at - self._starts[store]])
+
     @cached_property
     def lengths(self) -> Index:
         """[items] tokens of each item."""

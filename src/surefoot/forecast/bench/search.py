@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...recipe.recipe import Recipe
-from ..other_settings import COMPILE, PACKING, RECOMPUTE, SIZE, Changes, changed, resized, value
+from ..other_settings import (
+    COMPILE,
+    PACKING,
+    RECOMPUTE,
+    SIZE,
+    Changes,
+    changed,
+    resized,
+    toggled,
+    value,
+)
 from .result import BenchResult
 from .subprocess_trial import TrialFailure
 
@@ -59,7 +69,7 @@ class Search:
             yield from self._sizes(2, 1)
         yield from self._toggled(RECOMPUTE)
         if self._has_room():
-            yield from self._sizes(2, 1, {RECOMPUTE: True})
+            yield from self._sizes(2, 1, {RECOMPUTE: "full"})
         yield from self._toggled(COMPILE)
         self._confirm()
 
@@ -85,13 +95,14 @@ class Search:
                 return
 
     def _toggled(self, name: str) -> Iterator[Trial]:
-        yield from self._add({**self.best.changes, name: not self._now(name)})
+        now = changed(self.recipe, self.best.changes)
+        yield from self._add({**self.best.changes, name: toggled(now, name)})
 
     def _has_room(self) -> bool:
         """Whether recomputation works where larger passes did not."""
         failed = any(isinstance(t.outcome, TrialFailure) and SIZE in t.changes for t in self.trials)
         last = self.trials[-1]
-        works = last.changes.get(RECOMPUTE) is True and isinstance(last.outcome, BenchResult)
+        works = last.changes.get(RECOMPUTE) == "full" and isinstance(last.outcome, BenchResult)
         return failed and works
 
     def _add(self, changes: Changes) -> Iterator[Trial]:

@@ -45,6 +45,6 @@ def alone(recipe: Recipe) -> SingleRankRecipe:
     if note is not None:
         logger.info("%s", note)
     train = recipe.train
-    check_divides(train.global_batch_size, train.micro_batch_size, ranks)
+    check_divides(train.global_batch_size, train.fixed_micro_batch_size, ranks)
     one = replace(train, global_batch_size=train.global_batch_size // ranks)
     return SingleRankRecipe(replace(recipe, train=one, parallel=ParallelSection()), count)

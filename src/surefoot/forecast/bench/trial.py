@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import SurefootError
 from ...parallel.world import die_with_launcher
 from ...recipe.recipe import load
-from ...run.out_of_memory import is_out_of_memory
+from ...storage.memory import is_out_of_memory
 from .measurement import measure
 
 OUT_OF_MEMORY = "out of memory"

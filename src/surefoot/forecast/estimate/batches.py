@@ -44,7 +44,7 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
         FullShuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
             no_batch,
-            micro_batch_size=recipe.train.micro_batch_size,
+            micro_batch_size=recipe.train.fixed_micro_batch_size,
             packing=recipe.data.packing,
             world_size=num_processes,
         ),

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...model.adaptable import refuse_read_weights
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
+from ...model.section import Recomputation
 from ...network.draft import Draft
 from ...network.runner import ModelForward
 from ...network.tensors import from_config, method_of
@@ -31,7 +32,7 @@ class HoldingOptions:
     precision: PrecisionName
     dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored
     gathered: torch.dtype | None = None  # of all weights, where processes gather them in it
-    recomputes: bool = False  # gradient checkpointing
+    recomputes: Recomputation = "none"
     tp: int = 1  # processes that share every matrix; of one of them, the first
     sequence_parallel: bool = False
     pp: int = 1  # processes that share the layers out

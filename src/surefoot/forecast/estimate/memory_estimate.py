@@ -154,7 +154,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         place=largest.setting.place,
         layers=tuple(largest.layers),
         not_known=found.not_known,
-        saving=_saving(alone, codec, base, course, machine),
+        saving=saving_of(alone, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         options=tuple(options),
         imports=imports,
@@ -169,9 +169,10 @@ def imported() -> int:
     return found
 
 
-def _saving(
+def saving_of(
     skeleton: DryRunModel, codec: Codec, base: Path, course: RunLength, machine: Machine
 ) -> Saving:
+    """What the checkpoints of a run take."""
     section, train = skeleton.recipe.checkpoint, skeleton.recipe.train
     num_logs = course.steps // train.log_steps if train.log_steps else 0
     size = size_of_checkpoint(skeleton, codec, base, num_logs=num_logs)

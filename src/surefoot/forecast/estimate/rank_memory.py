@@ -20,6 +20,7 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
+from ...model.section import Recomputation
 from ...optim.bf16_weights import update_size
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
@@ -113,7 +114,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
     return HoldingOptions(
         precision_of(recipe, machine),
         held_dtype(recipe, on_gpu=machine.on_gpu),
-        recomputes=recipe.model.gradient_checkpointing,
+        recomputes=recomputes_on(machine, recipe.model.gradient_checkpointing),
         tp=section.tp,
         sequence_parallel=section.sequence_parallel,
         pp=section.pp,
@@ -121,6 +122,11 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
         emulates_float8=not machine.on_gpu,
     )
+
+
+def recomputes_on(machine: Machine, policy: Recomputation) -> Recomputation:
+    """What ``policy`` is there: main memory is no other memory for a CPU."""
+    return "full" if policy == "offload" and not machine.on_gpu else policy
 
 
 def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
@@ -184,7 +190,9 @@ def _run(
     recipe: Recipe, machine: Machine, skeletons: Mapping[int, DryRunModel], batch: Batch
 ) -> Rehearsed:
     mesh = mesh_of(recipe, machine)
-    count = recipe.train.global_batch_size // (recipe.train.micro_batch_size * mesh.num_data_ranks)
+    count = recipe.train.global_batch_size // (
+        recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
+    )
     passes = {
         place: dry_run_window(skeleton, batch, max(1, count))
         for place, skeleton in skeletons.items()
@@ -230,7 +238,7 @@ def memory_of(
 ) -> tuple[DryRunModel, Memory]:
     """The rank of ``held`` that needs most, and its memory."""
     mesh = mesh_of(recipe, machine)
-    per_pass = recipe.train.micro_batch_size * mesh.num_data_ranks
+    per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
     found = [
         memory(
             skeleton.weights,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from ...errors import ModelError, counted
@@ -231,26 +229,6 @@ def upcast_trained(model: nn.Module, section: ModelSection) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
-
-
-def recompute_activations(model: PreTrainedModel, *, keep_random: bool = True) -> None:
-    """Activation checkpointing: save no activations of the layers and recompute them in the
-    backward pass, with the same random numbers unless ``keep_random`` is false.
-
-    Call it when the trainable parameters are known: below the lowest trainable layer or embedding,
-    nothing is saved anyway.
-    """
-    with warnings.catch_warnings():  # 5.23 renamed it; this name works in all of transformers 5
-        warnings.simplefilter("ignore", FutureWarning)
-        model.gradient_checkpointing_enable(
-            {"use_reentrant": False, "preserve_rng_state": keep_random}
-        )
-    model.disable_input_require_grads()  # what recomputes without reentering needs no such hook
-    learns = any(p.requires_grad for p in model.get_input_embeddings().parameters())
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            learns = learns or any(p.requires_grad for p in layer.parameters())
-            layer.gradient_checkpointing = learns
 
 
 @torch.no_grad()

@@ -1,0 +1,198 @@
+"""What fits in a given memory: the most examples per micro-batch, under the fastest policy of
+recomputation with which enough of them fit.
+
+Each candidate is a dry run of its peak micro-batch. Memory grows with the size, so a few of them
+find the largest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import RecipeError
+from ..model.pretrained.loading import resolve
+from ..model.section import Recomputation
+from ..recipe.batch_sizes import with_batch_sizes
+from ..recipe.recipe import Recipe
+from ..run.code_files import code_of
+from ..run.policy import build_codec
+from ..storage.memory import free_memory
+from .estimate.batches import course_of, loader_of, token_counts, trained_counts
+from .estimate.dry_run import DryRunModel
+from .estimate.examples import examples_of
+from .estimate.memory_estimate import saving_of
+from .estimate.rank_memory import (
+    Machine,
+    PlanBase,
+    machine_for,
+    memory_of,
+    mesh_of,
+    processes,
+    recomputes_on,
+    rehearsed,
+    whole,
+)
+from .other_settings import RECOMPUTE, SIZE, Changes, changed
+
+logger = logging.getLogger(__name__)
+POLICIES: Sequence[Recomputation] = ("none", "selective", "full", "offload")  # the fastest first
+SPARE = 0.1  # of the memory: what allocators reserve, and the error of the estimate
+_RUNTIME = 500_000_000  # bytes of a GPU that its runtime takes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings that fit in a memory."""
+
+    policy: Recomputation
+    micro_batch_size: int
+    num_bytes: int  # that a process takes at its peak
+
+    @property
+    def changes(self) -> Changes:
+        """The settings by dotted path."""
+        return {RECOMPUTE: self.policy, SIZE: self.micro_batch_size}
+
+
+def choose_micro_batch_size(recipe: Recipe, num_local_ranks: int) -> int:
+    """The number that ``train.micro_batch_size: auto`` is on this machine, with the memory that is
+    free now. Raises ``RecipeError`` if not even one example fits, or nobody can tell."""
+    machine, free = machine_for(recipe, None), _free(num_local_ranks)
+    if free is None:
+        raise RecipeError(
+            "train.micro_batch_size: auto needs to know the free memory, which this system does "
+            "not tell; set a number"
+        )
+    found = largest_fit(recipe, machine, free)
+    if found is None:
+        size = f"{free / 1e9:.3g}GB"
+        raise RecipeError(
+            f"train.micro_batch_size: auto: not even one example per micro-batch fits in the "
+            f"{size} that are free for a rank; `surefoot plan --memory {size}` tries other settings"
+        )
+    logger.info(
+        "train.micro_batch_size: %d (auto: %.3g of %.3g GB per rank, by estimate)",
+        found.micro_batch_size,
+        found.num_bytes / 1e9,
+        free / 1e9,
+    )
+    return found.micro_batch_size
+
+
+def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
+    """The first policy with which the recipe's micro-batch fits, or else the one with which the
+    most examples do; with the largest micro-batch that fits. None: not even one example does.
+    ``memory`` and ``taken`` are those of ``largest_fit``."""
+    wanted, limit = recipe.train.micro_batch_size, _limit(machine, memory, taken)
+    *others, least = _policies(recipe, machine)
+    last = _Trial.of(recipe, machine, least)
+    if last.peak(1) > limit:
+        return None
+    trials: list[_Trial] = []
+    for policy in (*others, least):
+        trials.append(last if policy == least else _Trial.of(recipe, machine, policy))
+        if trials[-1].peak(1 if wanted == "auto" else trials[-1].nearest(wanted)) <= limit:
+            return trials[-1].largest(limit, taken)
+    found = [fit for trial in trials if (fit := trial.largest(limit, taken)) is not None]
+    return max(found, key=lambda fit: fit.micro_batch_size, default=None)
+
+
+def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
+    """The largest micro-batch of which a rank takes at most ``memory`` bytes, less a tenth, beside
+    those that are ``taken``. Raises ``RecipeError`` if activations are not known."""
+    trial = _Trial.of(recipe, machine, recipe.model.gradient_checkpointing)
+    return trial.largest(_limit(machine, memory, taken), taken)
+
+
+def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
+    """Those that differ on the machine and go with the recipe."""
+    found = dict.fromkeys(recomputes_on(machine, policy) for policy in POLICIES)
+    is_whole = recipe.method.saves_base_model and not recipe.model.compile
+    return [each for each in found if each != "selective" or is_whole]
+
+
+def _limit(machine: Machine, memory: int, taken: int) -> int:
+    return int(memory * (1 - SPARE)) - (_RUNTIME if machine.on_gpu else 0) - taken
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Dry runs of a recipe under one policy, with micro-batches of any size."""
+
+    recipe: Recipe
+    sizes: Sequence[int]  # that divide the examples of a rank, ascending
+    ground: PlanBase
+    held: Sequence[DryRunModel]
+    snapshot: int  # of a save, in the memory of a CPU
+    peaks: dict[int, int] = field(default_factory=dict)  # known ones
+
+    @classmethod
+    def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> _Trial:
+        """The trial of ``policy``. Raises as ``make_plan``."""
+        code_of(recipe)
+        ranks = mesh_of(recipe, machine).num_data_ranks
+        recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
+        per_rank = max(1, recipe.train.global_batch_size // ranks)
+        sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        base = resolve(recipe.model, weights=False)
+        codec = build_codec(recipe, base)
+        dataset = examples_of(recipe, codec).dataset
+        lengths, trained = token_counts(recipe, dataset), trained_counts(dataset)
+        course = course_of(recipe, loader_of(recipe, dataset, ranks), lengths, trained)
+        ground = PlanBase(base, codec, machine, dataset, lengths, trained, course.steps)
+        held = processes(recipe, ground)
+        snapshot = 0
+        if not machine.on_gpu:
+            is_cut = recipe.parallel.tp * recipe.parallel.pp > 1
+            alone = whole(recipe, ground) if is_cut else held[0]
+            snapshot = saving_of(alone, codec, base, course, machine).shared_memory
+        return cls(recipe, sizes, ground, held, snapshot)
+
+    def nearest(self, size: int) -> int:
+        """The largest size up to ``size`` that divides the examples of a rank."""
+        return max(each for each in self.sizes if each <= size)
+
+    def peak(self, size: int) -> int:
+        """The bytes of a rank with micro-batches of ``size``."""
+        if size not in self.peaks:
+            self.peaks[size] = self._peak(size)
+        return self.peaks[size]
+
+    def largest(self, limit: int, taken: int) -> Fit | None:
+        """The most examples that take at most ``limit`` bytes, the greatest size first."""
+        low, high, best = 0, len(self.sizes) - 1, None
+        middle = high
+        while low <= high:
+            if self.peak(self.sizes[middle]) <= limit:
+                best, low = self.sizes[middle], middle + 1
+            else:
+                high = middle - 1
+            middle = (low + high) // 2
+        if best is None:
+            return None
+        policy = self.recipe.model.gradient_checkpointing
+        return Fit(policy, best, self.peak(best) + taken)
+
+    def _peak(self, size: int) -> int:
+        recipe, machine = changed(self.recipe, {SIZE: size}), self.ground.machine
+        found = rehearsed(recipe, self.ground, self.held, as_held=True)
+        if found.not_known is not None:
+            raise RecipeError(
+                f"train.micro_batch_size: what fits is not known, because {found.not_known}; set "
+                "a number, 1 to begin with"
+            )
+        return memory_of(recipe, machine, self.held, found.passes)[1].peak + self.snapshot
+
+
+def _free(num_local_ranks: int) -> int | None:
+    """Bytes that a rank of this machine can allocate now; None if unknown."""
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        return int(torch.cuda.mem_get_info(local)[0])
+    free = free_memory()
+    return None if free is None else free // num_local_ranks

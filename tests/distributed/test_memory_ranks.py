@@ -1,0 +1,120 @@
+"""Of two ranks one runs out of memory: replicas split the step together, others start again."""
+
+import json
+import os
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import ranks
+import small
+import spread
+import warm
+from project import Project, losses
+from surefoot.errors import OutOfMemoryError
+from surefoot.methods.lora import LoRA
+from surefoot.training.control.out_of_memory import FILE
+
+TRAIN = {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 3}
+
+
+def limited(made, rank, step, tokens):
+    """Memory for so many tokens of a micro-batch on one rank, from a step on, padding included."""
+
+    def check(module, args, kwargs):
+        is_short = made.world.rank == rank and made.state.global_step + 1 >= step
+        if is_short and torch.is_grad_enabled() and kwargs["input_ids"].numel() > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    made.policy.network.inner.get_decoder().register_forward_pre_hook(check, with_kwargs=True)
+    return made
+
+
+def weights(made):
+    found = made.policy.module.state_dict()
+    return {n: getattr(t, "full_tensor", lambda t=t: t)().clone() for n, t in found.items()}
+
+
+def fitted(world, folder, **changes):
+    made = spread.trainer(world, folder, method=LoRA(rank=2, dropout=0.2), **changes)
+    made.state.max_steps = 3
+    return made
+
+
+def test_replicas_split_a_step_together(tmp_path):
+    parallel = {"dp_replicate": 2, "dp_shard": 1}
+
+    def work(world):
+        size = {**TRAIN, "micro_batch_size": 2}
+        always = fitted(world, tmp_path / "a", train=size, parallel=parallel)
+        always.fit()
+        split = fitted(world, tmp_path / "b", train=TRAIN, parallel=parallel)
+        limited(split, 1, 1, tokens=24).fit()
+        small.assert_same_weights(weights(split), weights(always))
+        return split.windows.loader.batching.micro_batch_size
+
+    assert ranks.run(2, work, **parallel) == [2, 2]
+
+
+def test_a_rank_that_others_wait_for_ends_with_a_sentence_and_writes_the_size_down(tmp_path):
+    def work(world):
+        made = fitted(world, tmp_path, train=TRAIN)
+        try:
+            limited(made, 1, 1, tokens=24).fit()
+        except OutOfMemoryError as error:
+            os._exit(0) if world.rank == 0 else None
+            (tmp_path / "told").write_text(str(error))
+            os._exit(0)
+        except RuntimeError:
+            os._exit(0)  # the other rank has lost it
+
+    with pytest.raises(AssertionError, match="hung or died"):
+        ranks.run(2, work, dp_shard=2)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("rank 1 ran out of memory (CUDA out of memory. Tried to allocate 2 GiB)")
+    assert "step 1 is repeated with micro-batches of 2 examples instead of 4" in told
+    assert json.loads((tmp_path / FILE).read_text())["micro_batch_size"] == [[1, 2, 4]]
+
+
+SCRIPT = """
+import os, sys, torch
+from surefoot.cli.main import main
+from surefoot.parallel.launcher import launch
+from surefoot.run import training_run
+from surefoot.training.callback import TrainerCallback
+
+class Short(TrainerCallback):
+    def on_train_begin(self, args, state, control):
+        def check(module, inputs, kwargs):
+            is_rank = os.environ["RANK"] == "1" and state.global_step + 1 >= 4
+            if is_rank and torch.is_grad_enabled() and len(kwargs["input_ids"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        model = args.model
+        model.get_decoder().register_forward_pre_hook(check, with_kwargs=True)
+
+if "RANK" not in os.environ:
+    raise SystemExit(launch([sys.executable, *sys.argv], 2))
+plain = training_run.run
+training_run.run = lambda *a, **k: plain(*a, **k, callbacks=[Short()])
+main()
+"""
+
+
+@pytest.mark.proof
+def test_a_run_on_shards_starts_again_by_itself_with_the_size_that_each_step_had(tmp_path):
+    project = Project(tmp_path, train={**TRAIN, "max_steps": 5}, data={"packing": False})
+    project.sections["checkpoint"] = {"save_steps": 2}
+    project.write()
+    script = tmp_path / "short.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, script, "train", project.recipe, "parallel.num_processes=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("restarting all ranks with smaller batches") == 1, done.stderr
+    assert "rank 1 ran out of memory" in done.stderr
+    assert "micro-batches have 2 examples from step 4 on" in done.stderr
+    assert losses(project.run).keys() == {1, 2, 3, 4, 5}
+    assert json.loads((project.run / FILE).read_text())["micro_batch_size"] == [[4, 2, 4]]

@@ -1,0 +1,242 @@
+"""A step that does not fit in memory is repeated in smaller micro-batches, bitwise as if always."""
+
+import json
+import logging
+import re
+import resource
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import small
+import tiny
+from project import in_child
+from surefoot.errors import RunError
+from surefoot.methods.full import Full
+from surefoot.methods.lora import LoRA
+from surefoot.training.control.out_of_memory import FILE
+
+METHODS = {"full": Full(), "lora": LoRA(rank=2, dropout=0.2)}
+
+
+class Device:
+    """Memory for so many tokens of a micro-batch from a step on, in the forward or backward pass.
+
+    It counts the activations of failed passes that are still alive in later ones."""
+
+    def __init__(self, tokens, *, step=1, where="forward", error=None):
+        self.tokens, self.step, self.where = tokens, step, where
+        self.error = error or (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to"))
+        self.refused, self.kept, self.left = 0, [], 0
+
+    def put_into(self, trainer):
+        def check(module, inputs, kwargs, output):
+            step, count = trainer.state.global_step + 1, kwargs["input_ids"].numel()
+            if not torch.is_grad_enabled():
+                return
+            self.left += sum(reference() is not None for reference in self.kept)
+            if step < self.step or count <= self.tokens:
+                return
+            self.refused += 1
+            self.kept.append(weakref.ref(output.last_hidden_state))
+            if self.where == "forward":
+                raise self.error()
+            output.last_hidden_state.register_hook(self._refuse)
+
+        base = trainer.policy.network.inner.get_decoder()
+        base.register_forward_hook(check, with_kwargs=True)
+        return trainer
+
+    def _refuse(self, gradient):
+        raise self.error()
+
+
+def sizes(trainer):
+    return trainer.windows.loader.batching.micro_batch_size
+
+
+@pytest.mark.parametrize(
+    ("method", "packing", "where"),
+    [
+        ("full", True, "forward"),
+        ("lora", False, "backward"),
+        pytest.param("lora", True, "forward", marks=pytest.mark.proof),
+        pytest.param("full", False, "forward", marks=pytest.mark.proof),
+        pytest.param("full", True, "backward", marks=pytest.mark.proof),
+    ],
+)
+def test_a_split_step_is_bitwise_that_of_a_run_with_the_smaller_size(
+    method, packing, where, tmp_path, caplog
+):
+    options = {"method": METHODS[method], "packing": packing, "global_batch_size": 8}
+    options |= {"max_steps": 3, "save_steps": None}
+    expected, found = small.Seen(), small.Seen()
+    always = small.trainer(tmp_path / "a", expected, micro_batch_size=2, **options)
+    always.fit()
+    device = Device(20, where=where)
+    split = device.put_into(small.trainer(tmp_path / "b", found, micro_batch_size=8, **options))
+    split.fit()
+    assert (device.refused, device.left) == (2, 0)  # 8 to 4, 4 to 2; no step after it
+    assert sizes(split) == 2
+    assert split.state.train_batch_size == 2
+    small.assert_same_weights(small.weights(split), small.weights(always))
+    assert found.losses == expected.losses
+    assert caplog.text.count("out of memory (") == 2
+    assert "step 1 is repeated with micro-batches of 2 examples instead of 4" in caplog.text
+    assert "set train.micro_batch_size=2" in caplog.text
+
+
+def test_a_split_in_the_middle_is_a_resume_with_the_smaller_size(tmp_path):
+    options = {"method": METHODS["lora"], "global_batch_size": 8, "save_steps": 1}
+    whole = small.trainer(tmp_path / "a", micro_batch_size=4, **options)
+    Device(16, step=4).put_into(whole).fit()
+    small.trainer(tmp_path / "b", small.StopAt(3), micro_batch_size=4, **options).fit()
+    resumed = small.trainer(tmp_path / "b", micro_batch_size=sizes(whole), **options)
+    small.resume(resumed, tmp_path / "b" / "checkpoint-3").fit()
+    small.assert_same_weights(small.weights(whole), small.weights(resumed))
+
+
+@pytest.mark.parametrize("saved", [3, 6])
+def test_a_resume_begins_with_the_smaller_size_and_repeats_each_step_with_its_own(
+    saved, tmp_path, caplog
+):
+    """A checkpoint before the split, whose size is in the run's file alone; and one after it."""
+    caplog.set_level(logging.WARNING)
+    options = {"method": METHODS["lora"], "global_batch_size": 8, "micro_batch_size": 4}
+    whole_log, again_log = small.Seen(), small.Seen()
+    whole = Device(16, step=5).put_into(small.trainer(tmp_path / "a", whole_log, **options))
+    whole.fit()
+    shutil.copytree(tmp_path / "a" / f"checkpoint-{saved}", tmp_path / "b" / f"checkpoint-{saved}")
+    shutil.copy(tmp_path / "a" / FILE, tmp_path / "b")
+    second = small.trainer(tmp_path / "b", again_log, **options)  # with all the memory it needs
+    caplog.clear()
+    small.resume(second, tmp_path / "b" / f"checkpoint-{saved}").fit()
+    small.assert_same_weights(small.weights(second), small.weights(whole))
+    assert again_log.losses == {n: x for n, x in whole_log.losses.items() if n > saved}
+    assert "from step 5 on, as memory did not suffice for train.micro_batch_size=4" in caplog.text
+
+
+@pytest.mark.parametrize("change", [{"micro_batch_size": 8}, {"on_out_of_memory": "stop"}])
+def test_another_size_in_the_recipe_is_tried_from_the_resumed_step_on(change, tmp_path):
+    options = {"global_batch_size": 8, "micro_batch_size": 4}
+    Device(16, step=2).put_into(small.trainer(tmp_path, small.StopAt(3), **options)).fit()
+    assert json.loads((tmp_path / FILE).read_text())["micro_batch_size"] == [[2, 2, 4]]
+    second = small.trainer(tmp_path, **{**options, **change})
+    small.resume(second, tmp_path / "checkpoint-3").fit()
+    assert sizes(second) == {**options, **change}["micro_batch_size"]
+
+
+def test_a_single_example_that_does_not_fit_is_named_with_a_cure(tmp_path):
+    built = small.trainer(tmp_path, global_batch_size=4, micro_batch_size=4)
+    with pytest.raises(RunError) as raised:
+        Device(5).put_into(built).fit()
+    told = str(raised.value)
+    assert told.startswith(
+        "data.cutoff_len: step 1 ran out of memory (CUDA out of memory. Tried to"
+    )
+    assert re.search(r"micro-batches of one example: \S.* with \d+ tokens\. Lower", told)
+    assert "model.gradient_checkpointing" in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate"
+            " memory: you tried to allocate 6871947673600 bytes."
+        ),
+        MemoryError(),
+        RuntimeError("std::bad_alloc"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_main_memory_is_memory_as_well(error, tmp_path):
+    built = small.trainer(
+        tmp_path, global_batch_size=4, micro_batch_size=4, max_steps=1, save_steps=None
+    )
+    Device(18, error=lambda: error).put_into(built).fit()
+    assert sizes(built) == 2
+
+
+def test_other_errors_and_stop_are_raised_as_they_are(tmp_path):
+    def wrong():
+        return RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        Device(5, error=wrong).put_into(small.trainer(tmp_path / "a")).fit()
+    stopping = small.trainer(tmp_path / "b", on_out_of_memory="stop")
+    with pytest.raises(torch.OutOfMemoryError):
+        Device(5).put_into(stopping).fit()
+
+
+def test_an_evaluation_that_does_not_fit_is_repeated_with_fewer_examples(tmp_path):
+    def evaluated(folder, limit, size):
+        log = small.Seen()
+        built = small.trainer(
+            folder, log, evals=small.examples(6), eval_steps=2, max_steps=4,
+            global_batch_size=8, micro_batch_size=size, packing=False,
+        )  # fmt: skip
+
+        def check(module, args, kwargs):
+            if not torch.is_grad_enabled() and len(kwargs["input_ids"]) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        built.policy.network.inner.get_decoder().register_forward_pre_hook(check, with_kwargs=True)
+        built.fit()
+        return built, [line["eval_loss"] for line in log.logs if "eval_loss" in line]
+
+    short, found = evaluated(tmp_path / "a", 2, 4)
+    assert (short.windows.memory.forward_size, sizes(short)) == (2, 4)
+    plenty, expected = evaluated(tmp_path / "b", 99, 4)
+    assert found == pytest.approx(expected, rel=1e-6)
+    small.assert_same_weights(small.weights(short), small.weights(plenty))
+
+
+def test_a_trial_finds_the_size_and_changes_nothing_else(tmp_path):
+    """The heaviest window is not the first one; with the memory that it needs, no step is split."""
+    items = small.examples(16)
+    for item in list(items)[-4:]:
+        items[items.index(item)] = {key: [*value, *value] for key, value in item.items()}
+    options = {"items": items, "save_steps": None, "max_steps": 4, "global_batch_size": 4}
+    always = small.trainer(tmp_path / "a", micro_batch_size=2, **options)
+    always.fit()
+    log = small.Seen()
+    built = small.trainer(tmp_path / "b", log, micro_batch_size=4, **options)
+    heaviest = max(
+        sum(b.num_tokens for b in built.windows.loader.window_at(0, w)) for w in range(4)
+    )
+    device = Device(heaviest - 1)
+    device.put_into(built)
+    events = list(log.events)
+    built.try_heaviest()
+    assert (log.events, device.refused, sizes(built)) == (events, 1, 2)
+    assert all(p.grad is None for p in built.policy.module.parameters())
+    built.fit()
+    assert device.refused == 1
+    small.assert_same_weights(small.weights(built), small.weights(always))
+
+
+def test_a_limit_of_address_space_splits_a_step(tmp_path):
+    """Real allocations that really fail: 134 MB of activations where 100 MB are left."""
+
+    def work():
+        items = small.Items(
+            {"input_ids": [3 + i] * 128, "labels": [-100] + [3 + i] * 127} for i in range(8)
+        )
+        model = tiny.model(num_hidden_layers=1, intermediate_size=8192)
+        built = small.trainer(
+            tmp_path, model=model, items=items, packing=False, method=METHODS["lora"],
+            global_batch_size=8, micro_batch_size=8, max_steps=1, save_steps=None,
+        )  # fmt: skip
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 100 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        built.fit()
+        assert built.state.global_step == 1
+        assert sizes(built) < 8
+
+    assert in_child(work) == 0
