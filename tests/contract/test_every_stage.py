@@ -18,8 +18,8 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError
 from surefoot.methods import METHODS
-from surefoot.network.blocks import ParameterNames
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim.blocks import ParameterNames
 from surefoot.schema import settings
 from surefoot.stages import STAGES
 from surefoot.training import TrainerCallback

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import RecipeError
 from ..model.section import ModelSection
-from ..network.blocks import ParameterNames, TrainedBlocks
+from ..optim.blocks import ParameterNames, TrainedBlocks
 from ..schema import Problem
 from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
 from .rules import all_weights, attach_any, problems_of_own_weights, unchanged

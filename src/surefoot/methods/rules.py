@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .. import model as models
 from ..model.section import ModelSection
-from ..network.blocks import ParameterNames, TrainedBlocks, everything
+from ..optim.blocks import ParameterNames, TrainedBlocks, everything
 from ..schema import Problem
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
 from ..model.section import ModelSection
 from ..model.trained_weights import CoverageRow
+from ..optim.blocks import TrainedBlocks
+from ..optim.parameter_kind import ParameterKinds
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
-from .blocks import TrainedBlocks
 from .heads import Heads
 from .meta import MetaModel, ShardLoader
 from .method import Method, UnshardedWeights
@@ -63,6 +64,7 @@ class Draft:
     num_parameters: int = 0  # of the unsharded model
     trainable: Sequence[str] = ()  # names in files of all parameters that may be trained
     blocks: TrainedBlocks = field(default_factory=lambda: TrainedBlocks(frozenset()))  # of these
+    layouts: ParameterKinds = field(default_factory=dict)  # what each of them is in the model
     num_trainable: int = 0
     coverage: Sequence[CoverageRow] = ()  # of weights by what is trained, if anything is
     staging: PipelinedModel | None = None

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..checkpoint.disk.manifest import Kind
     from ..geometry.sharding import Cuts
     from ..model.section import ModelSection
+    from ..optim.blocks import ParameterNames, TrainedBlocks
     from ..schema import Problem
-    from .blocks import ParameterNames, TrainedBlocks
 
 
 class Weights(ShardedState, Protocol):

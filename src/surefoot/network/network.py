@@ -23,16 +23,15 @@ from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
+from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer
 from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
-from .blocks import TrainedBlocks
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
-from .parameter_kinds import kinds_of
 from .runner import Engine
 
 
@@ -46,6 +45,7 @@ class Network:
     named: Mapping[str, nn.Parameter]  # this rank's that may be trained, by the names in files
     trainable: Sequence[str]  # the names of all ranks'
     blocks: TrainedBlocks  # which of them each update changes
+    layouts: ParameterKinds  # what each of them is in the model
     num_parameters: int  # of the unsharded model
     num_trainable: int
     coverage: Sequence[CoverageRow]  # of the unsharded model's weights; empty if it is not trained
@@ -133,11 +133,6 @@ class Network:
         """An optimizer of ``named``, or of those of them that the method trains at a step."""
         turns = self.blocks.trainable
         return TrainedParameters(optim, self.named, turns, self.cuts, self.trainable, self.layouts)
-
-    @property
-    def layouts(self) -> ParameterKinds:
-        """What each trainable parameter is in the model."""
-        return kinds_of(self.inner, self.named)
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

@@ -71,6 +71,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
         named={draft.names[name]: p for name, p in named if p.requires_grad},
         trainable=draft.trainable,
         blocks=draft.blocks,
+        layouts=draft.layouts,
         num_parameters=draft.num_parameters,
         num_trainable=draft.num_trainable,
         coverage=draft.coverage,

@@ -12,29 +12,32 @@ from ..model.pretrained.quantized import num_elements
 from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_files
 from ..model.targets import decoder_layers
 from ..model.trained_weights import coverage
+from ..optim.blocks import ParameterNames
 from ..optim.trained import unsupported_by_pipelines
-from .blocks import ParameterNames
 from .draft import Draft
 from .method import Method
+from .parameter_kinds import kinds_of
 from .tensors import Tensors
 
 
 def name_parameters(draft: Draft, _: Tensors) -> None:
     """Note each parameter's name in files."""
     inner = (name for name, _ in draft.inner.named_parameters())
-    own = {name for name in inner if draft.heads.name_in_file(name) is not None}
+    of_heads = {name for name in inner if draft.heads.name_in_file(name) is not None}
     method, is_adapter = draft.options.method, draft.module is not draft.inner
     if method is not None:
         weights = method.weights(draft.module, draft.inner)
     else:
         weights = AdapterWeights(draft.module) if is_adapter else FullWeights(draft.inner)
-    draft.weights = weights.without(own)
+    draft.weights = weights.without(of_heads)
     names = names_in_files(draft.module, draft.weights.state_dict())
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
     named = draft.module.named_parameters()
     draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
+    own = {draft.names[name]: p for name, p in draft.module.named_parameters() if p.requires_grad}
+    draft.layouts = kinds_of(draft.inner, own)
     if method is not None and draft.options.is_trainable:
         settle_blocks(draft, method)
 

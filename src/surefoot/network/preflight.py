@@ -18,9 +18,8 @@ from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
-from ..optim.optimizer import Optimizer, declared_state
-from ..optim.state import dtype_of
-from ..optim.state_cuts import check_cuts
+from ..optim.optimizer import Optimizer
+from ..optim.state_cuts import check_cuts, shapes_of_state
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
@@ -96,13 +95,10 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     """The bytes of a checkpoint's weights and optimizer state."""
     weights = network.weights.state_dict().values()
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
-    layouts, mode, state = network.layouts, optim.bf16_weights, {}
+    state = {}
     for name, parameter in network.named.items():
-        shape = tuple(parameter.shape)
-        state[name] = sum(
-            prod(one.shape(shape)) * dtype_of(one, parameter.dtype, mode).itemsize
-            for one in declared_state(optim, shape, layouts[name]).values()
-        )
+        shapes = shapes_of_state(optim, parameter, network.layouts[name])
+        state[name] = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     return total + max(sum(state[name] for name in turn) for turn in network.blocks.turns())
 
 

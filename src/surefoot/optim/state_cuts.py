@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
-from .optimizer import LIKE_PARAMETER, Optimizer, StateTensor
+from .optimizer import LIKE_PARAMETER, Optimizer, Shape, StateTensor, declared_state
 from .parameter_kind import ParameterKind
+from .state import dtype_of
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,20 @@ def check_cuts(
                 f"optim: {type(optim).__name__} cannot shard its state ({key} of {name}) over "
                 f"{axes}; set {'them' if ' and ' in axes else 'it'} to 1, or use another optimizer"
             )
+
+
+def shapes_of_state(
+    optim: Optimizer, parameter: torch.Tensor, kind: ParameterKind
+) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Shape and dtype of each tensor that ``optim`` keeps for ``parameter`` after an update."""
+    shape, mode = tuple(parameter.shape), optim.bf16_weights
+    declared = declared_state(optim, shape, kind)
+    if mode == MASTER and parameter.dtype == torch.bfloat16:
+        declared[MASTER] = LIKE_PARAMETER
+    return {
+        key: (one.shape(shape), dtype_of(one, parameter.dtype, mode))
+        for key, one in declared.items()
+    }
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

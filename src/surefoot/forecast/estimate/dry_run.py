@@ -20,12 +20,10 @@ from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
 from ...model.pretrained.loading import DTYPES
-from ...network.blocks import LONG
 from ...network.network import Network
 from ...network.open import open_network
-from ...optim.bf16_weights import MASTER
-from ...optim.optimizer import LIKE_PARAMETER, declared_state
-from ...optim.state import dtype_of
+from ...optim.blocks import LONG
+from ...optim.state_cuts import shapes_of_state
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
@@ -137,18 +135,14 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
     """The state of the recipe's optimizer after a step, by parameter, when it is largest, as the
     optimizer declares it; fake tensors."""
     optim, layouts, found = skeleton.recipe.optim, skeleton.network.layouts, {}
-    mode, turn = optim.bf16_weights, skeleton.largest_turn
+    turn = skeleton.largest_turn
     for name, parameter in skeleton.network.named.items():
         if name not in turn:
             continue
-        shape = tuple(parameter.shape)
-        declared = declared_state(optim, shape, layouts[name])
-        if mode == MASTER and parameter.dtype == torch.bfloat16:
-            declared[MASTER] = LIKE_PARAMETER
+        shapes = shapes_of_state(optim, parameter, layouts[name])
         with skeleton.tensors.mode:
             found[name] = {
-                key: torch.empty(one.shape(shape), dtype=dtype_of(one, parameter.dtype, mode))
-                for key, one in declared.items()
+                key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes.items()
             }
     return found
 
