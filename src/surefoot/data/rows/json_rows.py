@@ -21,7 +21,9 @@ MARKS = {  # at the start of text in other encodings
     b"\xfe\xff": "UTF-16",
     b"\x00\x00\xfe\xff": "UTF-32",
 }
-NULS = {  # where the first four bytes are 0: ASCII in such an encoding, without a mark
+NULS: dict[
+    tuple[bool, ...], str
+] = {  # where the first four bytes are 0: ASCII in such an encoding, without a mark
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
     (False, True, True, True): "UTF-32LE",
