@@ -241,6 +241,7 @@ def test_spelling_is_forgiven_in_the_suggestion():
         ("lroa", "got 'lroa' (did you mean lora?)"),
         ({"lroa": {"rank": 3}}, "got 'lroa' (did you mean lora?)"),
         ({"rank": 3}, "got 'rank' (did you mean method.lora.rank?)"),
+        ("ranks", "got 'ranks'"),  # a variant is never named as a setting of another section
         ({"full": None, "lora": None}, "got full and lora"),
         ({}, "got none of them"),
         (3, "got 3"),

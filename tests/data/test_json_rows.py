@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from surefoot.data.rows import json_rows
 from surefoot.data.rows.json_rows import read_json, read_jsonl
+from surefoot.data.rows.readers import READERS
 from surefoot.errors import DataError
 
 VALUES = st.recursive(
@@ -147,6 +148,16 @@ def test_a_file_in_utf16_is_refused(path):
     path.write_text('[{"a": 1}]', encoding="utf-16")
     with pytest.raises(DataError, match="byte 0xff is not UTF-8 text"):
         list(read_json(path))
+
+
+@pytest.mark.parametrize("kind", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".txt"])
+def test_other_encodings_without_a_mark_are_refused(tmp_path, kind, suffix):
+    path = tmp_path / f"rows{suffix}"  # valid UTF-8 with a NUL beside every letter
+    text = '{"a": 1}' if suffix == ".jsonl" else '[{"a": 1}]' if suffix == ".json" else "a,b\n1,2"
+    path.write_bytes(text.encode(kind))
+    with pytest.raises(DataError, match=f"line 1: NUL .* iconv -f {kind} -t UTF-8"):
+        list(READERS[suffix](path))
 
 
 HUGE = "9" * 5000  # digits, more than Python reads

@@ -174,7 +174,7 @@ def test_the_state_is_plain_values():
         ({"length": 22}, "the number of examples was 22 in the checkpoint and is 23"),
         ({"seed": 2}, "train.seed was 2 .* and is 1 now"),
         ({"global_batch_size": 4}, "train.global_batch_size was 4 .* and is 8 now"),
-        ({"shuffle": False}, "data.shuffle was False .* and is True now"),
+        ({"shuffle": False}, "data.shuffle was False .* and is True now; set data.shuffle back"),
     ],
 )
 def test_a_position_in_other_data_is_refused(changes, reason):

@@ -77,3 +77,15 @@ def test_an_adapter_in_the_place_of_a_model_is_named(run, tmp_path):
     overrides = {"model.path": str(run / "checkpoint-4"), "train.output_dir": str(tmp_path / "new")}
     with pytest.raises(ModelError, match=r"checkpoint-4 is an adapter; set model.adapter to it"):
         surefoot.train(run.parent / "recipe.yaml", **overrides)
+    overrides["model.path"] = str(run)
+    with pytest.raises(ModelError, match=r"checkpoint-\d is an adapter; set model.adapter to it"):
+        surefoot.train(run.parent / "recipe.yaml", **overrides)
+
+
+def test_the_folder_of_a_run_is_a_model_path_too(tmp_path):
+    path = save_recipe(tmp_path, method="full")
+    surefoot.train(path, **{"train.max_steps": 1, "train.output_dir": str(tmp_path / "run")})
+    found = load(path, [f"model.path={tmp_path / 'run'}"]).model.path
+    assert found == str(tmp_path / "run/checkpoint-1")
+    (tmp_path / "run/checkpoint-1/manifest.json").unlink()
+    assert load(path, [f"model.path={tmp_path / 'run'}"]).model.path == str(tmp_path / "run")

@@ -103,8 +103,19 @@ def test_other_rows_are_another_run(project, tmp_path):
 
 
 def test_rows_to_evaluate_on_join_the_datasets_of_the_recipe(project, tmp_path):
-    more = settings(tmp_path, eval_steps=2, max_steps=2)
-    found = surefoot.train(project, **more, eval_dataset=ROWS[:3])
+    class Modes(TrainerCallback):
+        seen = ()
+
+        def on_step_end(self, args, state, control):
+            self.seen += (("step", args.model.training),)
+
+        def on_evaluate(self, args, state, control, metrics):
+            self.seen += (("evaluate", args.model.training),)
+
+    more, modes = settings(tmp_path, eval_steps=1, max_steps=2), Modes()
+    found = surefoot.train(project, **more, eval_dataset=ROWS[:3], callbacks=[modes])
+    # as in transformers' Trainer: what a callback generates there has no dropout
+    assert modes.seen == (("step", True), ("evaluate", False)) * 2
     assert "eval_train_dataset_loss" not in found.log_history[-1]
     assert found.log_history[-1]["eval_loss"] > 0
 

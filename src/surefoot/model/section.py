@@ -21,7 +21,7 @@ class ModelSection:
     """Which pretrained model to start from, and its form in memory."""
 
     path: str
-    """A folder with a Hugging Face model, or a hub id such as ``Qwen/Qwen3-0.6B``."""
+    """A folder with a Hugging Face model or of a run, or a hub id such as ``Qwen/Qwen3-0.6B``."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"

@@ -15,6 +15,7 @@ from ..storage import files
 MAX_BYTES = 1_000_000
 RUN_RECIPE = "recipe.yaml"  # in the folder of a run, and in its checkpoints
 ADAPTER = "adapter_config.json"
+CONFIG = "config.json"  # in the folder of a model
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path has lost its second slash
 SUFFIXES = (".yaml", ".yml", ".json")
 

@@ -29,6 +29,7 @@ from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_adapter, read_text, recipe_in
+from .other_yaml import check_recipe
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
 from .yaml import emit, parse
@@ -64,6 +65,7 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file), str(file))
+    check_recipe(document)
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)

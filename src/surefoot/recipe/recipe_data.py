@@ -21,7 +21,13 @@ from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
 from ..errors import RecipeError, TemplateError
-from ..model.pretrained.positions import CONFIG, num_positions, read_config, why_not_extended
+from ..model.pretrained.positions import (
+    CONFIG,
+    num_positions,
+    positions_key,
+    read_config,
+    why_not_extended,
+)
 from ..model.pretrained.tokenizer import load_tokenizer
 from .recipe import Recipe
 
@@ -76,7 +82,7 @@ def fitted(recipe: Recipe, config: PretrainedConfig, folder: Path) -> Recipe:
     if cutoff is not None and limit is not None and cutoff > limit:
         raise RecipeError(
             f"data.cutoff_len: {cutoff:,} is more than the {limit:,} positions of the model "
-            f"(max_position_embeddings in {folder / CONFIG}); {_cure(config, cutoff, limit)}"
+            f"({positions_key(config)} in {folder / CONFIG}); {_cure(config, cutoff, limit)}"
         )
     limits = (n for n in (recipe.data.longest, limit, window) if n is not None)
     return replace(recipe, data=replace(recipe.data, cutoff_len=min(limits)))

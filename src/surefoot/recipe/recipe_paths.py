@@ -12,8 +12,9 @@ from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError
 from ..schema import Keys
 from ..schema.locations import DatasetReference, FunctionPath, ModelPath
+from ..storage import files
 from .document import Document
-from .files import ADAPTER
+from .files import ADAPTER, CONFIG
 from .run_checkpoint import checkpoint_of
 
 BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
@@ -26,8 +27,16 @@ def bases(document: Document, base: Path) -> BaseOf:
 
 
 def locate_model(name: str, base: Path) -> str:
-    """A model's folder made absolute; a path that is no folder is not changed: it is a hub id."""
-    return str(ModelPath(name).located(base))
+    """A model's folder made absolute, of a run its checkpoint; a path that is no folder is not
+    changed: it is a hub id."""
+    found = str(ModelPath(name).located(base))
+    folder = Path(found)
+    if not folder.is_absolute() or not files.is_folder(folder) or (folder / CONFIG).is_file():
+        return found
+    try:
+        return str(checkpoint_of(folder)) if named(folder) else found
+    except CheckpointError:
+        return found  # which is refused when it is opened, as a folder that is no model
 
 
 def adapter_in(folder: Path) -> Path:

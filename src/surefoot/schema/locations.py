@@ -103,7 +103,10 @@ class DatasetReference(str):
         for key in ("name", "file_name", "hf_hub_url", "ms_hub_url"):
             if isinstance(text := source.get(key), str) and text:
                 return cls(_last_part(text) if key == "file_name" else text, source)
-        raise ValueError("an entry needs a file_name, hf_hub_url or ms_hub_url")
+        raise ValueError(
+            "an entry needs a file_name, hf_hub_url or ms_hub_url; rows themselves are given to "
+            "surefoot.train as its train_dataset"
+        )
 
     def located(self, base: Path) -> DatasetReference:
         """The same with an absolute path, if it is a file or folder that exists. A word without a

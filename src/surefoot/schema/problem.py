@@ -117,7 +117,9 @@ def _wrong_variant(root: type, choices: Mapping[str, type], found: object) -> st
     unknown = [name for name in found if name not in choices]
     if not unknown:
         return f"{expected}, got {' and '.join(found) or 'none of them'}"
-    return f"{expected}, got {unknown[0]!r}{_did_you_mean(root, unknown[0], choices)}"
+    # a key with a value may be a setting at the wrong place; a bare name is a variant
+    where = None if found[unknown[0]] in (None, {}) else root
+    return f"{expected}, got {unknown[0]!r}{_did_you_mean(where, unknown[0], choices)}"
 
 
 def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
@@ -141,10 +143,10 @@ def _hint(root: type, spot: _Spot) -> str:
     )
 
 
-def _did_you_mean(root: type, word: str, known: Mapping[str, object]) -> str:
-    """The same key elsewhere in the recipe, or else the most similar one, nearest first."""
+def _did_you_mean(root: type | None, word: str, known: Mapping[str, object]) -> str:
+    """The same key elsewhere in ``root``, or else the most similar one, nearest first."""
     word = word.lower().replace("-", "_")
-    ways = paths(root)
+    ways = paths(root) if root else []
     names = [str(way[-1]) for way in ways]
     here = difflib.get_close_matches(word, known, n=1)
     there = difflib.get_close_matches(word, names, n=1, cutoff=0.75)

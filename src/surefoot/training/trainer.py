@@ -303,7 +303,8 @@ class Trainer:
         if control.should_evaluate and self.evals:
             try:
                 parts = {name: self._measure(each) for name, each in self.evals.items()}
-                record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
+                with self.policy.network.evaluating():  # callbacks generate without dropout
+                    record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:
                 state.pending = ["should_evaluate"]
         control.should_log = control.should_evaluate = False

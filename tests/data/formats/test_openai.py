@@ -98,6 +98,12 @@ def test_tool_calls_may_be_json_text():
         (said("assistant", "", tool_calls=[called("{")]), "arguments: not valid JSON"),
         (said("assistant", "", tool_calls=["f"]), "expected a call with name and arguments"),
         (said("assistant", "a", reasoning_content="hm"), "'reasoning_content' is not read"),
+        ({"role": "user"}, r"turn 1: no key 'content' \(keys found: role\)"),
+        (
+            said("user", [{"type": "text", "txt": "a"}]),
+            "'content': a text part without 'text', got",
+        ),
+        (said("user", [{"type": "text", "text": None}]), "'content': a text part without 'text'"),
         (said("user", [{"type": "image_url"}]), "only text parts are supported, got dict"),
         (said("user", [{"type": "text", "text": 1}]), "expected text, got int 1"),
     ],

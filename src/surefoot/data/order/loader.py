@@ -192,10 +192,12 @@ class Loader:
         saved = {"streaming": "shards" in state, **state}
         for name, what in NAMES.items():
             if name in here and saved.get(name) != here[name]:
+                is_setting = " " not in what
+                cure = f"set {what} back" if is_setting else "restore the rows of its datasets"
                 raise DataError(
                     f"cannot resume mid-epoch: {what} was {saved.get(name)} in the checkpoint "
-                    f"and is {here[name]} now; use the recipe of that run, or start a new run "
-                    "from its weights (model.path)"
+                    f"and is {here[name]} now; {cure}, or start a new run from its weights in "
+                    "another train.output_dir (model.path, or model.adapter for an adapter)"
                 )
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 

@@ -21,6 +21,14 @@ MARKS = {  # at the start of text in other encodings
     b"\xfe\xff": "UTF-16",
     b"\x00\x00\xfe\xff": "UTF-32",
 }
+NULS: dict[
+    tuple[bool, ...], str
+] = {  # where the first four bytes are 0: ASCII in such an encoding, without a mark
+    (False, True, False, True): "UTF-16LE",
+    (True, False, True, False): "UTF-16BE",
+    (False, True, True, True): "UTF-32LE",
+    (True, True, True, False): "UTF-32BE",
+}
 TOKEN = 32  # longer than any JSON token but a string or number
 SPACE = re.compile(r"[ \t\r\n]*")
 WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
@@ -28,6 +36,7 @@ WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Number and text of every line that is not blank, without byte order mark and line end."""
+    check_encoding(path)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -75,17 +84,29 @@ def read_json(path: Path) -> Iterator[Line]:
     return read_jsonl(path)
 
 
+def check_encoding(path: Path) -> None:
+    """Raises ``DataError``: the text is UTF-16 or UTF-32 that decodes as UTF-8, with NULs."""
+    with path.open("rb") as file:
+        kind = NULS.get(tuple(byte == 0 for byte in file.read(4)))
+    if kind is not None:
+        raise DataError(f"{path}: line 1: NUL bytes beside every letter; {_convert(kind)}")
+
+
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
     """The error for a text file in another encoding."""
     found = error.object[error.start]
     with path.open("rb") as file:
         start = file.read(4)
     kind = next((MARKS[mark] for mark in MARKS if start.startswith(mark)), "ISO-8859-1")
-    hint = f"convert it, for example with: iconv -f {kind} -t UTF-8"
-    return DataError(f"{path}: {where}: byte 0x{found:02x} is not UTF-8 text; {hint}")
+    return DataError(f"{path}: {where}: byte 0x{found:02x} is not UTF-8 text; {_convert(kind)}")
+
+
+def _convert(kind: str) -> str:
+    return f"convert it, for example with: iconv -f {kind} -t UTF-8"
 
 
 def _read_list(path: Path) -> Iterator[Line]:
+    check_encoding(path)
     with path.open(encoding="utf-8-sig") as file:
         window = _Window(file, path)
         window.expect("[", "expected a list of rows")

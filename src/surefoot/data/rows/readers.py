@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import DataError, counted
-from .json_rows import Line, not_utf8, read_json, read_jsonl, text_lines
+from .json_rows import Line, check_encoding, not_utf8, read_json, read_jsonl, text_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,6 +27,7 @@ def read_txt(path: Path) -> Iterator[Line]:
 
 def read_csv(path: Path) -> Iterator[Line]:
     """One row per record, with the column names from the first one; all values are text."""
+    check_encoding(path)
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
         records = csv.reader(file, strict=True)

@@ -46,6 +46,11 @@ def num_positions(config: PretrainedConfig) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
+def positions_key(config: PretrainedConfig) -> str:
+    """The key of ``config.json`` for the positions, which not all architectures name alike."""
+    return str(config.get_text_config(decoder=True).attribute_map.get(POSITIONS, POSITIONS))
+
+
 def why_not_extended(config: PretrainedConfig) -> str | None:
     """Why the positions of a model cannot be extended; None if they can."""
     rope = getattr(config, ROPE, None)

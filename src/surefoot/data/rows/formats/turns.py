@@ -78,6 +78,8 @@ class Turns:
             raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
         if content is None and calls:
             return Message(known, "", calls, learn)
+        if self.content not in turn:
+            raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
         return Message(known, _content(content, f"{where}: {self.content!r}"), calls, learn)
 
     def _unknown_role(self, turn: Row, where: str) -> DataError:
@@ -179,7 +181,14 @@ def _content(value: object, where: str) -> str:
     for part in value:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
-    return "".join(as_text(part.get("text", part.get("value")), where) for part in value)
+    return "".join(_part(part, where) for part in value)
+
+
+def _part(part: Row, where: str) -> str:
+    found = [part[key] for key in ("text", "value") if part.get(key) is not None]
+    if not found:
+        raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
+    return as_text(found[0], where)
 
 
 def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
