@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import time
@@ -12,9 +13,13 @@ import click
 from .. import __version__
 from ..errors import LostPeerError, SurefootError, shortened
 from ..log import configure
+from ..storage.os_errors import explain
 from ..terminal_text import visible
 
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
+# what a path or a disk of the user's causes, wherever it is looked at, and no code of ours does
+_OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}
+_OF_THE_DISK |= {errno.ENOSPC, errno.EDQUOT}
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "train": "Train a model from a recipe; run it again to resume.",
@@ -79,6 +84,12 @@ class Commands(click.Group):
             if is_echo or os.environ.get("RANK", "0") != "0":
                 time.sleep(_ECHO)
             raise (PeerFailure if is_echo else Failure)(str(error)) from error
+        except OSError as error:
+            if error.errno not in _OF_THE_DISK or error.filename is None:
+                raise
+            if ctx.params["verbose"]:
+                traceback.print_exc()
+            raise Failure(explain(error)) from error
         except click.UsageError as error:
             raise click.UsageError(shortened(error.format_message()), error.ctx) from error
         except KeyboardInterrupt:
