@@ -21,7 +21,13 @@ from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
 from ..errors import RecipeError, TemplateError
-from ..model.pretrained.positions import CONFIG, num_positions, read_config, why_not_extended
+from ..model.pretrained.positions import (
+    CONFIG,
+    UnreadableConfigError,
+    num_positions,
+    read_config,
+    why_not_extended,
+)
 from ..model.pretrained.tokenizer import load_tokenizer
 from .recipe import Recipe
 
@@ -58,8 +64,8 @@ def settled(recipe: Recipe, base: Path) -> Recipe:
     ``model.max_positions`` cannot be had."""
     try:
         config = read_config(base, recipe.model)
-    except (OSError, ValueError, KeyError):  # said when the model is loaded
-        return recipe
+    except UnreadableConfigError:
+        return recipe  # said when the model is loaded; what needs the tokenizer alone goes on
     return fitted(recipe, config, base)
 
 
