@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -127,6 +128,23 @@ def test_a_fault_of_ours_is_not_dressed_up_as_the_users(command):
     assert result.exit_code == 1
 
 
+def test_what_the_disk_refuses_is_one_line_wherever_it_is_asked(command):
+    def fail():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/root/x")
+
+    command(fail)
+    assert run("train").stderr.startswith("error: /root/x: no permission; ")
+    assert "raise PermissionError" in run("train", "--verbose").stderr
+
+
+def test_a_file_of_ours_that_is_missing_is_a_fault_of_ours(command):
+    def fail():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ours.jinja")
+
+    command(fail)
+    assert isinstance(run("train").exception, FileNotFoundError)
+
+
 def test_ctrl_c_gives_130(command):
     def interrupt():
         raise KeyboardInterrupt
@@ -163,6 +181,7 @@ def test_a_name_that_is_too_long_for_the_disk_is_one_short_line(tmp_path):
         (["train", name + ".yaml"], "xxx"),
         (["export", name, str(tmp_path / "out")], "no folder 'xxx"),
         (["ckpt", "show", name], "'xxx"),
+        (["predict", name, "--prompts", str(recipe), "--output", name], "the name is too long"),
     ):
         done = run(*words)
         assert done.exit_code == 2, (words[0], done.exception, done.output)

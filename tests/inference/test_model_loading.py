@@ -161,6 +161,31 @@ def test_damaged_files_are_named(folder, tmp_path):
         open_model(path)
 
 
+CONFIGS = {
+    "code of its own": (
+        '{"model_type": "odd", "auto_map": {"AutoConfig": "odd.Config"}}',
+        "Python code of its own; if you trust that, set model.trust_remote_code=true",
+    ),
+    "unknown": ('{"model_type": "odd"}', "cannot load the model: .*odd"),
+    "nameless": ("{}", "cannot load the model: .*model_type"),
+    "broken": ("{", "config.json"),
+    "a list": ("[]", "config.json|cannot load"),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_configuration_that_cannot_be_read_is_an_error_wherever_it_is_read(
+    kind, folder, tmp_path
+):
+    recipe = save_recipe(tmp_path)
+    text, said = CONFIGS[kind]
+    (tmp_path / "model" / "config.json").write_text(text)
+    with pytest.raises(SurefootError, match=said):
+        open_model(tmp_path / "model")
+    with pytest.raises(SurefootError, match=said):
+        surefoot.train(recipe)
+
+
 def test_a_run_opens_with_its_recipe(tmp_path):
     recipe = save_recipe(
         tmp_path,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import ranks
 import surefoot
 from folders import save_recipe
 from surefoot.errors import ModelError, RecipeError, RunError
@@ -76,6 +77,14 @@ def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkey
     recipe = load(project, {"model.attention": "flash_attention_2"})
     with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
         act(recipe)
+
+
+def test_every_rank_is_told_what_is_refused(project):
+    def work(world):
+        with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
+            build(load(project, {"model.attention": "flash_attention_2"}), world=world)
+
+    ranks.run(2, work)
 
 
 def test_attention_that_the_device_lacks_is_refused(project, tmp_path):

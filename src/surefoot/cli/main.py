@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import time
@@ -12,9 +13,13 @@ import click
 from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..log import configure
+from ..storage.os_errors import explain
 from ..terminal_text import visible
 
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
+# what a path or a disk of the user's causes, wherever it is looked at, and no code of ours does
+_OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}
+_OF_THE_DISK |= {errno.ENOSPC, errno.EDQUOT}
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "train": "Train a model from a recipe; run it again to resume.",
@@ -73,14 +78,13 @@ class Commands(click.Group):
         except SurefootError as error:
             if ctx.params["verbose"]:
                 traceback.print_exc()
-            if isinstance(error, OutOfMemoryError):
-                raise MemoryFailure(str(error)) from error
-            is_echo = isinstance(error, LostPeerError)
-            if isinstance(error, LostPeerError) and error.ended_by is not None:
-                raise click.exceptions.Exit(128 + error.ended_by) from None
-            if is_echo or os.environ.get("RANK", "0") != "0":
-                time.sleep(_ECHO)
-            raise (PeerFailure if is_echo else Failure)(str(error)) from error
+            raise failure_of(error) from error
+        except OSError as error:
+            if error.errno not in _OF_THE_DISK or error.filename is None:
+                raise
+            if ctx.params["verbose"]:
+                traceback.print_exc()
+            raise Failure(explain(error)) from error
         except click.UsageError as error:
             raise click.UsageError(shortened(error.format_message()), error.ctx) from error
         except KeyboardInterrupt:
@@ -111,6 +115,19 @@ class MemoryFailure(Failure):
     """A rank is out of memory: all ranks start again with smaller batches."""
 
     exit_code = OUT_OF_MEMORY
+
+
+def failure_of(error: SurefootError) -> click.exceptions.Exit | Failure:
+    """How the process ends for ``error``. A rank that only echoes the error of another waits, so
+    that the cause is printed first."""
+    if isinstance(error, OutOfMemoryError):
+        return MemoryFailure(str(error))
+    is_echo = isinstance(error, LostPeerError)
+    if isinstance(error, LostPeerError) and error.ended_by is not None:
+        return click.exceptions.Exit(128 + error.ended_by)
+    if is_echo or os.environ.get("RANK", "0") != "0":
+        time.sleep(_ECHO)
+    return (PeerFailure if is_echo else Failure)(str(error))
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -186,11 +186,7 @@ def check_quantization(draft: Draft) -> None:
     """Raise ``RecipeError`` if several ranks would use a base that is quantized in memory, and
     ``ModelError`` or ``RecipeError`` if quantized files cannot be read, or not be trained."""
     check_alone(draft.section, draft.world.size)
-    method = draft.options.method
-    try:
-        config = read_config(draft.base, draft.section)
-    except (ValueError, OSError):  # which loading the model reports
-        return
+    config, method = read_config(draft.base, draft.section), draft.options.method
     dequantization(config, draft.section, draft.base)
     if method is not None and method.saves_base_model:
         refuse_own_weights(config, draft.base)

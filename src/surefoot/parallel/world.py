@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import LostPeerError, RunError
+from ..errors import LostPeerError, RunError, SurefootError
 from .section import ParallelSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -136,6 +136,17 @@ class World:
         held = [value]
         dist.broadcast_object_list(held, src=0, group=self.patient)
         return held[0]
+
+    def on_main(self, check: Callable[[], None]) -> None:
+        """Run ``check`` on rank 0. The ``SurefootError`` that it raises is raised on every rank."""
+        problem = None
+        if self.is_main:
+            try:
+                check()
+            except SurefootError as error:
+                problem = error
+        if (problem := self.from_main(problem)) is not None:
+            raise problem
 
     def first_of(self, value: str | None) -> str | None:
         """The first object that is not None, in the order of ranks."""

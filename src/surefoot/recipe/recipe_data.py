@@ -23,6 +23,7 @@ from ..data.text.templates import load_template
 from ..errors import RecipeError, TemplateError
 from ..model.pretrained.positions import (
     CONFIG,
+    UnreadableConfigError,
     num_positions,
     positions_key,
     read_config,
@@ -64,8 +65,8 @@ def settled(recipe: Recipe, base: Path) -> Recipe:
     ``model.max_positions`` cannot be had."""
     try:
         config = read_config(base, recipe.model)
-    except (OSError, ValueError, KeyError):  # said when the model is loaded
-        return recipe
+    except UnreadableConfigError:
+        return recipe  # said when the model is loaded; what needs the tokenizer alone goes on
     return fitted(recipe, config, base)
 
 

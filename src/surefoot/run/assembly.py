@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from .. import interchange
@@ -78,8 +79,8 @@ def build(
     ``parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps forward and
     backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
-    if start is None and world.is_main:
-        check_early(recipe, world)
+    if start is None:
+        world.on_main(partial(check_early, recipe, world))
     seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()

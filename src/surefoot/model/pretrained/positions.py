@@ -20,18 +20,31 @@ CONFIG = "config.json"
 # Waves as long as a quarter to all of the former context are partly rescaled, as in Llama
 # 3.1 (arXiv:2407.21783, and the ``config.json`` of its models).
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CODE = (
+    "it comes with Python code of its own; if you trust that, set model.trust_remote_code=true "
+    "(chat and export: --trust-remote-code)"
+)
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
+
+
+class UnreadableConfigError(ModelError):
+    """transformers makes no configuration of a ``config.json``."""
 
 
 def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
     """The configuration of the model in ``folder``, extended to ``section.max_positions``. Raises
-    ``ModelError`` if a value is of a wrong type or its positions cannot be extended, otherwise as
-    ``AutoConfig`` does."""
+    ``ModelError`` if it cannot be read, a value is of a wrong type, it needs code that is not
+    trusted, or its positions cannot be extended."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
+    except (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        if "trust_remote_code=True" in str(error):
+            said = [_CODE]
+        raise UnreadableConfigError(f"{folder}: cannot load the model: {said[0]}") from None
     if section.max_positions is not None:
         _extend(config, section, folder)
     return config
