@@ -44,8 +44,8 @@ def refuse_early(
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
     they are known: ``ModelError``, ``RecipeError`` or ``RunError``."""
     check_device(section)
-    quantization(section)
     check_alone(section, num_processes)
+    quantization(section)
     parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
         network = open_network(base, section, None, ALONE, plain, MetaTensors())

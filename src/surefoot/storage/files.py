@@ -316,10 +316,8 @@ def rename(old: Path, new: Path) -> None:
 
 
 def share(old: Path, new: Path) -> bool:
-    """Give ``new`` the content of ``old`` without a copy; False if this file system cannot.
-
-    A clone (a file of its own that shares unchanged blocks) where supported, else a hard link.
-    """
+    """Give ``new`` the content of ``old`` without a copy; False if this file system cannot. It is a
+    clone (a file of its own that shares unchanged blocks) where supported, else a hard link."""
     with contextlib.suppress(OSError):
         with open_file(old, follow=False) as source, create(new) as target:
             fcntl.ioctl(target._descriptor, _CLONE, source._descriptor)
@@ -329,6 +327,7 @@ def share(old: Path, new: Path) -> bool:
         os.unlink(new)
     with contextlib.suppress(OSError):
         os.link(old, new, follow_symlinks=False)
+        return True
     with contextlib.suppress(OSError):  # a network disk may link them, and lose its answer
         return os.path.samestat(os.lstat(old), os.lstat(new))
     return False

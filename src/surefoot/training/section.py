@@ -153,7 +153,7 @@ class TrainSection:
                 "train.micro_batch_size: auto is chosen by `surefoot train` alone; set a number, "
                 "for example the one that `surefoot plan --memory SIZE` prints"
             )
-        return self.micro_batch_size
+        return int(self.micro_batch_size)  # a plain one, also if nobody has set it
 
     @property
     def is_greater_better(self) -> bool:

@@ -202,7 +202,7 @@ class Loader:
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
     def _describe(self, order: Description) -> Description:
-        return {**order, "global_batch_size": self.global_batch_size}
+        return {**order, "global_batch_size": int(self.global_batch_size)}
 
     def _is_ready(self) -> bool:
         """Whether the next window can be built without waiting. Only the main thread may wait: the
