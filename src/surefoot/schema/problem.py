@@ -151,8 +151,10 @@ def _did_you_mean(root: type | None, word: str, known: Mapping[str, object]) -> 
     here = difflib.get_close_matches(word, known, n=1)
     there = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
     if word in names or (there and _likeness(word, there[0]) > _likeness(word, *here)):
-        here = [dotted(way) for way in ways if way[-1] == there[0]]
-    return f" (did you mean {' or '.join(here[:3])}?)" if here else ""
+        found = [way for way in ways if way[-1] == there[0]]
+        # of the variants of a section the first, which is the usual one
+        here = [dotted(way) for way in {way[0]: way for way in reversed(found)}.values()]
+    return f" (did you mean {' or '.join(sorted(here[:3]))}?)" if here else ""
 
 
 def _likeness(word: str, other: str = "") -> float:
