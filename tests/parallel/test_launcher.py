@@ -132,6 +132,15 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path):
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 
+@pytest.fixture
+def _hears_interrupts():
+    """A shell lets what it starts in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_interrupts")
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_path, number):
     script = f"""
