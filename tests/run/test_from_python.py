@@ -22,7 +22,7 @@ from surefoot.methods import METHODS
 from surefoot.methods.full import Full
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.groups import decay_groups
+from surefoot.optim.groups import parameter_groups
 from surefoot.optim.optimizer import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
@@ -283,8 +283,9 @@ class SignDescent(AdamW):
 
     state_tensors = {"momentum": LIKE_PARAMETER}
 
-    def build(self, named):
-        return Signs(decay_groups(named, self.weight_decay), lr=self.learning_rate)
+    def build(self, named, layouts=None):
+        groups = parameter_groups(named, self, self.weight_decay)
+        return Signs(groups, lr=self.learning_rate)
 
 
 class Signs(torch.optim.Optimizer):

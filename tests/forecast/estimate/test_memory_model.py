@@ -82,7 +82,7 @@ def test_weights_in_bfloat16_have_states_as_they_are_updated(mode, tmp_path):
 @pytest.mark.parametrize("mode", ["stochastic", "master"])
 def test_the_memory_of_an_update_of_bfloat16_weights_is_that_of_a_real_one(mode, monkeypatch):
     monkeypatch.setattr("surefoot.optim.bf16_weights.BUCKET", 3000)
-    monkeypatch.setattr("surefoot.optim.bf16_weights._CHUNK", 64)
+    monkeypatch.setattr("surefoot.optim.rules.rounding._CHUNK", 64)
     shapes = [(64, 16), (100, 30), (20, 20), (40, 30), (30,)]
     named = [
         (f"{i}", torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)))

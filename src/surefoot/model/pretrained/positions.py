@@ -44,7 +44,9 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         said = str(error).strip().splitlines() or [type(error).__name__]
         if "trust_remote_code=True" in str(error):
             said = [_CODE]
-        raise UnreadableConfigError(f"{folder}: cannot load the model: {said[0]}") from None
+        raise UnreadableConfigError(
+            f"{Path(folder) / CONFIG}: cannot load the model: {said[0]}"
+        ) from None
     if section.max_positions is not None:
         _extend(config, section, folder)
     return config
