@@ -173,11 +173,30 @@ def _open(
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
     plain = replace(section, adapter=parts.adapter, compile=False, **extended)
     options = NetworkOptions(
-        parallel=parallel, weights=parts.weights, is_trainable=False, only_generates=True
+        parallel=parallel,
+        weights=parts.weights,
+        heads=_heads(parts),
+        is_trainable=False,
+        only_generates=True,
     )
     network = open_network(parts.model, plain, tokenizer, world, options)
     network.module.eval()
     return network
+
+
+def _heads(parts: ModelFolders) -> Sequence[str]:
+    """The heads of a reward model; none are needed to generate."""
+    stage = None if parts.recipe is None else parts.recipe.stage
+    return stage.heads if stage is not None and stage.spec.is_reward else ()
+
+
+def refuse_reward_model(opened: LoadedModel) -> None:
+    """Raise ``ModelError`` if a model was trained to give rewards, not responses."""
+    if opened.recipe is not None and opened.recipe.stage.spec.is_reward:
+        raise ModelError(
+            f"{opened.folder}: a reward model scores responses and was not trained to write any; "
+            "score those of a file with `surefoot predict`"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""A reward model for other tools: transformers' sequence classification with ``score``, which vLLM
+and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Factory have it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal, get_args
+
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from ...checkpoint.layouts.opening import open_role
+from ...checkpoint.sources.joined import JoinedSource
+from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
+from ...errors import ModelError
+from ...network.heads import HEADS
+from ..model_loading import ModelFolders
+
+logger = logging.getLogger(__name__)
+RewardHead = Literal["score", "v_head"]
+REWARD_HEADS: tuple[RewardHead, ...] = get_args(RewardHead)
+_FILE = HEADS["values"]
+
+
+def head_of(parts: ModelFolders) -> TensorSource | None:
+    """The head of a reward model; None for every other model, with a warning if it has one."""
+    head = open_role(parts.folder, _FILE)
+    if parts.recipe is not None and parts.recipe.stage.spec.is_reward and head is not None:
+        return head
+    if head is not None:
+        logger.warning("%s: its %s is not exported: a model's files have none", parts.folder, _FILE)
+    return None
+
+
+def as_sequence_classification(
+    source: TensorSource, head: TensorSource, model: PreTrainedModel
+) -> tuple[TensorSource, dict[str, object]]:
+    """``source``, the weights of the language model ``model`` (on the meta device), with the head
+    ``score`` in place of its output embeddings, and the changes of config.json. Opens with
+    ``AutoModelForSequenceClassification``. Raises ``ModelError`` if transformers has none for it.
+    """
+    labels = {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    config = type(model.config).from_dict({**model.config.to_dict(), **labels})
+    try:
+        with torch.device("meta"):
+            made = AutoModelForSequenceClassification.from_config(config)
+    except ValueError:
+        raise _unknown(model, "transformers has no sequence classification for it") from None
+    tied = set(made.all_tied_weights_keys)
+    wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
+    stored = source.shapes()
+    kept = {name: name for name in stored if name in wanted}
+    if missing := sorted(wanted - kept.keys() - {"score.weight"}):
+        raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
+    score = Renamed(head, {"score.weight": f"{_FILE}.weight"})
+    changes: dict[str, object] = {
+        "architectures": [type(made).__name__],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return JoinedSource([("", Renamed(source, kept)), ("", score)]), changes
+
+
+def v_head_file(head: TensorSource) -> dict[str, bytes]:
+    """The head in a file of its own beside the language model, with a bias of 0."""
+    weight = read_whole(head, f"{_FILE}.weight")
+    tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
+    return {f"{_FILE}.safetensors": save(tensors)}
+
+
+def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__}: {reason}, so its head cannot be stored as score; add "
+        "--reward-head v_head"
+    )
