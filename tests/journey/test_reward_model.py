@@ -115,3 +115,46 @@ def test_it_does_not_talk(trained):
     made, _, _ = trained
     told = run("chat", made.run, "--prompt", "Hi", code=2)
     assert "a reward model scores responses" in told
+
+
+@pytest.mark.parametrize("head", ["score", "v_head"])
+def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(trained, head, tmp_path):
+    made, pairs, rows = trained
+    run("export", made.run, tmp_path / "out", "--reward-head", head)
+    more = Project(
+        tmp_path / "more",
+        stage="rm",
+        method="full",
+        data={"datasets": ["pairs"], "val_size": 0.25},
+        train={"max_steps": 1},
+        optim={"adamw": {"learning_rate": 1e-9}},
+    )
+    surefoot.train(more.recipe, **{"model.path": str(tmp_path / "out")})
+    run("predict", more.run, "--prompts", pairs, "--output", tmp_path / "again.jsonl")
+    if head == "score":
+        run("predict", tmp_path / "out", "--prompts", pairs, "--output", tmp_path / "alone.jsonl")
+    for found in tmp_path.glob("*.jsonl"):
+        again = [json.loads(line) for line in found.read_text().splitlines()]
+        for kind in ("reward_chosen", "reward_rejected"):
+            ours, theirs = ([row[kind] for row in each] for each in (again, rows))
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_a_reward_model_of_transformers_has_nothing_to_say(trained, tmp_path):
+    made, _, _ = trained
+    run("export", made.run, tmp_path / "out")
+    told = run("chat", tmp_path / "out", "--prompt", "Hi", code=2)
+    assert "a reward model scores responses" in told
+    changes = (
+        "stage=sft",
+        f"model.path={tmp_path / 'out'}",
+        f"train.output_dir={tmp_path / 'run'}",
+    )
+    told = run("train", made.recipe, "data.datasets=[sums]", *changes, code=2)
+    assert "no output head for tokens" in told
+    pairs = ("stage=dpo", f"stage.dpo.reference={tmp_path / 'out'}")
+    told = run("train", made.recipe, *pairs, f"train.output_dir={tmp_path / 'run'}", code=2)
+    assert "no output head for tokens" in told
+    sums = ("stage=sft", "data.datasets=[sums]")
+    told = run("eval", made.recipe, *sums, "--model", tmp_path / "out", code=2)
+    assert "a reward model scores responses" in told

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..batch import Features
+from ..batch import Features, OutputSpec
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.rows.catalog import Catalog
@@ -16,6 +17,7 @@ from ..data.text.codec import Codec
 from ..data.text.collation import collate
 from ..data.text.ranking import answered, up_to_last_label
 from ..errors import DataError, ModelError
+from ..generate.generation import context_length
 from ..model.pretrained.loading import device
 from ..parallel.world import World
 from ..recipe.prediction import Prediction, load
@@ -23,6 +25,7 @@ from ..schema.locations import DatasetReference
 from .model_loading import LoadedModel, open_model
 from .prediction import Progress
 
+SCORES = OutputSpec(("values",), at="ends")
 Rewards = dict[str, float]  # reward, or reward_chosen and reward_rejected
 
 
@@ -80,22 +83,29 @@ def score(
     ``reward_chosen`` and ``reward_rejected``. ``on_scored`` gets the number of responses of each
     batch. Raises ``ModelError``: not a reward model; ``DataError``: a response that cannot be
     encoded within ``data.cutoff_len``."""
-    if opened.recipe is None or not opened.recipe.stage.spec.is_reward:
+    if opened.network.heads.values is None:
         raise ModelError(f"{opened.folder}: not a reward model; train one with stage: rm")
-    spec = opened.recipe.stage.spec
-    items = list(_encoded(opened.codec, examples))
+    items = list(_encoded(_codec(opened), examples))
     order = sorted(range(len(items)), key=lambda i: -len(items[i]["input_ids"]))
     rewards = dict[int, float]()
     with opened.network.evaluating():
         for start in range(0, len(order), batch_size):
             group = order[start : start + batch_size]
             batch = collate([items[i] for i in group], packing=False).to(device())
-            values = opened.network.forward(batch, spec).values
+            values = opened.network.forward(batch, SCORES).values
             assert values is not None
             rewards |= zip(group, values.double().tolist(), strict=True)
             on_scored(len(group))
     each = iter(rewards[i] for i in range(len(items)))
     return [{name: next(each) for name in _names(example)} for example in examples]
+
+
+def _codec(opened: LoadedModel) -> Codec:
+    """As in training; of a reward model without a recipe, any text that fits its positions."""
+    if opened.recipe is not None:
+        return opened.codec
+    limit = context_length(opened.model) or sys.maxsize
+    return opened.codec.with_section(replace(opened.codec.section, cutoff_len=limit))
 
 
 def _names(example: Example) -> Sequence[str]:
@@ -111,8 +121,7 @@ def _encoded(codec: Codec, examples: Sequence[Example]) -> Iterator[Features]:
         if isinstance(outcome, Truncated):
             raise DataError(
                 f"{chat.origin}: cannot be scored: it is longer than data.cutoff_len = "
-                f"{codec.section.longest:,}, with which the reward model was trained, and its "
-                "reward is read at its end"
+                f"{codec.section.longest:,}, and its reward is read at its end"
             )
         yield up_to_last_label(outcome[-1])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from .. import schema
+from ..checkpoint.layouts.detection import is_sequence_classification
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
@@ -80,8 +81,11 @@ def load(
 
 
 def is_reward_model(path: Path) -> bool:
-    """Whether ``path`` is the run, a checkpoint or the recipe of a stage that trains a reward
-    model. Raises ``RecipeError`` as ``recipe.load`` does."""
+    """Whether ``path`` is a reward model: the run, a checkpoint or the recipe of a stage that
+    trains one, or a folder of transformers' sequence classification. Raises ``RecipeError`` as
+    ``recipe.load`` does."""
+    if is_sequence_classification(path):
+        return True
     is_run = files.is_folder(path) and (path / RUN_RECIPE).is_file()
     is_recipe = path.suffix in SUFFIXES and path.is_file()
     return (is_run or is_recipe) and load_recipe(path).stage.spec.is_reward

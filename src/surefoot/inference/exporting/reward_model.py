@@ -11,6 +11,7 @@ from safetensors.torch import save
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ...checkpoint.layouts.opening import open_role
+from ...checkpoint.layouts.sequence_classification import SCORE
 from ...checkpoint.sources.joined import JoinedSource
 from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
 from ...errors import ModelError
@@ -50,10 +51,11 @@ def as_sequence_classification(
     tied = set(made.all_tied_weights_keys)
     wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
     stored = source.shapes()
+    wanted -= {SCORE}  # that of a base is replaced
     kept = {name: name for name in stored if name in wanted}
-    if missing := sorted(wanted - kept.keys() - {"score.weight"}):
+    if missing := sorted(wanted - kept.keys()):
         raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
-    score = Renamed(head, {"score.weight": f"{_FILE}.weight"})
+    score = Renamed(head, {SCORE: f"{_FILE}.weight"})
     changes: dict[str, object] = {
         "architectures": [type(made).__name__],
         "id2label": {"0": "LABEL_0"},
