@@ -4,10 +4,12 @@ and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Fac
 from __future__ import annotations
 
 import logging
-from typing import Literal, get_args
+from contextlib import ExitStack
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save
+from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ...checkpoint.layouts.opening import open_role
@@ -15,6 +17,8 @@ from ...checkpoint.layouts.sequence_classification import SCORE
 from ...checkpoint.sources.joined import JoinedSource
 from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
 from ...errors import ModelError
+from ...model.attention.packed import one_document
+from ...model.meta_tensors import on_meta
 from ...network.heads import HEADS
 from ..model_loading import ModelFolders
 
@@ -48,6 +52,8 @@ def as_sequence_classification(
             made = AutoModelForSequenceClassification.from_config(config)
     except ValueError:
         raise _unknown(model, "transformers has no sequence classification for it") from None
+    if not _head_reads_last_hidden_states(model):
+        raise _unknown(model, "it changes its last hidden states before the head")
     tied = set(made.all_tied_weights_keys)
     wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
     stored = source.shapes()
@@ -69,6 +75,28 @@ def v_head_file(head: TensorSource) -> dict[str, bytes]:
     weight = read_whole(head, f"{_FILE}.weight")
     tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
     return {f"{_FILE}.safetensors": save(tensors)}
+
+
+def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
+    """Whether the output head, and so ours, gets what ``score`` gets. Runs the model's code on two
+    tokens, on the meta device."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def entering(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        seen["head"] = given[0]
+
+    def leaving(_: nn.Module, __: object, found: Any) -> None:
+        seen["last"] = found[0]
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with ExitStack() as stack, torch.no_grad(), on_meta(model):
+        stack.callback(model.get_output_embeddings().register_forward_pre_hook(entering).remove)
+        for inner in {model.base_model, model.get_decoder()}:
+            stack.callback(inner.register_forward_hook(leaving).remove)
+        model(input_ids=ids, attention_mask=None, use_cache=False, **one_document(model, 2))
+    head, last = seen["head"], seen["last"]
+    owners = [one if one._base is None else one._base for one in (head, last)]
+    return owners[0] is owners[1] and head.shape == last.shape
 
 
 def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
