@@ -78,8 +78,8 @@ def v_head_file(head: TensorSource) -> dict[str, bytes]:
 
 
 def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
-    """Whether the output head, and so ours, gets what ``score`` gets. Runs the model's code on two
-    tokens, on the meta device."""
+    """Whether the output head, and so the head of rewards, gets what ``score`` gets. Runs the
+    model's code on two tokens, on the meta device."""
     seen: dict[str, torch.Tensor] = {}
 
     def entering(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
