@@ -22,6 +22,7 @@ CASES = {
 }
 PROVEN = CASES | {
     "padded": {"method": "full", "data": {"packing": False}},
+    "pissa": {"method": {"lora": {"rank": 2, "init": "pissa"}}},
     "waited for": {"method": "full", "checkpoint": {"async_save": False}},
     "dpo": {"method": {"lora": {"rank": 2}}, "stage": {"dpo": {}}, "data": {"datasets": ["pairs"]}},
     "kto": {"method": "full", "stage": {"kto": {}}, "data": {"datasets": ["marked"]}},
