@@ -19,8 +19,9 @@ def checked_files(draft: Draft) -> Iterator[None]:
     error of the block: damaged values may look like a wrong setting.
     """
     options, world = draft.options, draft.world
-    read = [options.weights or draft.base, draft.section.adapter] if options.is_read else []
-    folders = [folder for folder in read if folder is not None]
+    section = draft.section
+    read = [options.weights or draft.base, section.adapter, *section.frozen_adapters]
+    folders = [folder for folder in read if folder is not None] if options.is_read else []
     with ConcurrentCheck(folders, [draft.base], rank=world.rank, num_ranks=world.size) as check:
         try:
             yield

@@ -1,19 +1,34 @@
-"""A PEFT adapter on a loaded model: checked against the model before any weight is read."""
+"""PEFT adapters on a loaded model: checked against the model before any weight is read."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ModelError, counted
+from ..adaptable import is_linear
+from ..adapters.frozen import add_frozen, stacked_layers
 from .weights import AdapterWeights
 
-WEIGHTS = "adapter_model.safetensors"
+if TYPE_CHECKING:  # slow to import, and here only a name
+    from peft import PeftConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Starts for which PEFT subtracts a part of the base whenever it opens the adapter.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What adds more to a layer's output than a product of two matrices.
+_MORE = (
+    *("use_dora", "modules_to_save", "target_parameters", "trainable_token_indices"),
+    *("lora_bias", "layer_replication", "use_qalora", "alora_invocation_tokens", "megatron_config"),
+)
 
 
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
@@ -22,12 +37,22 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
     from peft import PeftModel
 
     _check(folder)
+    if next(model.parameters()).is_meta:  # whose values are read as they are in files
+        _refuse_changed_base(folder, "model.adapter")
+    with _reading(folder, model.name_or_path):
+        wrapped: nn.Module = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+    _check_names(wrapped, folder, model.name_or_path)
+    return wrapped
+
+
+@contextmanager
+def _reading(folder: Path, base: str) -> Iterator[None]:
+    """A block in which PEFT reads the adapter in ``folder`` for the model ``base``, with its errors
+    in a sentence."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what matters of them is checked below
-            wrapped: nn.Module = PeftModel.from_pretrained(
-                model, str(folder), is_trainable=trainable
-            )
+            warnings.simplefilter("ignore")  # what matters of them is checked afterwards
+            yield
     except (RuntimeError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()
         detail = next(
@@ -35,32 +60,100 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
             reason[0],
         )
         raise ModelError(
-            f"{folder}: this is an adapter of another model, not of {model.name_or_path}: {detail}"
+            f"{folder}: this is an adapter of another model, not of {base}: {detail}"
         ) from None
     except SafetensorError as error:
         raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
-    _check_names(wrapped, folder, model.name_or_path)
-    return wrapped
 
 
 def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
     """``model`` wrapped by an adapter like the one in ``folder``, whose values are not read."""
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    _check_config(folder)
-    config = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = config.init_lora_weights = False
+    config = _config_without_values(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say was said when the adapter was made
         wrapped: nn.Module = get_peft_model(model, config)
     return wrapped
 
 
-def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
+def add_adapters(model: nn.Module, folders: Sequence[Path], *, is_read: bool) -> nn.Module:
+    """``model``, which may have an adapter, with those in ``folders``; ``is_read``: with their
+    values. Raises ``ModelError`` if one is no plain LoRA adapter of linear layers."""
+    if isinstance(model, PreTrainedModel):
+        first, *folders = folders
+        _refuse_more(_config_without_values(first), first)
+        model = attach(model, first) if is_read else attach_empty(model, first)
+    for number, folder in enumerate(folders):
+        _refuse_more(config := _config_without_values(folder), folder)
+        _check_trained(model)
+        name = f"frozen_{number}"
+        base = str(getattr(model, "name_or_path", "the model"))
+        if not is_read:
+            add_frozen(model, name, config)
+            continue
+        _check(folder)
+        with _reading(folder, base):
+            add_frozen(model, name, config)
+            model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
+        _check_names(model, folder, base, name)
+    for found in stacked_layers(model):
+        if not is_linear(found.layer.get_base_layer()):
+            raise ModelError(
+                f"model.frozen_adapters: one adapts {found.name}, which is no linear layer; merge "
+                "it into the model first with `surefoot export`"
+            )
+    return model
+
+
+def _refuse_more(config: Any, folder: Path) -> None:
+    where = f"model.frozen_adapters: {folder}"
+    _refuse_changed_base(folder, "model.frozen_adapters")
+    if config.peft_type != "LORA":
+        raise ModelError(f"{where}: expected a LoRA adapter, found {config.peft_type}")
+    more = [name for name in _MORE if getattr(config, name, None)]
+    if more or config.bias != "none":
+        raise ModelError(
+            f"{where}: an adapter with {more[0] if more else 'bias'} is no sum with others; merge "
+            "it into the model first with `surefoot export`"
+        )
+
+
+def _check_trained(model: nn.Module) -> None:
+    config: Any = model.peft_config["default"]  # type: ignore[index]
+    for name, is_on in (("dora", config.use_dora), ("targets", bool(config.target_parameters))):
+        if is_on:
+            why = "has magnitudes" if name == "dora" else "adapts experts as a parameter"
+            raise ModelError(
+                f"model.frozen_adapters: the adapter that is trained {why} (method.lora.{name}), "
+                "and is no sum with others; merge them into the model first with `surefoot export`"
+            )
+
+
+def _refuse_changed_base(folder: Path, key: str) -> None:
+    init = str(json.loads((folder / CONFIG).read_bytes()).get("init_lora_weights")).lower()
+    if init.startswith(_CHANGED_BASE):
+        raise ModelError(
+            f"{key}: {folder}: init_lora_weights {init} changed the base at the start of training; "
+            "convert the adapter with peft's path_initial_model_for_weight_conversion first"
+        )
+
+
+def _config_without_values(folder: Path) -> PeftConfig:
+    """The configuration in ``folder``, for an adapter whose values are not initialized."""
+    from peft import PeftConfig
+
+    _check_config(folder)
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = config.init_lora_weights = False
+    return config
+
+
+def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         found = set(file.keys())
-    wanted = AdapterWeights(wrapped).state_dict().keys()
+    wanted = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
     missing = sorted(wanted - found)
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())
     if missing or unexpected:
@@ -74,19 +167,20 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
 
 
 def _check_config(folder: Path) -> None:
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / CONFIG).is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         of = f"; it contains several ({', '.join(inside)}): name one" if inside else ""
         raise ModelError(
             f"{folder}: no adapter_config.json; expected the local folder of a PEFT adapter{of}"
         )
     try:
-        json.loads((folder / "adapter_config.json").read_bytes())
+        json.loads((folder / CONFIG).read_bytes())
     except ValueError as error:
         raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
 
 
 def _check(folder: Path) -> None:
+    """Raise ``ModelError`` if ``folder`` has no adapter that can be read."""
     _check_config(folder)
     if not (folder / WEIGHTS).is_file():
         found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
