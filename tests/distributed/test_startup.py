@@ -24,6 +24,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
+from surefoot.methods.llama_pro import LLaMAPro
 from surefoot.methods.lora import LoRA
 from surefoot.model.attention.isolation import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
@@ -91,6 +92,7 @@ def data(tensor):
 def contents(policy):
     """Every parameter and buffer, whole, as (type, bytes), under all its names."""
     tensors = dict(policy.named_parameters(remove_duplicate=False)) | dict(policy.named_buffers())
+    tensors = {n: t for n, t in tensors.items() if "tokens_original" not in n}  # PEFT's, to unmerge
     return {name: (t.requires_grad, t.dtype, data(t)) for name, t in tensors.items()}
 
 
@@ -201,6 +203,7 @@ METHODS = [
     LoRA(rank=3, dora=True),
     LoRA(rank=3, modules_to_save=("lm_head",)),
     LoRA(rank=3, targets=("q_proj", "embed_tokens"), rslora=True),
+    LLaMAPro(num_new_layers=2),
 ]
 
 
@@ -233,10 +236,24 @@ def test_new_tokens_start_at_the_mean(kind, tmp_path):
     assert_starts_alike(2, tmp_path, {"tp": 2}, {"tokens": ("<a>", "<b>", "<c>")})
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_rows_of_new_tokens_alone(kind, tmp_path):
+    folders.save_model(tmp_path, kind, **UNEVEN)
+    method = LoRA(rank=3, new_tokens=True)
+    case = {"tokens": ("<a>", "<b>", "<c>"), "method": method}
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, case, steps=1)
+
+
 def test_packed_rows(tmp_path):
     folders.save_model(tmp_path, **UNEVEN)
     cases = {"packing": True}, {"packing": True, "method": ADAPTER}
     assert_starts_alike(2, tmp_path, {"tp": 2}, *cases, steps=1)
+
+
+def test_packed_rows_that_attend_in_groups(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    case = {"packing": True, "model": {"shifted_attention_group": 4}}
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, case, steps=1)
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)

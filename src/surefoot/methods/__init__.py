@@ -4,6 +4,14 @@ from .badam import BAdam
 from .freeze import Freeze
 from .full import Full
 from .lisa import LISA
+from .llama_pro import LLaMAPro
 from .lora import LoRA
 
-METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA, "badam": BAdam, "lisa": LISA}
+METHODS = {
+    "full": Full,
+    "freeze": Freeze,
+    "lora": LoRA,
+    "badam": BAdam,
+    "lisa": LISA,
+    "llama_pro": LLaMAPro,
+}

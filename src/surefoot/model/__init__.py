@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .adaptable import adapted
+    from .adaptable import adapted, parameters_inside
+    from .expansion.new_layers import insert_layers
+    from .expansion.new_tokens import embeddings_to_train
     from .lora_targets import choose_targets, target_patterns
     from .pretrained.weights import AdapterWeights, FullWeights
     from .targets import decoder_layers
@@ -19,13 +21,18 @@ __all__ = [
     "adapted",
     "choose_targets",
     "decoder_layers",
+    "embeddings_to_train",
+    "insert_layers",
+    "parameters_inside",
     "target_patterns",
 ]
 
 __getattr__ = lazy_getattr(
     __name__,
     {
-        ".adaptable": ("adapted",),
+        ".adaptable": ("adapted", "parameters_inside"),
+        ".expansion.new_layers": ("insert_layers",),
+        ".expansion.new_tokens": ("embeddings_to_train",),
         ".lora_targets": ("choose_targets", "target_patterns"),
         ".pretrained.weights": ("AdapterWeights", "FullWeights"),
         ".targets": ("decoder_layers",),

@@ -13,11 +13,14 @@ from ..errors import RecipeError, counted
 from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
+from ..model.attention.shifted import use_groups
 from ..model.embedding_noise import add_embedding_noise
+from ..model.expansion.new_tokens import note_new_tokens, refuse_divided
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.compiled import compile_layers
 from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
+from ..model.pretrained.router_loss import check_router_loss
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -85,6 +88,8 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     )
     if options.packing and draft.values is not None and options.is_read:
         network.verify_packing()  # of a whole model that was done when it was loaded
+    if tensors.have_values and options.is_read and options.is_trainable:
+        network.verify_new_layers()
     return network
 
 
@@ -101,16 +106,25 @@ def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_quantization(draft)
     tensors.load(draft)
+    if draft.section.router_aux_loss_coef is not None:
+        check_router_loss(draft.inner)
 
 
 def resize_embeddings(draft: Draft, _: Tensors) -> None:
     """Add rows for tokens that the tokenizer has and the model has not."""
-    if draft.tokenizer is not None:
-        draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
+    if draft.tokenizer is None:
+        return
+    before = draft.inner.get_input_embeddings().num_embeddings
+    draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
+    named = draft.tokenizer.convert_tokens_to_ids(list(draft.section.new_special_tokens))
+    note_new_tokens(draft.inner, [*named, *range(before, len(draft.tokenizer))])
 
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
     """Attend within documents, if rows are packed; proven at once, if the values are there."""
+    group = draft.section.shifted_attention_group
+    if draft.options.packing and draft.options.is_trainable and group is not None:
+        use_groups(draft.inner, group)
     if draft.options.packing and tensors.have_values and draft.start is None:
         draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
     elif draft.options.packing:
@@ -124,13 +138,14 @@ def apply_method(draft: Draft, tensors: Tensors) -> None:
     with warnings.catch_warnings():  # of PEFT's, about a property that transformers renamed
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         tensors.adapt(draft)
+    refuse_divided(draft.module, tp=draft.world.tp, pp=draft.world.pp)
     if not (draft.has_grown and draft.options.is_trainable):
         return
     if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
         raise RecipeError(
             f"{_new_tokens(draft)}: the embeddings of the new tokens would never be trained; "
-            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
-            "method.freeze.extra_modules, or use method: full"
+            "set method.lora.new_tokens: true, or name embed_tokens and lm_head in "
+            "method.lora.modules_to_save or method.freeze.extra_modules, or use method: full"
         )
 
 

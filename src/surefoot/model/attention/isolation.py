@@ -36,6 +36,7 @@ from .packed import (
     switch_to_packed,
     uses_document_attention,
 )
+from .shifted import refuse_without_groups
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
@@ -116,8 +117,11 @@ def settle_attention(
         own, may_share = _attempt(model, run, longest)
         if (first := agreed(own)) is None:
             return may_share
+        refuse_without_groups(model, first)
         model.set_attn_implementation(plain)
         logger.info("packed attention: masks of whole rows: %s", first)
+    else:
+        refuse_without_groups(model, f"its packed rows need masks for the attention {plain}")
     for is_on in (False, True):
         attend_by_mask(model, is_on=is_on)
         if (problem := agreed(_attempt(model, run, longest)[0])) is None:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from .deterministic import deterministically
 from .packed import PREFIX, Bounds, Heads, by_document, sdpa
+from .shifted import in_groups
 
 # heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
 RowKernel = Callable[[Heads, Bounds, float | None], torch.Tensor]
@@ -133,4 +134,4 @@ def register(name: str, kernel: RowKernel) -> None:
         return kernel((query, key, value), bounds, scaling).contiguous(), None
 
     # as in ``attention``: not to be compiled for every number of documents
-    AttentionInterface.register(PREFIX + name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PREFIX + name, torch.compiler.disable(in_groups(attend)))  # type: ignore[no-untyped-call]
