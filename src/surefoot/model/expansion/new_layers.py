@@ -72,8 +72,9 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
 
 def _recorded(layers: nn.ModuleList, known: object, count: int) -> list[nn.Module]:
     """The layers that the configuration of the model says are new."""
-    numbers = known if isinstance(known, list) else [known]
-    if not all(type(place) is int and 0 <= place < len(layers) for place in numbers):
+    listed = known if isinstance(known, list) else [known]
+    numbers = [place for place in listed if type(place) is int and 0 <= place < len(layers)]
+    if len(numbers) < len(listed):
         raise RecipeError(
             f"{KEY}: {_RECORD} in the config.json of the model is {known}, which are no layers of "
             "it; remove the key to insert new ones"
@@ -175,8 +176,8 @@ def _facts(layer: nn.Module) -> Mapping[str, object]:
         found[name or "the class"] = type(module).__name__
         for setting, value in vars(module).items():
             if not setting.startswith("_") and setting != "training" and isinstance(value, plain):
-                is_list = isinstance(value, list | tuple)  # a file has lists alone
-                found[f"{name}.{setting}".removeprefix(".")] = [*value] if is_list else value
+                listed = [*value] if isinstance(value, list | tuple) else value  # as in a file
+                found[f"{name}.{setting}".removeprefix(".")] = listed
     return found
 
 
