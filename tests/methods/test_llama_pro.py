@@ -118,7 +118,7 @@ def test_an_architecture_whose_layers_depend_on_their_number_is_refused():
     for layer in model.model.layers:  # as its code might
         layer.self_attn.register_forward_hook(lambda m, _, out: (out[0] / (m.layer_idx + 1), None))
     LLaMAPro(num_new_layers=2).apply(model)
-    with pytest.raises(RecipeError, match="compute otherwise under another number"):
+    with pytest.raises(RecipeError, match="compute differently under another number"):
         verify_new_layers(model, partial(logits_of, model), is_packed=False)
 
 

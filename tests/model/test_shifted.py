@@ -141,7 +141,7 @@ def test_a_run_resumes_to_the_same_bits(tmp_path):
             r"data\.packing: .* needs packed rows; set it to true",
         ),
         ({"parallel": {"tp": 2}}, r"parallel\.tp: .* needs all heads on one rank"),
-        ({"stage": "dpo"}, "stage: .* needs stage pt or sft"),
+        ({"stage": "dpo"}, "stage: .* needs a stage without a reference model or samples"),
         ({"model": {"path": "x", "shifted_attention_group": 7}}, "must be even and positive"),
     ],
 )

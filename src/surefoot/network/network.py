@@ -21,7 +21,6 @@ from ..generate.generation import BatchSlice, Ids, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
-from ..model.expansion.verification import verify_new_layers
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
@@ -163,13 +162,6 @@ class Network:
         with self.evaluating():
             is_proven = settle_attention(self.inner, self._logps, longest, world.first_of)
             self.sharing.is_proven = world.from_main(is_proven)
-
-    def verify_new_layers(self) -> None:
-        """Prove that layers which the method has added change nothing yet. A collective call.
-        Raises ``RecipeError``."""
-        is_packed, agreed = self.options.packing, self.world.first_of
-        with self.evaluating():
-            verify_new_layers(self.inner, self._logps, is_packed=is_packed, agreed=agreed)
 
     def _logps(self, batch: Batch) -> torch.Tensor:
         found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import RecipeError, counted
+from ..errors import RecipeError
 from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
@@ -17,23 +16,25 @@ from ..model.attention.shifted import use_groups
 from ..model.embedding_noise import add_embedding_noise
 from ..model.expansion.new_tokens import note_new_tokens, refuse_divided
 from ..model.head.logprob_head import logprob_head_of
-from ..model.pretrained.compiled import compile_layers
-from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
 from ..model.pretrained.router_loss import check_router_loss
 from ..model.section import ModelSection
-from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_heads
-from .layer_steps import fuse_lora, recompute
+from .layer_steps import (
+    compile_forward,
+    compute_in_float8,
+    fuse_lora,
+    recompute,
+    verify_added_layers,
+)
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, check_quantization, read_heads
 
-logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
 
 
@@ -89,7 +90,7 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     if options.packing and draft.values is not None and options.is_read:
         network.verify_packing()  # of a whole model that was done when it was loaded
     if tensors.have_values and options.is_read and options.is_trainable:
-        network.verify_new_layers()
+        verify_added_layers(network)
     return network
 
 
@@ -165,14 +166,6 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
             read_heads(draft)
 
 
-def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
-    """Multiply what the method trains in float8, in a frozen copy as in the trained model."""
-    if draft.section.float8 is not None and draft.options.method is not None:
-        emulate = tensors.emulates_float8
-        count = use_float8(layers(draft.module), draft.section.float8, emulate=emulate)
-        logger.info("float8: %s", counted(count, "linear layer"))
-
-
 def freeze(draft: Draft, _: Tensors) -> None:
     """Leave nothing trainable in a network that only computes outputs."""
     if not draft.options.is_trainable:
@@ -206,12 +199,6 @@ def shard_weights(draft: Draft, tensors: Tensors) -> None:
     if draft.world.tp > 1 and draft.options.is_trainable:
         refuse_read_weights(draft.inner)
     tensors.shard(draft)
-
-
-def compile_forward(draft: Draft, tensors: Tensors) -> None:
-    """Compile each layer's forward pass."""
-    if draft.section.compile and tensors.have_values:
-        compile_layers(layers(draft.module))
 
 
 ON_THE_MODEL: Sequence[Step] = (

@@ -288,8 +288,9 @@ def groups_need_packed_rows(recipe: Recipe) -> Iterator[Problem]:
     if recipe.parallel.tp > 1:
         message = f"{needs} all heads on one rank; set it to 1, and use parallel.dp_shard"
         yield Problem(("parallel", "tp"), message)
-    if schema.variant_name(STAGES, recipe.stage) not in ("pt", "sft"):
-        yield Problem(("stage",), f"{needs} stage pt or sft; others compare with full attention")
+    if recipe.stage.auxiliary or recipe.stage.max_new_tokens:
+        message = f"{needs} a stage without a reference model or samples, such as pt or sft"
+        yield Problem(("stage",), message)
 
 
 RULES: list[Rule] = [

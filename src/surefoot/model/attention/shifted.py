@@ -7,7 +7,7 @@ have full attention, and a trained model is an ordinary one.
 
 The paper rolls the row, so that its first and last G/2 tokens share a group: there the first ones
 attend to the last ones, their own future. Here the shifted half has a group of G/2 tokens at each
-end instead. Groups begin anew in each document, so nothing depends on what is packed beside it.
+end instead. Groups start again in each document, so nothing depends on what is packed beside it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ def group_of(model: PreTrainedModel) -> int | None:
     return size if model.training else None
 
 
+def has_groups(model: PreTrainedModel) -> bool:
+    """Whether ``model`` attends in groups when it is trained."""
+    return vars(model).get(_GROUP) is not None
+
+
 def refuse_without_groups(model: PreTrainedModel, reason: str) -> None:
     """Raise ``ModelError`` if ``model`` shall attend in groups, and for ``reason`` packed rows do
     not go through this module."""
-    if vars(model).get(_GROUP) is not None:
+    if has_groups(model):
         raise ModelError(
             f"{_KEY}: {type(model).__name__} cannot attend in groups: {reason}; remove it"
         )
@@ -68,7 +73,7 @@ def in_groups(attend: Attend) -> Attend:
         bounds = kwargs.get("document_bounds")
         if not isinstance(bounds, Bounds) or bounds.group is None:
             return attend(module, query, key, value, attention_mask, **kwargs)
-        assert bounds.branches is None, "stages that share prompts are refused"
+        assert bounds.branches is None  # see ``settle_attention``
         heads = query.shape[1]
         if key.shape[1] % 2:  # one key for both halves
             repeats = heads // key.shape[1]

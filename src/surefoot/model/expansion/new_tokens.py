@@ -26,7 +26,7 @@ def note_new_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
 def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
     """The new tokens, by the name of each matrix that has a row for them: the input embeddings, and
     the output head unless it is the same matrix. Raises ``RecipeError`` if there are no new tokens,
-    or PEFT would compute otherwise than the model."""
+    or PEFT would compute them differently."""
     ids = list(vars(model).get(_NEW, _UNKNOWN))
     if not ids:
         raise RecipeError(

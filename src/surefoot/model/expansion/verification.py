@@ -39,7 +39,9 @@ def verify_new_layers(
     _refuse(model, agreed(problems[0] if problems else None))
     with _as_before(model):
         is_same = torch.equal(now, run(batch))
-    _refuse(model, agreed(None if is_same else "its layers compute otherwise under another number"))
+    _refuse(
+        model, agreed(None if is_same else "its layers compute differently under another number")
+    )
 
 
 def _refuse(model: PreTrainedModel, problem: str | None) -> None:

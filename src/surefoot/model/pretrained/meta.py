@@ -112,7 +112,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 class CapturedInit(TorchFunctionMode):
     """While it is active, values of tensors that are moved or copied to the meta device are
     captured: so PEFT initializes an adapter for a meta model with its own random numbers. Of a copy
-    of a tensor without values, it is captured which one that was."""
+    of a meta tensor, it is captured which one that was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class CapturedInit(TorchFunctionMode):
         return values if values is not None and values.shape == tensor.shape else None
 
     def source_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor without values of which ``tensor`` is a copy."""
+        """The meta tensor of which ``tensor`` is a copy."""
         _, source = self._sources.get(place(tensor), (None, None))
         return source if source is not None and source.shape == tensor.shape else None
 
