@@ -22,7 +22,7 @@ from ..model.section import ModelSection
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
-from .heads import add_heads, refuse_heads
+from .heads import add_heads, refuse_headless, refuse_heads
 from .layer_steps import (
     compile_forward,
     compute_in_float8,
@@ -106,6 +106,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_quantization(draft)
+    refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
     if draft.section.router_aux_loss_coef is not None:
         check_router_loss(draft.inner)
