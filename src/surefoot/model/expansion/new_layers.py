@@ -9,7 +9,6 @@ layers, and is proven to describe the model: it must build the same layers again
 from __future__ import annotations
 
 import copy
-import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...errors import RecipeError, counted
 from ..targets import layer_list
 
-logger = logging.getLogger(__name__)
 KEY = "method.llama_pro"
 # Linear layers and fused experts whose result is added to the hidden states.
 _LAST = frozenset(
@@ -61,12 +59,6 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     _check_config(model)
     places = [place for place, layer in enumerate(layers) if is_new(layer)]
     vars(config)[_RECORD] = places
-    logger.info(
-        "%s: %s; the model has %d now",
-        counted(count, "new layer"),
-        ", ".join(map(str, places)),
-        len(layers),
-    )
     return [layers[place] for place in places]
 
 
@@ -86,6 +78,12 @@ def _recorded(layers: nn.ModuleList, known: object, count: int) -> list[nn.Modul
             f"set it to {len(numbers)} to train these"
         )
     return [layers[place] for place in numbers]
+
+
+def new_layers_of(model: PreTrainedModel) -> Sequence[int]:
+    """The numbers of the layers that were inserted into ``model``, by its configuration."""
+    found: Sequence[int] = getattr(model.config.get_text_config(decoder=True), _RECORD, ())
+    return found
 
 
 def is_new(layer: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,9 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...batch import Batch
-from ...errors import RecipeError
-from .new_layers import KEY, is_new, numbers, set_number
+from ...errors import RecipeError, counted
+from .new_layers import KEY, is_new, new_layers_of, numbers, set_number
 
+logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]
 _LENGTH = 24  # tokens, which most numbers of ranks divide that share a sequence
 
@@ -41,6 +43,12 @@ def verify_new_layers(
         is_same = torch.equal(now, run(batch))
     _refuse(
         model, agreed(None if is_same else "its layers compute differently under another number")
+    )
+    numbers_of_new = new_layers_of(model)
+    logger.info(
+        "%s: %s; they change nothing yet",
+        counted(len(numbers_of_new), "new layer"),
+        ", ".join(map(str, numbers_of_new)),
     )
 
 
