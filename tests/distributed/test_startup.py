@@ -24,6 +24,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
+from surefoot.methods.llama_pro import LLaMAPro
 from surefoot.methods.lora import LoRA
 from surefoot.model.attention.isolation import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
@@ -75,7 +76,8 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     examples = EncodedData(small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, {"policy": folder}, codec, examples, world)
     made = assemble(recipe, codec, policy, ahead, saver)
-    assert policy.sharing.is_proven == packing, "prompts may be shared"
+    may_share = packing and "shifted_attention_group" not in (model or {})
+    assert policy.sharing.is_proven == may_share, "prompts may be shared"
     return made
 
 
@@ -91,6 +93,7 @@ def data(tensor):
 def contents(policy):
     """Every parameter and buffer, whole, as (type, bytes), under all its names."""
     tensors = dict(policy.named_parameters(remove_duplicate=False)) | dict(policy.named_buffers())
+    tensors = {n: t for n, t in tensors.items() if "tokens_original" not in n}  # PEFT's, to unmerge
     return {name: (t.requires_grad, t.dtype, data(t)) for name, t in tensors.items()}
 
 
@@ -135,7 +138,7 @@ def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_the_stages_of_a_pipeline_start_from_their_own_layers(kind, tmp_path):
     folders.save_model(tmp_path, kind, **KINDS[kind], **UNEVEN)
-    cases = [{"packing": True}, {"method": ADAPTER}]
+    cases = [{"packing": True}, {"method": ADAPTER}, {"method": LLaMAPro(num_new_layers=1)}]
     expected = [learn(begun(ALONE, tmp_path, **case), 2) for case in cases]
 
     def work(world):
@@ -201,6 +204,7 @@ METHODS = [
     LoRA(rank=3, dora=True),
     LoRA(rank=3, modules_to_save=("lm_head",)),
     LoRA(rank=3, targets=("q_proj", "embed_tokens"), rslora=True),
+    LLaMAPro(num_new_layers=2),
 ]
 
 
@@ -233,10 +237,24 @@ def test_new_tokens_start_at_the_mean(kind, tmp_path):
     assert_starts_alike(2, tmp_path, {"tp": 2}, {"tokens": ("<a>", "<b>", "<c>")})
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_rows_of_new_tokens_alone(kind, tmp_path):
+    folders.save_model(tmp_path, kind, **UNEVEN)
+    method = LoRA(rank=3, new_tokens=True)
+    case = {"tokens": ("<a>", "<b>", "<c>"), "method": method}
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, case, steps=1)
+
+
 def test_packed_rows(tmp_path):
     folders.save_model(tmp_path, **UNEVEN)
     cases = {"packing": True}, {"packing": True, "method": ADAPTER}
     assert_starts_alike(2, tmp_path, {"tp": 2}, *cases, steps=1)
+
+
+def test_packed_rows_that_attend_in_groups(tmp_path):
+    folders.save_model(tmp_path, **UNEVEN)
+    case = {"packing": True, "model": {"shifted_attention_group": 4}}
+    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, case, steps=1)
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)

@@ -8,8 +8,8 @@ import torch
 
 import tiny
 from surefoot.model.attention import isolation, kernels, packed, selection
+from surefoot.model.attention.bounds import Bounds
 from surefoot.model.attention.kernels import flex, register, varlen
-from surefoot.model.attention.packed import Bounds
 from surefoot.model.attention.selection import BY_DOCUMENT, Row, choose
 
 CPU = torch.device("cpu")

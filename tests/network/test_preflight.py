@@ -98,9 +98,10 @@ def test_tokens_whose_embeddings_would_not_be_trained_are_refused_with_a_cure(pr
     section = replace(load(project).model, new_special_tokens=("<new>",) if is_named else ())
     tokens = load_tokenizer(base, new_special_tokens=("<new>",))
     who = "model.new_special_tokens: " if is_named else "the tokenizer in .* has more tokens than"
-    with pytest.raises(RecipeError, match=rf"{who}.*never be trained; name them in method.lora"):
+    with pytest.raises(RecipeError, match=rf"{who}.*never be trained; set method.lora.new_to"):
         open_network(base, section, tokens, ALONE, NetworkOptions(method=LoRA()), META)
-    for method in (LoRA(modules_to_save=("embed_tokens", "lm_head")), Full()):  # what it advises
+    named = LoRA(modules_to_save=("embed_tokens", "lm_head"))
+    for method in (LoRA(new_tokens=True), named, Full()):  # what it advises
         open_network(base, section, tokens, ALONE, NetworkOptions(method=method), META)
 
 

@@ -102,6 +102,12 @@ def test_training_from_another_programs_file_says_whose_it_is_and_what_its_keys_
         load(tmp_path / "file.yaml")
 
 
+def test_what_is_refused_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "file.yaml").write_text(LLAMAFACTORY + "mixture_of_depths: convert\n")
+    with pytest.raises(RecipeError, match=r"mixture_of_depths: is not supported: .*later tokens"):
+        load(tmp_path / "file.yaml")
+
+
 def test_a_recipe_with_a_key_of_another_program_is_still_a_recipe(tmp_path):
     text = "model: {path: x}\ndata: {datasets: [d]}\ntrain: {output_dir: x}\nstage: sft\n"
     (tmp_path / "file.yaml").write_text(text + "model_name_or_path: y\nrun_mode: train\n")

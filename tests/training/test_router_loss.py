@@ -12,10 +12,15 @@ import small
 import tiny
 from spread import compare, trainer
 from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
-from surefoot.errors import RecipeError
+from surefoot.errors import ModelError, RecipeError
 from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
 from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.pretrained.loading import load_model
+from surefoot.model.section import ModelSection
+from surefoot.network.draft import NetworkOptions
+from surefoot.network.open import open_network
+from surefoot.parallel.world import ALONE
 from surefoot.training.objectives.losses import with_perplexity
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -97,6 +102,33 @@ def test_packed_rows_have_it():
     batch = Batch(IDS[:1], IDS[:1], torch.arange(12)[None], cu_seqlens=bounds)
     found = outputs.compute(model, batch, OutputSpec(("total",)))
     assert torch.allclose(found.router_loss, 0.5 * expected)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "jetmoe"])
+def test_a_recipe_sets_the_coefficient(kind, tmp_path):
+    mixtures.model(kind).save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), router_aux_loss_coef=0.5)
+    model = load_model(tmp_path, section, dtype=torch.float32)
+    expected = theirs(mixtures.model(kind, **KINDS[kind]), tmp_path / "out")[0]
+    assert ours(model)[0] == pytest.approx(float(expected), rel=1e-6)
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved", ModelSection(path="unused"), dtype=torch.float32)
+    assert ours(again)[0] == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_a_coefficient_of_what_the_model_does_not_compute_is_refused(kind, tmp_path):
+    made = tiny.model() if kind == "llama" else mixtures.model(kind)
+    made.config.update({"output_router_logits": False, "router_aux_loss_coef": 0.1})
+    made.save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), router_aux_loss_coef=0.5)
+    with pytest.raises(
+        ModelError, match=r"router_aux_loss_coef: .* computes no loss of its routers"
+    ):
+        open_network(tmp_path, section, None, ALONE, NetworkOptions())
+    tiny.model().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef: .* has no loss of routers"):
+        open_network(tmp_path, section, None, ALONE, NetworkOptions())
 
 
 def test_perplexity_is_of_the_labels_alone():

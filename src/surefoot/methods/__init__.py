@@ -4,7 +4,16 @@ from .badam import BAdam
 from .freeze import Freeze
 from .full import Full
 from .lisa import LISA
+from .llama_pro import LLaMAPro
 from .lora import LoRA
 from .oft import OFT
 
-METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA, "oft": OFT, "badam": BAdam, "lisa": LISA}
+METHODS = {
+    "full": Full,
+    "freeze": Freeze,
+    "lora": LoRA,
+    "oft": OFT,
+    "badam": BAdam,
+    "lisa": LISA,
+    "llama_pro": LLaMAPro,
+}

@@ -26,6 +26,7 @@ def changed_settings(
     if isinstance(scaled := adapter.get("lora_alpha"), int | float):
         is_usual = alpha is None and scaled == 2 * found.get("rank", rank)
         found["alpha"] = None if is_usual else float(scaled)
+    found["new_tokens"] = bool(adapter.get("trainable_token_indices"))
     saved = _names(adapter.get("modules_to_save"))
     if saved != set(named["modules_to_save"]):
         found["modules_to_save"] = tuple(sorted(saved))

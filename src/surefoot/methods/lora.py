@@ -55,6 +55,9 @@ class LoRA:
     modules_to_save: tuple[str, ...] = ()
     """Modules to train in full and save with the adapter, such as ``embed_tokens`` or
     ``lm_head``."""
+    new_tokens: bool = False
+    """Train the embeddings of new tokens (``model.new_special_tokens``), and no others: their rows
+    of the input embeddings and of the output head."""
     rslora: bool = False
     """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
     dora: bool = False
@@ -112,6 +115,7 @@ class LoRA:
             target_modules=modules,
             target_parameters=parameters or None,
             modules_to_save=list(self.modules_to_save) or None,
+            trainable_token_indices=self._rows(model, chosen) if self.new_tokens else None,
             use_rslora=self.rslora,
             use_dora=self.dora,
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
@@ -210,6 +214,18 @@ class LoRA:
                 f"not {wrong[0]}"
             )
         return chosen.inside(model, [layers[n] for n in self.layers])
+
+    def _rows(self, model: PreTrainedModel, chosen: Targets) -> dict[str, list[int]]:
+        """The rows of new tokens in matrices that are not trained otherwise."""
+        rows = models.embeddings_to_train(model)
+        adapted = {f"{name}.weight" for name in rows} & chosen.all_parameters
+        both = {name.rpartition(".")[2] for name in rows} & set(self.modules_to_save)
+        if twice := sorted(both | adapted):
+            raise RecipeError(
+                f"method.lora.new_tokens: {twice[0]} is trained already, as targets or "
+                "modules_to_save name it; leave one of the two out"
+            )
+        return rows
 
     def _check_patterns(self, chosen: Targets) -> None:
         """A pattern that PEFT would look for in vain is a mistake."""

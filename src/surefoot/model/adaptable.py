@@ -23,8 +23,8 @@ from ..errors import RecipeError
 HEAD = "the output head"
 ROUTER = "a router"
 READ = "its layer reads the weight itself, past any adapter"
-_WRAPPER = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
-_ADDED = re.compile(r"\.(lora_\w+|oft_\w+|modules_to_save)\.")
+_WRAPPER = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.|$)")
+_ADDED = re.compile(r"\.(lora_\w+|oft_\w+|modules_to_save|trainable_tokens_\w+)\.")
 _ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
 
 
@@ -114,6 +114,28 @@ def router_names(model: PreTrainedModel) -> set[str]:
             and any(counts.get(part) == module.out_features for part in _around(name))
         )
     }
+
+
+def parameters_inside(model: PreTrainedModel, called: str, key: str) -> list[nn.Parameter]:
+    """The parameters of all modules whose names end in ``called``; ``experts`` and ``routers`` are
+    those of a mixture. Raises ``RecipeError``, which names the setting ``key``, if there are
+    none."""
+    modules = _modules(model)
+    routers = router_names(model) if called in ("experts", "routers") else set()
+    chosen = {n for n in modules if n.rpartition(".")[2] == called}
+    if called == "experts":  # a router may be inside of their module
+        chosen |= {n for n, m in modules.items() if _fused(n, m)}
+    elif called == "routers":
+        chosen, routers = routers, set()
+    inside = {id(p) for name in routers for p in modules[name].parameters()}
+    found = {id(p): p for name in chosen for p in modules[name].parameters()}
+    found = {key: p for key, p in found.items() if key not in inside}
+    if not found:
+        known = {name for n in modules if (name := n.rpartition(".")[2]) and not name.isdecimal()}
+        raise RecipeError(
+            f"{key}: the model has no {called!r}; expected some of {', '.join(sorted(known))}"
+        )
+    return list(found.values())
 
 
 def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:

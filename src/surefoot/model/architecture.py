@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .attention.packed import PREFIX, Bounds, packed_arguments
+from .attention.bounds import Bounds
+from .attention.packed import PREFIX, packed_arguments
 
 _LENGTH = 4  # tokens to try with
 _PLAIN = (bool, int, float, str, type(None))

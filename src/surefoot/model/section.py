@@ -56,6 +56,12 @@ class ModelSection:
     """
     neftune_noise_alpha: float | None = None
     """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
+    shifted_attention_group: int | None = None
+    """Tokens of a group in shifted sparse attention (LongLoRA, arXiv:2309.12307), which replaces
+    full attention in training: a quarter of ``data.cutoff_len``, for example."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the loss that balances the experts of a mixture. Unset: as ``config.json`` says.
+    Otherwise saved ones say it, too (``output_router_logits``)."""
     compile: bool = False
     """Compile the layers with ``torch.compile``: faster steps after a warm-up of about a minute.
     Needs a C++ compiler."""
@@ -82,7 +88,9 @@ class ModelSection:
                 "gradient_checkpointing: selective cannot look into layers that compile has fused; "
                 "set it to full, or compile to false"
             )
-        if self.neftune_noise_alpha is not None and self.neftune_noise_alpha <= 0:
-            raise ValueError(
-                f"neftune_noise_alpha must be positive, got {self.neftune_noise_alpha}"
-            )
+        group = self.shifted_attention_group
+        if group is not None and (group < 2 or group % 2):
+            raise ValueError(f"shifted_attention_group must be even and positive, got {group}")
+        for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")

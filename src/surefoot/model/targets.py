@@ -22,8 +22,13 @@ class HasHead(Protocol):
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order: the elements of the ``ModuleList`` with most parameters. They
-    may be of several classes, as in hybrids of attention and state space models."""
+    """The decoder layers in order. They may be of several classes, as in hybrids of attention and
+    state space models."""
+    return list(layer_list(model))
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the ``ModuleList`` with most parameters."""
     from torch import nn
 
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
@@ -32,7 +37,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__}: found no list of layers; use method full or lora"
         )
     largest: nn.ModuleList = max(lists, key=lambda one: sum(p.numel() for p in one.parameters()))
-    return list(largest)
+    return largest
 
 
 def children(layer: nn.Module) -> dict[str, list[nn.Module]]:

@@ -13,6 +13,7 @@ from .adaptable import ROUTER, adapted, is_added, matrices, plain_name, router_n
 from .pretrained.quantized import num_elements
 
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
+NEW_TOKENS = "rows of new tokens"
 _VECTORS = "norms, biases and other vectors"
 _NUMBERED = re.compile(r"^(?:.*?\.)?\d+\.")  # up to the number of a layer
 
@@ -43,6 +44,8 @@ def coverage(
         is_full = parameter.requires_grad or ".original_module." in wrapped
         full = IN_TURN if parameter in alternates else FULL
         trained = ADAPTER if name in updated else full if is_full else f"no: {why[name]}"
+        if ".token_adapter." in wrapped:
+            trained = NEW_TOKENS
         place, leaf = _place(name, parameter)
         group = sizes.setdefault((place, trained), {})
         group[leaf] = group.get(leaf, 0) + num_elements(parameter)

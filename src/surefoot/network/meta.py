@@ -8,7 +8,7 @@ sharding, its own box. What a method adds (adapters) has the values that it woul
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from ..model.pretrained.meta import (
     names_stored,
     why_not_empty,
 )
+from ..model.pretrained.weights import place
 from ..model.section import ModelSection
 from ..parallel.world import World
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
 _READERS = 4  # threads
 _COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
+_TOKENS = ".trainable_tokens_delta.default"
 _MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
 
 
@@ -67,6 +69,7 @@ class MetaModel:
             for name, tensor in kept_tensors(self.model)
         }
         known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
+        by_place = {place(tensor): reader for tensor, reader in known.items()}
         with CapturedInit() as drawn:
             policy = method(self.model)
         _restore_constants(policy, drawn)
@@ -76,6 +79,8 @@ class MetaModel:
                 readers[name] = known[tensor]
             elif (values := drawn.of(tensor)) is not None:
                 readers[name] = partial(piece, values)
+            elif (source := drawn.source_of(tensor)) is not None and place(source) in by_place:
+                readers[name] = by_place[place(source)]
         for name, tensor in kept_tensors(policy):
             if name not in readers:
                 readers[name] = _made_of_others(name, tensor, policy, readers)
@@ -237,10 +242,14 @@ def piece(values: torch.Tensor, box: Box) -> torch.Tensor:
 def _made_of_others(
     name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
 ) -> Reader:
-    """The values that PEFT would derive from those of other tensors: a copy, or the lengths of rows
-    (of a matrix that its update, zero at first, has not changed)."""
+    """The values that PEFT would derive from those of other tensors: a copy, some rows, or the
+    lengths of rows (of a matrix that its update, zero at first, has not changed)."""
     if (original := name.replace(_COPY, _ORIGINAL)) in readers:
         return readers[original]
+    adapter = name.removesuffix(_TOKENS)
+    if adapter != name and (rows := f"{adapter}.base_layer.weight") in readers:
+        ids: Any = policy.get_submodule(adapter).token_indices
+        return partial(_rows, readers[rows], ids["default"])
     base = name.replace(_MAGNITUDE, _BASE)
     if base in readers and tensor.dim() == 1:
         module: Any = policy.get_submodule(name.rpartition(".")[0])
@@ -255,6 +264,14 @@ def _made_of_others(
             )
         return partial(_row_lengths, readers[base], weight.shape[1])
     raise ModelError(f"{name}: no initial values are known")
+
+
+def _rows(read: Reader, ids: Sequence[int], box: Box) -> torch.Tensor:
+    """The rows ``ids`` of a matrix."""
+    found = torch.empty(box.shape)  # a rank may have no row
+    for own, row in enumerate(ids[box.start[0] : box.stop[0]]):
+        found[own] = read(Box((row, *box.start[1:]), (1, *box.shape[1:])))[0]
+    return found
 
 
 def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:

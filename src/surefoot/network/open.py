@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import RecipeError, counted
+from ..errors import RecipeError
 from ..model.adaptable import refuse_read_weights
 from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
+from ..model.attention.shifted import use_groups
 from ..model.embedding_noise import add_embedding_noise
+from ..model.expansion.new_tokens import note_new_tokens, refuse_divided
 from ..model.head.logprob_head import logprob_head_of
-from ..model.pretrained.compiled import compile_layers
-from ..model.pretrained.float8 import use_float8
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
+from ..model.pretrained.router_loss import check_router_loss
 from ..model.section import ModelSection
-from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_headless, refuse_heads
-from .layer_steps import fuse_lora, initialize_adapter, recompute
+from .layer_steps import (
+    compile_forward,
+    compute_in_float8,
+    fuse_lora,
+    initialize_adapter,
+    recompute,
+    verify_added_layers,
+)
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .tensors import REAL, Tensors, check_quantization, read_heads
 
-logger = logging.getLogger(__name__)
 Step = Callable[[Draft, Tensors], None]
 
 
@@ -85,6 +90,8 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     )
     if options.packing and draft.values is not None and options.is_read:
         network.verify_packing()  # of a whole model that was done when it was loaded
+    if tensors.have_values and options.is_read and options.is_trainable:
+        verify_added_layers(network)
     return network
 
 
@@ -102,16 +109,25 @@ def load(draft: Draft, tensors: Tensors) -> None:
     check_quantization(draft)
     refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
+    if draft.section.router_aux_loss_coef is not None:
+        check_router_loss(draft.inner)
 
 
 def resize_embeddings(draft: Draft, _: Tensors) -> None:
     """Add rows for tokens that the tokenizer has and the model has not."""
-    if draft.tokenizer is not None:
-        draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
+    if draft.tokenizer is None:
+        return
+    before = draft.inner.get_input_embeddings().num_embeddings
+    draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
+    named = draft.tokenizer.convert_tokens_to_ids(list(draft.section.new_special_tokens))
+    note_new_tokens(draft.inner, [*named, *range(before, len(draft.tokenizer))])
 
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
     """Attend within documents, if rows are packed; proven at once, if the values are there."""
+    group = draft.section.shifted_attention_group
+    if draft.options.packing and draft.options.is_trainable and group is not None:
+        use_groups(draft.inner, group)
     if draft.options.packing and tensors.have_values and draft.start is None:
         draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
     elif draft.options.packing:
@@ -125,13 +141,14 @@ def apply_method(draft: Draft, tensors: Tensors) -> None:
     with warnings.catch_warnings():  # of PEFT's, about a property that transformers renamed
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         tensors.adapt(draft)
+    refuse_divided(draft.module, tp=draft.world.tp, pp=draft.world.pp)
     if not (draft.has_grown and draft.options.is_trainable):
         return
     if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
         raise RecipeError(
             f"{_new_tokens(draft)}: the embeddings of the new tokens would never be trained; "
-            "name them in method.lora.modules_to_save (embed_tokens, lm_head) or in "
-            "method.freeze.extra_modules, or use method: full"
+            "set method.lora.new_tokens: true, or name embed_tokens and lm_head in "
+            "method.lora.modules_to_save or method.freeze.extra_modules, or use method: full"
         )
 
 
@@ -149,14 +166,6 @@ def attach_heads(draft: Draft, tensors: Tensors) -> None:
         draft.heads = add_heads(draft.inner, draft.options.heads)
         if tensors.have_values:
             read_heads(draft)
-
-
-def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
-    """Multiply what the method trains in float8, in a frozen copy as in the trained model."""
-    if draft.section.float8 is not None and draft.options.method is not None:
-        emulate = tensors.emulates_float8
-        count = use_float8(layers(draft.module), draft.section.float8, emulate=emulate)
-        logger.info("float8: %s", counted(count, "linear layer"))
 
 
 def freeze(draft: Draft, _: Tensors) -> None:
@@ -192,12 +201,6 @@ def shard_weights(draft: Draft, tensors: Tensors) -> None:
     if draft.world.tp > 1 and draft.options.is_trainable:
         refuse_read_weights(draft.inner)
     tensors.shard(draft)
-
-
-def compile_forward(draft: Draft, tensors: Tensors) -> None:
-    """Compile each layer's forward pass."""
-    if draft.section.compile and tensors.have_values:
-        compile_layers(layers(draft.module))
 
 
 ON_THE_MODEL: Sequence[Step] = (

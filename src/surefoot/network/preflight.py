@@ -14,6 +14,7 @@ import torch
 from ..errors import ModelError, RecipeError, RunError
 from ..geometry.sharding import AxisShard
 from ..model.adaptable import refuse_read_weights
+from ..model.expansion.new_tokens import refuse_divided
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
@@ -51,6 +52,7 @@ def refuse_early(
         network = open_network(base, section, None, ALONE, plain, MetaTensors())
     except NOT_ON_META:  # an architecture that needs values when it is made
         return
+    refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)
     if parallel.tp > 1:
         refuse_read_weights(network.inner)
         module_plans(network.inner, parallel.tp)

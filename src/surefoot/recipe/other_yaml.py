@@ -34,6 +34,12 @@ LLAMAFACTORY = {  # the settings of its keys
     "pissa_iter": "method.lora.init_iterations; -1 is 0 there",
     "loraplus_lr_ratio": "optim.adamw.learning_rates: {lora_B: the ratio}",
     "freeze_trainable_layers": "method.freeze.num_layers",
+    "freeze_trainable_modules": "method.freeze.modules",
+    "freeze_extra_modules": "method.freeze.extra_modules",
+    "use_llama_pro": "method.llama_pro; it inserts num_new_layers into model.path itself",
+    "shift_attn": "model.shifted_attention_group; the tokens of a group",
+    "moe_aux_loss_coef": "model.router_aux_loss_coef",
+    "add_special_tokens": "model.new_special_tokens",
     "dataset": "data.datasets",
     "dataset_dir": "data.dataset_dir",
     "eval_dataset": "data.eval_datasets",
@@ -82,6 +88,12 @@ ALWAYS = {
     "overwrite_cache": "datasets that have changed are always encoded again",
     "overwrite_output_dir": "a run is resumed; checkpoint.resume=none starts from scratch",
 }
+# What is refused, and why.
+REFUSED = {
+    "mixture_of_depths": "in such a layer a router chooses the tokens of a row that it computes, "
+    "so what a token gets depends on later tokens, which generation does not have; and no "
+    "architecture of transformers opens the trained model",
+}
 
 
 def check_recipe(document: Document) -> None:
@@ -110,6 +122,8 @@ def of_llamafactory(found: Mapping[str, Any]) -> Iterator[Problem]:
         if key in LLAMAFACTORY:
             setting, *note = LLAMAFACTORY[key].split("; ")
             yield Problem((key,), "; ".join([f"is {setting} in a recipe", *note]))
+        elif key in REFUSED:
+            yield Problem((key,), f"is not supported: {REFUSED[key]}; remove it")
         elif key in ALWAYS:
             yield Problem((key,), f"has no setting: {ALWAYS[key]}")
         else:

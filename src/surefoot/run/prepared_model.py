@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
+from ..model.adaptable import is_added
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..training.state import Kernels
@@ -56,6 +57,8 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that no checkpoint contains."""
     for prefix, part in module.named_modules():
         for name in sorted(part._non_persistent_buffers_set):
+            if is_added(f"{prefix}.{name}"):  # PEFT's copy of the embeddings that it replaces
+                continue
             if (values := part._buffers.get(name)) is not None:
                 yield f"{prefix}.{name}", values
 

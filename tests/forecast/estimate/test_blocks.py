@@ -39,6 +39,17 @@ def test_activations_are_those_of_the_deepest_turn(tmp_path, method, recomputes)
         assert min(saved) < 0.7 * max(saved)
 
 
+def test_new_layers_are_counted(tmp_path):
+    layer = sum(p.numel() for p in policy(recipe(tmp_path / "full")).model.layers[0].parameters())
+    made = recipe(tmp_path / "deeper", method={"llama_pro": {"num_new_layers": 1}})
+    found = skeleton(made)
+    assert sum(weight.size for weight in found.weights if weight.is_trained) == layer
+    assert found.network.num_parameters == skeleton(recipe(tmp_path)).network.num_parameters + layer
+    expected = kept(policy(made), batch(made, 25, 31))
+    kept_by_plan = dry_run_batch(found, batch(made, 25, 31)).kept.total
+    assert kept_by_plan == pytest.approx(expected, rel=0.1, abs=2 * 56 * 8 * 4)
+
+
 def test_gradients_and_state_are_those_of_the_largest_block(tmp_path):
     layer = sum(p.numel() for p in policy(recipe(tmp_path / "full")).model.layers[0].parameters())
     for method, expected in (("badam", layer), ({"lisa": {"num_layers": 1}}, None)):

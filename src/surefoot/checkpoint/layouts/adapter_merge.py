@@ -18,12 +18,14 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json
 from ..sources.lora import Delta, ExpertSlice, Merged, same_values
+from ..sources.rows import ReplacedRows
 from ..sources.source import FolderSource, Renamed, Shape, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 from .detection import open_weights
 
 PREFIX = "base_model.model."
 HEAD = "lm_head.weight"
+TOKENS = ".token_adapter.trainable_tokens_delta"  # the embeddings of some tokens
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _ROLES = {
     "lora_A.weight": "a",
@@ -42,7 +44,6 @@ _UNMERGEABLE = (
     "layer_replication",
     "megatron_config",
     "monteclora_config",
-    "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -77,10 +78,11 @@ def merged(
             f"merged without its model; {_ELSEWHERE}"
         )
     adapter = FolderSource(open_weights(adapter_folder))
-    modules, replaced = _sort(adapter, adapter_folder)
+    modules, replaced, rows = _sort(adapter, adapter_folder)
     replaced = _without_tied(adapter, replaced, base.shapes())
     plain = {module: Updated({f"{module}.weight": None}) for module in modules}
     of = {module: (updated or {}).get(module, usual) for module, usual in plain.items()}
+    base = _with_rows(base, adapter, adapter_folder, rows, config)
     base = _with_head(base, {*replaced, *(name for one in of.values() for name in one.tensors)})
     shapes = base.shapes()
     for name, key in replaced.items():
@@ -128,10 +130,13 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Low-rank tensors by module and role, and full tensors by the base tensor they replace."""
+def _sort(
+    adapter: TensorSource, folder: Path
+) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, str]]:
+    """Low-rank tensors by module and role, full tensors by the base tensor that they replace, and
+    embeddings of some tokens by the module that they belong to."""
     modules: dict[str, dict[str, str]] = {}
-    replaced = {}
+    replaced, rows = {}, {}
     for key in adapter.shapes():
         name = key.removeprefix(PREFIX)
         for ending, role in _ROLES.items():
@@ -140,12 +145,48 @@ def _sort(adapter: TensorSource, folder: Path) -> tuple[dict[str, dict[str, str]
                 modules.setdefault(module, {})[role] = key
                 break
         else:
+            if name.endswith(TOKENS):
+                rows[name.removesuffix(TOKENS)] = key
+                continue
             if "lora_" in name or "token_adapter" in name or name == key:
                 raise CheckpointError(
                     f"{folder}: {key!r} is a tensor this cannot merge; {_ELSEWHERE}"
                 )
             replaced[name.replace(".base_layer.", ".")] = key
-    return modules, replaced
+    return modules, replaced, rows
+
+
+def _with_rows(
+    base: TensorSource,
+    adapter: TensorSource,
+    folder: Path,
+    rows: Mapping[str, str],
+    config: Mapping[str, Any],
+) -> TensorSource:
+    """``base`` with the embeddings of tokens that the adapter has trained."""
+    known = config.get("trainable_token_indices")
+    if known and not rows:
+        raise CheckpointError(
+            f"{folder}: the embeddings of trainable_token_indices in {ADAPTER_CONFIG} are missing"
+        )
+    found = {}
+    for module, key in rows.items():
+        of = known if isinstance(known, Mapping) else {module: known}
+        ids = next((ids for name, ids in of.items() if f".{module}".endswith(f".{name}")), None)
+        name, shapes = f"{module}.weight", base.shapes()
+        if name not in shapes:
+            raise _other_model(folder, key, name)
+        if not isinstance(ids, list) or adapter.shapes()[key] != (len(ids), shapes[name][1]):
+            raise CheckpointError(
+                f"{folder}: {key} does not fit trainable_token_indices in {ADAPTER_CONFIG}"
+            )
+        if not all(isinstance(row, int) and 0 <= row < shapes[name][0] for row in ids):
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG}: trainable_token_indices are tokens that {name} of the "
+                "base does not have"
+            )
+        found[name] = (key, ids)
+    return ReplacedRows(base, adapter, found) if found else base
 
 
 def _without_tied(

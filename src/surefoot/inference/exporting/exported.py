@@ -19,7 +19,7 @@ from ...checkpoint.converting.model_files import configs
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
-from ...checkpoint.layouts.adapter_merge import PREFIX, Updated, merged
+from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, Updated, merged
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import DtypeName, cast, copy
 from ...checkpoint.sources.lora import same_values
@@ -27,7 +27,7 @@ from ...checkpoint.sources.source import Renamed, TensorSource
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
-from ...errors import ModelError
+from ...errors import CheckpointError, ModelError
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...model.section import ModelSection
@@ -219,6 +219,11 @@ def _merge(
     touched = _touched(adapter, names) if is_tied else set()
     if not touched or names.head is None:
         return merged(base, adapter, updated), False
+    if any(key.endswith(TOKENS) for key in open_folder(adapter).shapes()):
+        raise CheckpointError(
+            f"{adapter}: trains rows of tied embeddings, and {min(touched)} in another way; merge "
+            "it with peft's own merge_and_unload()"
+        )
     everything = {name: name for name in stored}
     both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated)
     if len(touched) > 1 and same_values(both, names.embed, names.head):
@@ -228,7 +233,8 @@ def _merge(
 
 def _touched(adapter: Path, names: _Names) -> set[str]:
     """The embeddings that the adapter changes."""
-    keys = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
+    stored = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
+    keys = [key for key in stored if not key.endswith(TOKENS)]  # PEFT keeps these tied
     pair = [name for name in (names.embed, names.head) if name is not None]
     return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
 

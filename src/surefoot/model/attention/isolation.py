@@ -36,6 +36,7 @@ from .packed import (
     switch_to_packed,
     uses_document_attention,
 )
+from .shifted import has_groups, refuse_without_groups
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position
@@ -115,9 +116,12 @@ def settle_attention(
     if uses_document_attention(model):
         own, may_share = _attempt(model, run, longest)
         if (first := agreed(own)) is None:
-            return may_share
+            return may_share and not has_groups(model)  # of which responses would cut a part
+        refuse_without_groups(model, first)
         model.set_attn_implementation(plain)
         logger.info("packed attention: masks of whole rows: %s", first)
+    else:
+        refuse_without_groups(model, f"its packed rows need masks for the attention {plain}")
     for is_on in (False, True):
         attend_by_mask(model, is_on=is_on)
         if (problem := agreed(_attempt(model, run, longest)[0])) is None:

@@ -21,8 +21,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from .bounds import Bounds
 from .deterministic import deterministically
-from .packed import PREFIX, Bounds, Heads, by_document, sdpa
+from .packed import PREFIX, Heads, by_document, sdpa
+from .shifted import in_groups
 
 # heads, bounds, scale of the scores (None: E to the power of -1/2): [1, T, H, E]
 RowKernel = Callable[[Heads, Bounds, float | None], torch.Tensor]
@@ -133,4 +135,4 @@ def register(name: str, kernel: RowKernel) -> None:
         return kernel((query, key, value), bounds, scaling).contiguous(), None
 
     # as in ``attention``: not to be compiled for every number of documents
-    AttentionInterface.register(PREFIX + name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PREFIX + name, torch.compiler.disable(in_groups(attend)))  # type: ignore[no-untyped-call]

@@ -24,7 +24,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import ModelError
 from ..meta_tensors import on_meta
+from .bounds import Bounds
 from .deterministic import deterministically
+from .shifted import group_of, in_groups
 
 logger = logging.getLogger(__name__)
 Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
@@ -103,43 +105,6 @@ def _eager(heads: Heads, scoring: Scoring) -> torch.Tensor:
     return F.dropout(weights, p=scoring.dropout) @ value
 
 
-class Bounds:
-    """The document boundaries of a row. A compiled layer passes this object on without reading it;
-    for a list, it would be compiled again for each length.
-
-    ``branches`` are the tokens of prompt, first and second response of each document, if some share
-    a prompt (see ``Batch``).
-    """
-
-    def __init__(
-        self, values: Sequence[int], branches: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self.values, self.branches = values, branches
-        self._kept: dict[str, object] = {}
-
-    @property
-    def parts(self) -> Sequence[Sequence[int]]:
-        """For each document, the tokens of prompt, first and second response; one is all prompt."""
-        return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return max(b - a for a, b in pairwise(self.values))
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """[documents + 1] the bounds as int32 on ``device``."""
-        made = self.kept("bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device))
-        assert isinstance(made, torch.Tensor)
-        return made
-
-    def kept(self, name: str, make: Callable[[], object]) -> object:
-        """Values that are computed from them once, for all layers."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
-
-
 def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function as transformers calls it, [1, H, T, E] in and [1, T, H, E] out."""
 
@@ -192,7 +157,7 @@ def _after(prompt: int, first: Heads, second: Heads) -> Heads:
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
 for _name, _kernel in KERNELS.items():
     # Not to be compiled: it would be compiled again for every number of documents.
-    _attend = torch.compiler.disable(by_document(_kernel))  # type: ignore[no-untyped-call]
+    _attend = torch.compiler.disable(in_groups(by_document(_kernel)))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PREFIX + _name, _attend)
 
 
@@ -278,7 +243,8 @@ def packed_arguments(
     """The arguments of ``model`` for a packed row with these bounds and branches, on the CPU."""
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
-        return {"document_bounds": Bounds(bounds, None if branches is None else branches.tolist())}
+        parts = None if branches is None else branches.tolist()
+        return {"document_bounds": Bounds(bounds, parts, group_of(model))}
     if branches is not None:
         raise ModelError(
             f"{type(model).__name__}: responses cannot share a prompt with the attention "

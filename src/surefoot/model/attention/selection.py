@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from .bounds import Bounds
 from .kernels import RowKernel, candidates, register
-from .packed import PREFIX, Bounds, Heads, by_document, sdpa
+from .packed import PREFIX, Heads, by_document, sdpa
 
 logger = logging.getLogger(__name__)
 BY_DOCUMENT = "sdpa"

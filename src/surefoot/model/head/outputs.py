@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
 from ...errors import ModelError
 from ..attention.packed import packed_arguments
+from ..pretrained.router_loss import COEFFICIENTS
 from .logprob_head import LogprobHead
-
-_ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class Vocabulary(Protocol):
@@ -116,7 +115,7 @@ def _router_loss(model: nn.Module, found: Any) -> torch.Tensor | None:
         return None
     inner = _inner(model)
     places = (inner, inner.config.get_text_config())
-    known = (getattr(place, name, None) for place in places for name in _ROUTER_COEFFICIENTS)
+    known = (getattr(place, name, None) for place in places for name in COEFFICIENTS)
     coefficient = next((value for value in known if value is not None), None)
     if coefficient is None:
         raise ModelError(

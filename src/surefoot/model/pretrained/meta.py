@@ -111,16 +111,23 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 class CapturedInit(TorchFunctionMode):
     """While it is active, values of tensors that are moved or copied to the meta device are
-    captured: so PEFT initializes an adapter for a meta model with its own random numbers."""
+    captured: so PEFT initializes an adapter for a meta model with its own random numbers. Of a copy
+    of a meta tensor, it is captured which one that was."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}  # the key stays alive
+        self._sources: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The captured values of ``tensor``, which is on the meta device."""
         _, values = self._values.get(place(tensor), (None, None))
         return values if values is not None and values.shape == tensor.shape else None
+
+    def source_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The meta tensor of which ``tensor`` is a copy."""
+        _, source = self._sources.get(place(tensor), (None, None))
+        return source if source is not None and source.shape == tensor.shape else None
 
     def __torch_function__(
         self,
@@ -136,4 +143,9 @@ class CapturedInit(TorchFunctionMode):
             values = self.of(given) if given.is_meta else given.detach()
             if values is not None:
                 self._values[place(result)] = result, values.to(result.dtype)
+            elif func is torch.Tensor.copy_:
+                self._sources[place(result)] = result, given
+        if func is torch.Tensor.zero_ and result.is_meta:
+            zero = torch.zeros((), dtype=result.dtype, device="cpu")
+            self._values[place(result)] = result, zero.expand(result.shape)
         return result

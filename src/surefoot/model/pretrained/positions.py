@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from ...errors import ModelError
 from ..section import ModelSection
+from .router_loss import add_router_loss
 
 CONFIG = "config.json"
 # Waves as long as a quarter to all of the former context are partly rescaled, as in Llama
@@ -32,9 +33,9 @@ class UnreadableConfigError(ModelError):
 
 
 def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
-    """The configuration of the model in ``folder``, extended to ``section.max_positions``. Raises
-    ``ModelError`` if it cannot be read, a value is of a wrong type, it needs code that is not
-    trusted, or its positions cannot be extended."""
+    """The configuration of the model in ``folder``, with the positions and the loss of routers of
+    ``section``. Raises ``ModelError`` if it cannot be read, a value is of a wrong type, it needs
+    code that is not trusted, its positions cannot be extended, or it has no such loss."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     except StrictDataclassError as error:
@@ -49,6 +50,8 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         ) from None
     if section.max_positions is not None:
         _extend(config, section, folder)
+    if section.router_aux_loss_coef is not None:
+        add_router_loss(config, section.router_aux_loss_coef, folder)
     return config
 
 

@@ -1,0 +1,51 @@
+"""LLaMA Pro (arXiv:2401.02415): new decoder layers are trained, and all others stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from .. import model as models
+from ..model.section import ModelSection
+from ..schema import Problem
+from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLaMAPro:
+    """Insert decoder layers that return their input at first, and tune these alone. Checkpoints
+    contain the deeper model."""
+
+    saves_base_model: ClassVar[bool] = True
+    packages: ClassVar[Sequence[str]] = ()
+    weights = all_weights
+    trainable = every_name
+    continued = unchanged
+    attach = attach_any
+
+    num_new_layers: int = 2
+    """Layers to insert, evenly spaced. Each is a copy of the layer before it, whose output
+    projections are zero."""
+
+    def __post_init__(self) -> None:
+        if self.num_new_layers < 1:
+            raise ValueError(f"num_new_layers must be at least 1, got {self.num_new_layers}")
+
+    def apply(self, model: PreTrainedModel) -> nn.Module:
+        """Insert the layers, and make only them trainable. Raises ``RecipeError`` if there are
+        fewer layers to copy, or the architecture does not allow it."""
+        new = models.insert_layers(model, self.num_new_layers)
+        model.requires_grad_(False)
+        for layer in new:
+            layer.requires_grad_(True)
+        made: nn.Module = model  # whose own methods have no types
+        return made
+
+    def problems(self, model: ModelSection) -> Iterator[Problem]:
+        """What must hold for weights that are trained themselves."""
+        return problems_of_own_weights("llama_pro", model)

@@ -1,0 +1,1 @@
+"""New decoder layers in a pretrained model (LLaMA Pro), and the proof that they change nothing."""
