@@ -17,7 +17,7 @@ from ..model.adaptable import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
-from ..optim.entries import check_entries, shape_at_once
+from ..optim.entries import check_entries
 from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer
 from ..optim.state_cuts import check_cuts, shapes_of_state
@@ -99,7 +99,7 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     state = {}
     for name, parameter in network.named.items():
-        at_once = shape_at_once(network.blocks.entries, name, tuple(parameter.shape))
+        at_once = network.blocks.shape_at_once(name, tuple(parameter.shape))
         shapes = shapes_of_state(optim, parameter, network.layouts[name], at_once)
         state[name] = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     return total + max(sum(state[name] for name in turn) for turn in network.blocks.turns())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .entries import EntryTurns
+from .optimizer import Shape
 
 LONG = 10_000  # steps of a run whose length is not known: all blocks have had their turn
 Chosen = Callable[[int], Sequence[str]]  # the blocks of turn number ..., by label
@@ -62,6 +63,10 @@ class TrainedBlocks:
     def trainable(self, step: int, names: Sequence[str] = ()) -> frozenset[str]:
         """The parameters that update number ``step`` changes, of whichever ``names`` there are."""
         return self.always.union(*(self.blocks[label] for label in self.labels(step)))
+
+    def shape_at_once(self, name: str, whole: Shape) -> Shape:
+        """The shape of what an update changes of the parameter ``name`` of the shape ``whole``."""
+        return whole if self.entries is None else self.entries.shape(name, whole)
 
     def turns(self, steps: int = LONG) -> list[frozenset[str]]:
         """Each set of parameters that is trained at once in the first ``steps``, in order."""

@@ -45,11 +45,6 @@ class EntryTurns:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-def shape_at_once(entries: EntryTurns | None, name: str, whole: Shape) -> Shape:
-    """The shape of what an update changes of the parameter ``name``."""
-    return whole if entries is None else entries.shape(name, whole)
-
-
 def check_entries(
     entries: EntryTurns | None,
     optim: Optimizer,

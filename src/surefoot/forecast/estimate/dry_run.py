@@ -25,7 +25,6 @@ from ...network.network import Network
 from ...network.open import open_network
 from ...network.preflight import check_optimizer_shards
 from ...optim.blocks import LONG
-from ...optim.entries import shape_at_once
 from ...optim.state_cuts import shapes_of_state
 from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
@@ -110,7 +109,7 @@ class DryRunModel:
     def shape_at_once(self, name: str) -> tuple[int, ...]:
         """The shape of what an update changes of the parameter ``name``."""
         parameter = self.network.named[name]
-        return shape_at_once(self.network.blocks.entries, name, tuple(parameter.shape))
+        return self.network.blocks.shape_at_once(name, tuple(parameter.shape))
 
     def kept_gradient(self, name: str) -> int:
         """The bytes that are kept of the gradient of the parameter ``name``."""
