@@ -1,13 +1,15 @@
 """BAdam and LISA beside full tuning, LoRA, and BAdam's own implementation: the same model and data.
 
     .venv/bin/python benchmarks/layers_in_turn.py [--steps 24] [--interval 4] [--repetitions 3]
+    .venv/bin/python benchmarks/layers_in_turn.py --hidden 128 --layers 4 --steps 450 --interval 50
 
-A model of 26 M parameters (8 layers) with random weights is trained on the bundled corpus: the same
-batches in the same order for all. Every subject is a process of its own. Memory is the peak of its
-resident set, less what it had with all packages imported and no model. The reference is the
-package ``badam`` (1.4), and is left out where that is not installed; its weight decay is torch's
-default of 0.01 whatever is asked for, so all have 0.01, and its first block is trained for one step
-less than the others, so one row has the same with ours.
+A model of 26 M parameters (8 layers) with random weights, or a smaller one, is trained on the
+bundled corpus: the same batches in the same order for all. Every subject is a process of its own.
+Memory is the peak of its resident set, less what it had with all packages imported and no model.
+The reference is the package ``badam`` (1.4), and is left out where that is not installed; its
+weight decay is torch's default of 0.01 whatever is asked for, so all have 0.01, and its first block
+is trained for one step less than the others, so one row has the same with ours. In ratio mode
+nothing decays, as there it cannot.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from measure import say
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from surefoot.methods.badam import BAdam
+from surefoot.methods.badam_ratio import BAdamRatio
 from surefoot.methods.full import Full
 from surefoot.methods.lisa import LISA
 from surefoot.methods.lora import LoRA
@@ -38,28 +41,34 @@ from surefoot.optim.adamw import AdamW
 from surefoot.optim.trained import TrainedParameters
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-RATE, DECAY, EVERY = 1e-3, 0.01, 4
+RATE, DECAY, RATIO = 1e-3, 0.01, 0.125
 OURS = {
     "full": lambda _: Full(),
     "lora, rank 8": lambda _: LoRA(rank=8),
     "badam": lambda interval: BAdam(switch_interval=interval),
     "badam, switching one step earlier": lambda interval: BAdam(switch_interval=interval),
     "lisa, 2 layers": lambda interval: LISA(switch_interval=interval),
+    "badam_ratio, adjacent": lambda interval: BAdamRatio(
+        update_ratio=RATIO, switch_interval=interval
+    ),
+    "badam_ratio, scatter": lambda interval: BAdamRatio(
+        update_ratio=RATIO, switch_interval=interval, mask="scatter"
+    ),
 }
-REFERENCE = "badam 1.4"
+REFERENCES = ["badam 1.4", "badam 1.4, ratio, adjacent", "badam 1.4, ratio, scatter"]
 Optimizers = Callable[[int], torch.optim.Optimizer]
 
 
-def model_of() -> PreTrainedModel:
+def model_of(hidden: int, layers: int) -> PreTrainedModel:
     """The same random weights for all."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=2048,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
         head_dim=64,
         tie_word_embeddings=False,
     )
@@ -85,15 +94,28 @@ def ours(model: PreTrainedModel, name: str, interval: int) -> tuple[torch.nn.Mod
     module = method.apply(model)
     named = {n: p for n, p in module.named_parameters() if p.requires_grad}
     parts = names_by_part(module, model, {n: n for n, _ in module.named_parameters()})
-    optim = AdamW(learning_rate=RATE, weight_decay=DECAY)
-    trained = TrainedParameters(optim, named, method.trainable(parts, 0).trainable)
+    optim = AdamW(learning_rate=RATE, weight_decay=0.0 if "ratio" in name else DECAY)
+    blocks = method.trainable(parts, 0)
+    trained = TrainedParameters(optim, named, blocks.trainable, entries=blocks.entries)
     return module, lambda step: trained.at(step + ("earlier" in name))
 
 
-def reference(model: PreTrainedModel, interval: int) -> tuple[torch.nn.Module, Optimizers]:
+def reference(
+    model: PreTrainedModel, name: str, interval: int
+) -> tuple[torch.nn.Module, Optimizers]:
     """The same with the package."""
-    from badam import BlockOptimizer
+    from badam import BlockOptimizer, BlockOptimizerRatio
 
+    if "ratio" in name:
+        sparse = BlockOptimizerRatio(
+            [{"params": list(model.parameters())}],
+            list(model.named_parameters()),
+            update_ratio=RATIO,
+            switch_every=interval,
+            mask_mode=name.rpartition(" ")[2],
+            lr=RATE,
+        )
+        return model, lambda _step: sparse
     base = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     made = BlockOptimizer(
         base,
@@ -113,15 +135,14 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.nbytes for t in (*held, *copies))
 
 
-def run(name: str, steps: int, interval: int) -> dict[str, object]:
+def run(name: str, chosen: argparse.Namespace) -> dict[str, object]:
     """Train one subject in this process."""
     process = psutil.Process()
-    data = list(batches(steps))
-    is_reference = name == REFERENCE
+    data = list(batches(chosen.steps))
     before = process.memory_info().rss
-    model = model_of()
-    made = reference(model, interval) if is_reference else ours(model, name, interval)
-    module, optimizer_at = made
+    model = model_of(chosen.hidden, chosen.layers)
+    build = reference if name in REFERENCES else ours
+    module, optimizer_at = build(model, name, chosen.interval)
     module.train()
     gc.collect()
     losses, seconds, state, peak = [], [], 0, 0
@@ -156,18 +177,19 @@ def run(name: str, steps: int, interval: int) -> dict[str, object]:
     }
 
 
-def in_child(name: str, steps: int, interval: int) -> dict[str, object]:
+def in_child(name: str, chosen: argparse.Namespace) -> dict[str, object]:
     """The same in a process of its own."""
     command = [sys.executable, __file__, "--only", name]
-    command += ["--steps", str(steps), "--interval", str(interval)]
+    for key in ("steps", "interval", "hidden", "layers"):
+        command += [f"--{key}", str(getattr(chosen, key))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def report(found: dict[str, list[dict[str, object]]], steps: int) -> None:
-    """Print the table."""
-    columns = [f"loss {last - EVERY + 1} to {last}" for last in range(EVERY, steps + 1, EVERY)]
+def report(found: dict[str, list[dict[str, object]]], steps: int, every: int) -> None:
+    """Print the table, with the mean losses of ``every`` steps."""
+    columns = [f"loss {last - every + 1} to {last}" for last in range(every, steps + 1, every)]
     print(f"| | s/step | state, MB | peak, MB | {' | '.join(columns)} |")
     print("|---" * (4 + len(columns)) + "|")
     for name, runs in found.items():
@@ -177,7 +199,7 @@ def report(found: dict[str, list[dict[str, object]]], steps: int) -> None:
         )
         losses = runs[0]["losses"]
         assert isinstance(losses, list)
-        means = [sum(losses[at : at + EVERY]) / EVERY for at in range(0, steps, EVERY)]
+        means = [sum(losses[at : at + every]) / every for at in range(0, steps, every)]
         cells = " | ".join(f"{mean:.4f}" for mean in means)
         print(f"| {name} | {seconds:.2f} | {state:.1f} | {peak:.0f} | {cells} |")
 
@@ -187,19 +209,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--interval", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--only", help="one subject, in this process; prints JSON")
     chosen = parser.parse_args()
     if chosen.only:
-        print(json.dumps(run(chosen.only, chosen.steps, chosen.interval)))
+        print(json.dumps(run(chosen.only, chosen)))
         return
-    names = [*OURS, *([REFERENCE] if find_spec("badam") else [])]
+    names = [*OURS, *(REFERENCES if find_spec("badam") else [])]
     found: dict[str, list[dict[str, object]]] = {name: [] for name in names}
     for _ in range(chosen.repetitions):
         for name in names:
             say(name)
-            found[name].append(in_child(name, chosen.steps, chosen.interval))
-    report(found, chosen.steps)
+            found[name].append(in_child(name, chosen))
+    report(found, chosen.steps, chosen.interval)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ BF16 = {"dtype": "bfloat16"}
 METHODS = {  # what to change in the recipe, from the most to the least memory
     "full": {"method": "full"},
     "full, bfloat16 weights": {"method": "full", "model": BF16},
+    "badam": {
+        "method": "badam",
+        "model": BF16,
+        "optim": {"adamw": {"bf16_weights": "master"}},
+    },
     "lora": {"method": "lora", "model": BF16},
     "lora, 4-bit base": {"method": "lora", "model": {**BF16, "quantization_bit": 4}},
 }
@@ -86,7 +91,7 @@ def recipe_of(folder, method):
                 "global_batch_size": 16,
                 "micro_batch_size": 1,
             },
-            "optim": {"adamw": {}},
+            "optim": chosen.get("optim", {"adamw": {}}),
         }
     )
 

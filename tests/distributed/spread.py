@@ -74,7 +74,7 @@ def trainer(
     seed_everything(0, 1)
     model = method.apply(inner)
     if recompute:
-        recompute_activations(inner)
+        recompute_activations(inner, "full" if recompute is True else recompute)
     with torch.no_grad():  # PEFT's B is zero, and A would have no gradient
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -6,6 +6,7 @@ import ranks
 from kept import assert_bitwise, go_on, start
 from spread import CLOSE, learn, trainer
 from surefoot.methods.badam import BAdam
+from surefoot.methods.badam_ratio import BAdamRatio
 from surefoot.methods.lisa import LISA
 from surefoot.parallel.world import ALONE
 
@@ -14,10 +15,30 @@ SETTINGS = {
     "badam": {"method": BAdam(switch_interval=2)},
     "lisa": {"method": LISA(switch_interval=2, num_layers=1), "packing": True, "recompute": True},
     "all": {"method": BAdam(switch_interval=2, embeddings_and_head=True), "kind": "qwen2"},
+    "ratio": {"method": BAdamRatio(switch_interval=2, update_ratio=0.25)},
+    "scatter": {
+        "method": BAdamRatio(
+            switch_interval=2, update_ratio=0.25, mask="scatter", embeddings_and_head=True
+        ),
+        "kind": "qwen2",
+        "recompute": True,
+    },
 }
 MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2, "dp_shard": 1}]
-FEW = [("badam", MESHES[0]), ("badam", MESHES[1]), ("lisa", MESHES[0]), ("all", MESHES[1])]
-MANY = [(name, mesh) for name in SETTINGS for mesh in MESHES if (name, mesh) not in FEW]
+FEW = [
+    ("badam", MESHES[0]),
+    ("badam", MESHES[1]),
+    ("lisa", MESHES[0]),
+    ("all", MESHES[1]),
+    ("scatter", MESHES[0]),
+]
+NOT_BY_TP = ("ratio", "scatter")
+MANY = [
+    (name, mesh)
+    for name in SETTINGS
+    for mesh in MESHES
+    if (name, mesh) not in FEW and not (name in NOT_BY_TP and "tp" in mesh)
+]
 CASES = [*FEW, *(pytest.param(*case, marks=pytest.mark.proof) for case in MANY)]
 
 
@@ -51,3 +72,12 @@ def test_a_run_goes_from_one_rank_to_several_inside_a_turn_and_back(alone, paral
     for ours in ([*losses[:SAVED], *more], [*first, *rest], [*first, *back]):
         for step, (one, other) in enumerate(zip(ours, losses, strict=True)):
             assert one == pytest.approx(other, abs=2 * CLOSE, rel=2 * CLOSE), f"step {step}"
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_entries_of_sharded_rows_and_of_stages_are_refused(mesh, tmp_path):
+    match = {"tp": r"parallel\.tp: .* rows of .* are sharded", "pp": r"parallel\.pp: the method"}
+    with pytest.raises(AssertionError, match=match[next(iter(mesh))]):
+        ranks.run(
+            2, lambda world: trainer(world, tmp_path, **SETTINGS["ratio"], parallel=mesh), **mesh
+        )

@@ -12,9 +12,13 @@ import ranks
 import small
 import spread
 import warm
-from project import Project, losses
-from surefoot.errors import OutOfMemoryError
+from project import Project, losses, surefoot
+from surefoot.errors import OutOfMemoryError, RecipeError
+from surefoot.forecast import fitting
+from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.methods.lora import LoRA
+from surefoot.recipe.recipe import load
+from surefoot.run.folder import opened, with_chosen_size
 from surefoot.training.control.out_of_memory import FILE
 
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 3}
@@ -76,6 +80,67 @@ def test_a_rank_that_others_wait_for_ends_with_a_sentence_and_writes_the_size_do
     assert told.startswith("rank 1 ran out of memory (CUDA out of memory. Tried to allocate 2 GiB)")
     assert "step 1 is repeated with micro-batches of 2 examples instead of 4" in told
     assert json.loads((tmp_path / FILE).read_text())["micro_batch_size"] == [[1, 2, 4]]
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {}], ids=str)
+def test_one_rank_chooses_the_size_for_all_by_the_mesh_that_they_form(mesh, tmp_path, monkeypatch):
+    """Without ``num_processes``, as another launcher has started them."""
+    train = {"global_batch_size": 8, "micro_batch_size": "auto"}
+    project = Project(tmp_path, train=train, checkpoint={"async_save": False})
+    recipe = load(project.recipe, [f"parallel.{axis}={size}" for axis, size in mesh.items()])
+    machine = Machine(2, on_gpu=False)
+    needed = fitting._Trial.of(recipe, machine, "none").peak(2)
+    free = [int(needed / (1 - fitting.SPARE)) + 1]
+    monkeypatch.setattr(fitting, "_free", lambda num_local_ranks: free[0])
+
+    def work(world):
+        def choose(*given):
+            assert world.is_main
+            return fitting.choose_micro_batch_size(*given)
+
+        with opened(recipe, world) as folder:
+            size = with_chosen_size(recipe, folder, world, choose).train.micro_batch_size
+            free[0] = 1000
+            with pytest.raises(RecipeError, match="not even one example per micro-batch fits"):
+                with_chosen_size(recipe, folder, world, choose)
+        return size
+
+    assert ranks.run(2, work, **mesh) == [2, 2]
+
+
+@pytest.mark.proof
+def test_a_run_of_two_ranks_chooses_a_size_and_keeps_it(tmp_path):
+    train = {"global_batch_size": 8, "micro_batch_size": "auto", "max_steps": 2}
+    project = Project(tmp_path, train=train, parallel={"num_processes": 2, "tp": 2})
+    for max_steps in (2, 3):
+        code, _, err = surefoot("train", project.recipe, f"train.max_steps={max_steps}")
+        assert code == 0, err
+        assert err.count("(auto: ") == (max_steps == 2), err
+        assert load(project.run).train.micro_batch_size == 8
+    assert losses(project.run).keys() == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"tp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.proof),
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.proof),
+        pytest.param({"tp": 2, "sequence_parallel": True}, marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
+def test_recomputation_by_policy_changes_no_bit_on_a_mesh(mesh, tmp_path):
+    def work(world):
+        policies = (False, "selective", "full", "offload")
+        options = {"parallel": mesh, "attention_dropout": 0.2, "packing": True}
+        return [
+            spread.learn(spread.trainer(world, tmp_path, recompute=one, **options), 2)
+            for one in policies
+        ]
+
+    for plain, *others in ranks.run(2, work, **mesh):
+        assert all(one == plain for one in others)
 
 
 SCRIPT = """

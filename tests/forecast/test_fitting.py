@@ -1,6 +1,7 @@
 """What fits in a memory: no more, and not less than could."""
 
 import resource
+from functools import cache
 
 import pytest
 
@@ -47,11 +48,11 @@ def test_the_largest_micro_batch_that_fits_is_the_largest_that_plan_says_fits(pr
     assert largest_fit(loaded(project), GPU, 10**6) is None
 
 
-def test_the_fastest_policy_with_which_the_recipe_fits_is_chosen(project):
+def test_the_fastest_policy_with_which_the_recipe_fits_is_chosen(project, monkeypatch):
     asked = loaded(project, "train.micro_batch_size=16")
-    policies = ("none", "selective", "offload")
-    trials = [fitting._Trial.of(asked, GPU, p) for p in policies]
-    need = [trial.peak(16) for trial in trials]
+    trial = cache(fitting._Trial.of)  # which are the same again
+    monkeypatch.setattr(fitting._Trial, "of", trial)
+    need = [trial(asked, GPU, policy).peak(16) for policy in ("none", "selective", "offload")]
     assert need == sorted(need, reverse=True)
     assert len(set(need)) == 3
     found = fastest_fit(asked, GPU, for_model(need[1]))

@@ -10,9 +10,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
 @pytest.mark.proof
-def test_a_row_of_the_page_is_what_plan_finds(tmp_path):
+@pytest.mark.parametrize(("name", "gigabytes"), [("0.6B", 80), ("4B", 16)])
+def test_a_row_of_the_page_is_what_plan_finds(name, gigabytes, tmp_path):
     import memory_table
 
-    cells = memory_table.row_of(tmp_path, "0.6B", 80)
-    row = "| " + " | ".join(["80 GB", "0.6B", *cells]) + " |"
+    cells = memory_table.row_of(tmp_path, name, gigabytes)
+    row = "| " + " | ".join([f"{gigabytes} GB", name, *cells]) + " |"
     assert row in (ROOT / "docs" / "how-to" / "memory.md").read_text()

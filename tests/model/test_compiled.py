@@ -11,8 +11,11 @@ import torch
 import ranks
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.errors import RecipeError
+from surefoot.methods.badam import BAdam
+from surefoot.methods.badam_ratio import BAdamRatio
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
+from surefoot.methods.lisa import LISA
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.compiled import compile_layers
 from surefoot.parallel.sharded_model import layers
@@ -62,6 +65,13 @@ def compare(world, folder, *, backend="aot_eager", **changes):
         pytest.param({"method": LoRA(rank=2), "num_hidden_layers": 4}, 4, marks=pytest.mark.proof),
         pytest.param({"method": Freeze(num_layers=1)}, 4, marks=pytest.mark.proof),
         pytest.param({"recompute": True, "method": Full()}, 2, marks=pytest.mark.proof),
+        # a layer with gradients, below it, and above it
+        pytest.param({"method": BAdam(switch_interval=1)}, 6, marks=pytest.mark.proof),
+        pytest.param(
+            {"method": BAdam(switch_interval=1), "recompute": True}, 6, marks=pytest.mark.proof
+        ),
+        pytest.param({"method": LISA(switch_interval=1, num_layers=1)}, 6, marks=pytest.mark.proof),
+        pytest.param({"method": BAdamRatio(switch_interval=2)}, 4, marks=pytest.mark.proof),
         pytest.param({"kind": "qwen2", **UNEVEN}, 2, marks=pytest.mark.proof),
     ],
     ids=str,
@@ -84,6 +94,7 @@ def test_the_losses_are_those_of_plain_layers(changes, graphs, tmp_path):
         ),
         pytest.param({"pp": 2}, {"method": ADAPTER, "packing": True}, marks=pytest.mark.proof),
         pytest.param({"pp": 2}, {"recompute": True}, marks=pytest.mark.proof),
+        pytest.param({}, {"method": BAdam(switch_interval=1)}, marks=pytest.mark.proof),
         pytest.param({"tp": 2}, {}, marks=pytest.mark.proof),
         pytest.param({"tp": 2}, {"recompute": True, "packing": True}, marks=pytest.mark.proof),
     ],

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
 from ..model.section import Recomputation
+from ..parallel.world import World
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe
 from ..run.code_files import code_of
@@ -59,10 +60,12 @@ class Fit:
         return {RECOMPUTE: self.policy, SIZE: self.micro_batch_size}
 
 
-def choose_micro_batch_size(recipe: Recipe, num_local_ranks: int) -> int:
-    """The number that ``train.micro_batch_size: auto`` is on this machine, with the memory that is
-    free now. Raises ``RecipeError`` if not even one example fits, or nobody can tell."""
-    machine, free = machine_for(recipe, None), _free(num_local_ranks)
+def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
+    """The number that ``train.micro_batch_size: auto`` is for the ranks of ``world``, with the
+    memory that is free now on this machine. Raises ``RecipeError`` if not even one example fits, or
+    nobody can tell."""
+    machine = replace(machine_for(recipe, None), num_processes=world.size)
+    free = _free(world.num_local_ranks)
     if free is None:
         raise RecipeError(
             "train.micro_batch_size: auto needs to know the free memory, which this system does "

@@ -56,7 +56,7 @@ def save_trainer_checkpoint(
         raise CheckpointError(f"{checkpoint}: the checkpoint of an adapter; name its base")
     adapter = checkpoint if is_adapter else None
     skeleton = open_skeleton(base or checkpoint, adapter, run.model, run.method)
-    if skeleton.blocks.switch:
+    if skeleton.blocks.changes:
         raise CheckpointError(
             f"{checkpoint}: its method trains blocks of parameters in turn, which the Trainer does "
             "not; write a plain model with --to huggingface"

@@ -1,6 +1,7 @@
 """The ways of tuning weights. To add one: write its file, add its line."""
 
 from .badam import BAdam
+from .badam_ratio import BAdamRatio
 from .freeze import Freeze
 from .full import Full
 from .lisa import LISA
@@ -14,6 +15,7 @@ METHODS = {
     "lora": LoRA,
     "oft": OFT,
     "badam": BAdam,
+    "badam_ratio": BAdamRatio,
     "lisa": LISA,
     "llama_pro": LLaMAPro,
 }

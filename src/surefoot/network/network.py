@@ -131,8 +131,16 @@ class Network:
 
     def trained(self, optim: Optimizer) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that the method trains at a step."""
-        turns = self.blocks.trainable
-        return TrainedParameters(optim, self.named, turns, self.cuts, self.trainable, self.layouts)
+        blocks = self.blocks
+        return TrainedParameters(
+            optim,
+            self.named,
+            blocks.trainable,
+            self.cuts,
+            self.trainable,
+            self.layouts,
+            blocks.entries,
+        )
 
     def states(self, whole: ShardedState, role: str = MODEL) -> dict[str, FileState]:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of

@@ -47,7 +47,7 @@ def settle_blocks(draft: Draft, method: Method) -> None:
     in a pipeline."""
     parts = names_by_part(draft.module, draft.inner, draft.names, draft.heads.modules.values())
     draft.blocks = method.trainable(parts, draft.options.seed)
-    if draft.blocks.switch and draft.options.parallel.pp > 1:
+    if draft.blocks.changes and draft.options.parallel.pp > 1:
         raise unsupported_by_pipelines()
     in_turn = {here for here, name in draft.names.items() if name in draft.blocks.in_turn}
     draft.coverage = coverage(draft.module, draft.inner, in_turn)

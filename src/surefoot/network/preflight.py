@@ -18,6 +18,7 @@ from ..model.expansion.new_tokens import refuse_divided
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
+from ..optim.entries import check_entries
 from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer
 from ..optim.state_cuts import check_cuts, shapes_of_state
@@ -68,9 +69,10 @@ def check_optimizer_shards(network: Network, optim: Optimizer, parallel: Paralle
     matrices: along rows by ``dp_shard``, and some of them along columns by ``tp``."""
     cuts = [AxisShard("dp_shard", 0)] if (parallel.dp_shard or 1) > 1 else []
     cuts += [AxisShard("tp", 1)] if parallel.tp > 1 else []
-    for name, parameter in network.named.items():
-        if parameter.ndim == 2:
-            check_cuts(optim, tuple(parameter.shape), tuple(cuts), name)
+    matrices = {name: tuple(p.shape) for name, p in network.named.items() if p.ndim == 2}
+    check_entries(network.blocks.entries, optim, matrices, dict.fromkeys(matrices, tuple(cuts)))
+    for name, shape in matrices.items():
+        check_cuts(optim, shape, tuple(cuts), name)
 
 
 def check_device(section: ModelSection) -> None:
@@ -99,7 +101,8 @@ def size_of_save(network: Network, optim: Optimizer) -> int:
     total: int = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     state = {}
     for name, parameter in network.named.items():
-        shapes = shapes_of_state(optim, parameter, network.layouts[name])
+        at_once = network.blocks.shape_at_once(name, tuple(parameter.shape))
+        shapes = shapes_of_state(optim, parameter, network.layouts[name], at_once)
         state[name] = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     return total + max(sum(state[name] for name in turn) for turn in network.blocks.turns())
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class AdamW(LearningRate):
     """Adam with decoupled weight decay; decays matrices only, never biases and norms."""
 
+    is_entrywise: ClassVar[bool] = True
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
         "exp_avg": LIKE_PARAMETER,

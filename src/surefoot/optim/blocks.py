@@ -1,9 +1,13 @@
-"""Which parameters each optimizer update changes: all of them, or blocks of them in turn."""
+"""Which parameters each optimizer update changes: all of them, or blocks of them in turn, or some
+entries of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from .entries import EntryTurns
+from .optimizer import Shape
 
 LONG = 10_000  # steps of a run whose length is not known: all blocks have had their turn
 Chosen = Callable[[int], Sequence[str]]  # the blocks of turn number ..., by label
@@ -34,6 +38,7 @@ class TrainedBlocks:
     blocks: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by label
     interval: int = 1  # steps of a turn
     chosen: Chosen = lambda _turn: ()
+    entries: EntryTurns | None = None  # None: all entries of what is trained
 
     @property
     def switch(self) -> bool:
@@ -41,9 +46,15 @@ class TrainedBlocks:
         return bool(self.blocks)
 
     @property
+    def changes(self) -> bool:
+        """Whether later steps train other parameters, or other entries of them."""
+        return self.switch or self.entries is not None
+
+    @property
     def in_turn(self) -> frozenset[str]:
-        """The parameters that only some updates change."""
-        return frozenset[str]().union(*self.blocks.values()) - self.always
+        """The parameters of which some entries or all are changed by some updates only."""
+        partly = frozenset[str]() if self.entries is None else self.entries.names
+        return partly | (frozenset[str]().union(*self.blocks.values()) - self.always)
 
     def labels(self, step: int) -> Sequence[str]:
         """The blocks that update number ``step`` (from 0) changes."""
@@ -52,6 +63,10 @@ class TrainedBlocks:
     def trainable(self, step: int, names: Sequence[str] = ()) -> frozenset[str]:
         """The parameters that update number ``step`` changes, of whichever ``names`` there are."""
         return self.always.union(*(self.blocks[label] for label in self.labels(step)))
+
+    def shape_at_once(self, name: str, whole: Shape) -> Shape:
+        """The shape of what an update changes of the parameter ``name`` of the shape ``whole``."""
+        return whole if self.entries is None else self.entries.shape(name, whole)
 
     def turns(self, steps: int = LONG) -> list[frozenset[str]]:
         """Each set of parameters that is trained at once in the first ``steps``, in order."""

@@ -36,6 +36,11 @@ class Optimizer(Protocol):
         """How bfloat16 weights are updated; see ``bf16_weights.py``."""
 
     @property
+    def is_entrywise(self) -> bool:
+        """Whether the update of an entry depends on nothing but its own gradients and state, so
+        that some entries of a matrix can be trained without the others."""
+
+    @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Each tensor that it may keep for a parameter, by its key in torch's state."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
-from .optimizer import LIKE_PARAMETER, Optimizer, Shape, StateTensor, declared_state
+from .entries import ENTRIES
+from .optimizer import LIKE_PARAMETER, SCALAR, Optimizer, Shape, StateTensor, declared_state
 from .parameter_kind import ParameterKind
 from .state import dtype_of
 
@@ -28,7 +29,7 @@ class StateCuts:
         """Raise ``RecipeError`` if a sharded parameter has a state that cannot be sharded."""
         for name, parameter in self.parameters.items():
             cuts = self.cuts.get(name, ()) if _is_sharded(parameter) else ()
-            check_cuts(self.optim, tuple(parameter.shape), _plain(cuts), name)
+            check_cuts(self.optim, tuple(parameter.shape), plain_cuts(cuts), name)
 
     def of(self, pointer: str) -> Cuts | None:
         """The sharding of a tensor of the state; None if it is not recorded."""
@@ -52,10 +53,12 @@ class StateCuts:
             return None
         if shape == tuple(parameter.shape):
             return torch.zeros_like(parameter, dtype=torch.float32)
-        return _zeros(shape, _plain(self.of(pointer)), parameter, _plain(self.cuts.get(name)))
+        return _zeros(
+            shape, plain_cuts(self.of(pointer)), parameter, plain_cuts(self.cuts.get(name))
+        )
 
     def _declared(self, key: str) -> StateTensor:
-        known = {MASTER: LIKE_PARAMETER, **self.optim.state_tensors}
+        known = {MASTER: LIKE_PARAMETER, ENTRIES: SCALAR, **self.optim.state_tensors}
         if key not in known:
             raise CheckpointError(
                 f"optimizer state {key!r}: {type(self.optim).__name__} does not declare its "
@@ -81,13 +84,16 @@ def check_cuts(
 
 
 def shapes_of_state(
-    optim: Optimizer, parameter: torch.Tensor, kind: ParameterKind
+    optim: Optimizer, parameter: torch.Tensor, kind: ParameterKind, at_once: Shape | None = None
 ) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Shape and dtype of each tensor that ``optim`` keeps for ``parameter`` after an update."""
-    shape, mode = tuple(parameter.shape), optim.bf16_weights
+    """Shape and dtype of each tensor that ``optim`` keeps for ``parameter`` after an update, which
+    changes entries of the shape ``at_once``; None: all."""
+    shape, mode = tuple(parameter.shape) if at_once is None else at_once, optim.bf16_weights
     declared = declared_state(optim, shape, kind)
     if mode == MASTER and parameter.dtype == torch.bfloat16:
         declared[MASTER] = LIKE_PARAMETER
+    if shape != tuple(parameter.shape):
+        declared[ENTRIES] = replace(SCALAR, dtype="int64")
     return {
         key: (one.shape(shape), dtype_of(one, parameter.dtype, mode))
         for key, one in declared.items()
@@ -100,7 +106,8 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     )
 
 
-def _plain(cuts: Cuts | None) -> tuple[AxisShard, ...]:
+def plain_cuts(cuts: Cuts | None) -> tuple[AxisShard, ...]:
+    """The shards of a tensor that has a parameter for itself."""
     return () if cuts is None or isinstance(cuts, FusedSlice) else cuts
 
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import RecipeError
+from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import Cuts
 from .bf16_weights import Bf16Optimizer, build_optimizer
+from .entries import ENTRIES, EntryTurns, check_entries
 from .groups import check_learning_rates, log_learning_rates
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
+from .partial_parameter import partial_parameters
 from .state import NamedState, State, other_parameters
-from .state_cuts import StateCuts
+from .state_cuts import StateCuts, plain_cuts
 
 # Of these names, those of the parameters that update number `step` (from 0) changes.
 Trainable = Callable[[int, Sequence[str]], Collection[str]]
@@ -34,6 +36,13 @@ def unsupported_by_pipelines() -> RecipeError:
     )
 
 
+def _other_entries() -> CheckpointError:
+    return CheckpointError(
+        "optimizer state of other entries: the method and its update_ratio, mask and "
+        "switch_interval, and train.seed must be those of the checkpoint; resume with its settings"
+    )
+
+
 @dataclass
 class TrainedParameters:
     """The trainable parameters of one network and their optimizer, which is rebuilt whenever they
@@ -45,38 +54,61 @@ class TrainedParameters:
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # of sharded ones
     names: Sequence[str] = ()  # of the whole model, if this rank has some layers of it
     layouts: ParameterKinds = field(default_factory=dict)  # what each is in its model
+    entries: EntryTurns | None = None  # None: all entries of what is trained
     optimizer: torch.optim.Optimizer = field(init=False)
     _active: frozenset[str] = field(init=False, default=frozenset())
+    _turn: int = field(init=False, default=0)  # of the entries
+    _identity: int | None = field(init=False, default=None)  # of the turn of the loaded state
     _is_unchecked: bool = field(init=False, default=False)  # a state was loaded, at which step?
 
     def __post_init__(self) -> None:
         self.names = self.names or tuple(self.named)
         check_learning_rates(self.optim.learning_rates, self.names)
         log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
-        self._cuts = StateCuts(self.optim, self.named, self.cuts)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
+        sharded = {name: plain_cuts(cuts) for name, cuts in self.cuts.items()}
+        check_entries(self.entries, self.optim, shapes, sharded)
+        self._partial = partial_parameters(self.named, self.entries)
+        own = {name: self._seen(name) for name in self.named}
+        self._cuts = StateCuts(self.optim, own, self.cuts)
         self._cuts.check()
-        self._become(self._names_at(0))
+        self._become(self._names_at(0), 0)
 
     def at(self, step: int) -> torch.optim.Optimizer:
-        """The optimizer for update ``step``: a new one if other parameters are trainable."""
+        """The optimizer for update ``step``: a new one if other parameters or entries of them are
+        trainable."""
         self.check(step)
-        names = self._names_at(step)
-        if names != self._active:
-            self._become(names)
+        names, turn = self._names_at(step), self._turn_at(step)
+        if names != self._active or turn != self._turn:
+            self._become(names, turn)
         if isinstance(self.optimizer, Bf16Optimizer):
             self.optimizer.number = step
         return self.optimizer
 
     def check(self, step: int) -> None:
         """Raise ``CheckpointError`` if the loaded state cannot be that after ``step`` updates."""
-        last = self._names_at(max(0, step - 1))
-        if self._is_unchecked and self._active != last:
+        if not self._is_unchecked:
+            return
+        last, turn = self._names_at(max(0, step - 1)), self._turn_at(max(0, step - 1))
+        if self._active != last:
             raise other_parameters(self._active, last)
+        if self._identity is not None and self.entries is not None:
+            if self._identity != self.entries.identity(turn):
+                raise _other_entries()
+            self._begin(turn)
         self._is_unchecked = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The live tensors of the currently trainable parameters."""
-        return NamedState(self.optimizer).state_dict()
+        """The live tensors of the currently trainable parameters; with some entries of a matrix,
+        also which ones these are."""
+        found = NamedState(self.optimizer).state_dict()
+        if self.entries is not None:
+            is_loaded = self._is_unchecked and self._identity is not None
+            own = self._identity if is_loaded else self.entries.identity(self._turn)
+            identity = torch.tensor(own)
+            for name in self._partial.keys() & found.keys():
+                found[name] |= {ENTRIES: identity} if found[name] else {}
+        return found
 
     def load_state_dict(self, state: State) -> None:
         """Restore ``state``; its parameters are then the trainable ones. Raises ``CheckpointError``
@@ -85,9 +117,26 @@ class TrainedParameters:
         if names - self.named.keys():
             raise other_parameters(names, self._active)
         if names and names != self._active:
-            self._become(names)
-        NamedState(self.optimizer).load_state_dict(state)
+            self._become(names, self._turn)
+        found = {name: dict(tensors) for name, tensors in state.items()}
+        self._identity = self._taken_identity(found)
+        NamedState(self.optimizer).load_state_dict(found)
         self._is_unchecked = bool(names)
+
+    def _taken_identity(self, state: dict[str, dict[str, torch.Tensor]]) -> int | None:
+        """What the loaded ``state``, from which it is taken, says of the entries that it is of."""
+        identity = None
+        for name, tensors in state.items():
+            told = tensors.pop(ENTRIES, None)
+            if tensors and (told is None) == (name in self._partial):
+                raise _other_entries()
+            identity = identity if told is None else int(told)
+        return identity
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of entries; those of parameters belong to the model."""
+        for partial in self._partial.values():
+            partial.entries.grad = None
 
     def like(self, pointer: str) -> torch.Tensor | None:
         """A tensor of the state that does not exist yet, with its sharding."""
@@ -104,22 +153,41 @@ class TrainedParameters:
     def _names_at(self, step: int) -> frozenset[str]:
         return frozenset(self.trainable(step, self.names)) & self.named.keys()
 
-    def _become(self, names: frozenset[str]) -> None:
+    def _turn_at(self, step: int) -> int:
+        return 0 if self.entries is None else self.entries.turn(step)
+
+    def _seen(self, name: str) -> nn.Parameter:
+        """The parameter that the optimizer has for ``name``."""
+        return self._partial[name].entries if name in self._partial else self.named[name]
+
+    def _begin(self, turn: int) -> None:
+        """Train the entries of ``turn``."""
+        self._turn = turn
+        for partial in self._partial.values():
+            partial.begin(turn)
+
+    def _become(self, names: frozenset[str], turn: int) -> None:
         """Make ``names`` trainable and freeze the others, whose state is freed, and all gradients.
-        The state of parameters that remain trainable is kept: their training is not interrupted."""
+        The state of parameters that remain trainable is kept: their training is not interrupted.
+        But that of a matrix is freed if other entries of it become trainable."""
         if len(self.names) > len(self.named) and names != self.named.keys():
             raise unsupported_by_pipelines()
         for name, parameter in self.named.items():
             parameter.requires_grad_(name in names)
             parameter.grad = None
-        kept = self._state_of(names & self._active)
-        active = [(name, p) for name, p in self.named.items() if name in names]
+        changed = self._partial.keys() if turn != self._turn else frozenset[str]()
+        kept = self._state_of(names & self._active - changed)
+        self._begin(turn)
+        active = [(name, self._seen(name)) for name in self.named if name in names]
         self.optimizer = build_optimizer(self.optim, active, self.layouts)
+        for partial in (self._partial[name] for name in self._partial.keys() & names):
+            self.optimizer.register_step_pre_hook(partial.before_step)
+            self.optimizer.register_step_post_hook(partial.after_step)
         if kept:
             NamedState(self.optimizer).load_state_dict({name: kept.get(name, {}) for name in names})
         self._active = names
 
     def _state_of(self, names: frozenset[str]) -> dict[str, dict[str, torch.Tensor]]:
         """The state of these of the currently trainable parameters, as far as they have one."""
-        found = self.state_dict() if names else {}
+        found = NamedState(self.optimizer).state_dict() if names else {}
         return {name: found[name] for name in names if found.get(name)}

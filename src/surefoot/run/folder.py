@@ -40,7 +40,7 @@ from ..storage.files import (
 )
 
 logger = logging.getLogger(__name__)
-SizeChoice = Callable[[Recipe, int], int]  # from a recipe and the ranks of a machine
+SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
@@ -194,7 +194,7 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
         folder.away.store.write(RUN_RECIPE, text)
 
 
-def no_choice(recipe: Recipe, _num_local_ranks: int) -> int:
+def no_choice(recipe: Recipe, _world: World) -> int:
     """Raise ``RecipeError``: there is only a number where one is set."""
     return recipe.train.fixed_micro_batch_size
 
@@ -207,7 +207,7 @@ def with_chosen_size(recipe: Recipe, folder: RunFolder, world: World, choose: Si
     size, error = None, None
     if world.is_main:
         try:
-            size = _known_size(folder) or choose(recipe, world.num_local_ranks)
+            size = _known_size(folder) or choose(recipe, world)
         except SurefootError as found:
             error = found
     size, error = world.from_main((size, error))

@@ -66,6 +66,7 @@ class Learner:
     def drop_gradients(self) -> None:
         """Free what a forward or backward pass that failed has left."""
         self.module.zero_grad(set_to_none=True)
+        self.trained.drop_gradients()
         gather_nothing(self.module)
 
     @property

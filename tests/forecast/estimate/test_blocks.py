@@ -62,6 +62,21 @@ def test_gradients_and_state_are_those_of_the_largest_block(tmp_path):
     assert found.num_at_once == found.network.num_parameters - layer  # of two layers, one
 
 
+def test_gradients_and_state_are_those_of_the_trained_entries(tmp_path):
+    found = skeleton(recipe(tmp_path, method={"badam_ratio": {"update_ratio": 0.25}}))
+    trained = [weight for weight in found.weights if weight.is_trained]
+    vectors = sum(weight.size for weight in trained if len(weight.shape) < 2)
+    at_once = vectors + (sum(weight.size for weight in trained) - vectors) // 4
+    assert found.num_at_once == at_once
+    copied = at_once - vectors  # for the optimizer
+    assert sum(weight.state for weight in trained) == 8 * at_once + 4 * copied
+    assert sum(weight.gradient(1) for weight in trained) == 4 * at_once
+    assert 2 * sum(weight.gradient(2) for weight in trained) == 4 * at_once
+    optim = {"muon": {}}
+    with pytest.raises(RecipeError, match="Muon updates matrices as a whole"):
+        skeleton(recipe(tmp_path / "muon", method="badam_ratio", optim=optim))
+
+
 def test_masters_are_counted_for_one_block(tmp_path):
     optim = {"adamw": {"bf16_weights": "master"}}
     made = recipe(tmp_path, method="badam", model={"dtype": "bfloat16"}, optim=optim)
@@ -71,9 +86,10 @@ def test_masters_are_counted_for_one_block(tmp_path):
     assert sum(weight.state for weight in found.weights) == 12 * trained
 
 
-def test_a_saved_checkpoint_has_the_size_that_was_told(tmp_path):
+@pytest.mark.parametrize("name", ["badam", "badam_ratio"])
+def test_a_saved_checkpoint_has_the_size_that_was_told(name, tmp_path):
     sizes = {"max_steps": 3, "global_batch_size": 3, "micro_batch_size": 3}
-    method = {"badam": {"switch_interval": 2}}
+    method = {name: {"switch_interval": 2}}
     project = Project(tmp_path / "project", method=method, train=sizes)
     found = make_plan(load(project.recipe), ALONE)
     assert found.trained_at_once < found.trained_parameters
@@ -88,3 +104,14 @@ def test_a_pipeline_is_refused_by_the_plan_as_by_the_run(tmp_path):
     project = Project(tmp_path / "project", method="badam")
     with pytest.raises(RecipeError, match=r"parallel\.pp: the method changes its trainable"):
         make_plan(load(project.recipe, ["parallel.pp=2"]), Machine(2, on_gpu=False))
+
+
+@pytest.mark.parametrize("change", ["method=badam_ratio", "optim=adamw_8bit"])
+def test_a_mesh_that_the_run_refuses_is_refused_and_never_proposed(change, tmp_path):
+    project = Project(tmp_path / "project", train={"global_batch_size": 8})
+    machine = Machine(2, on_gpu=False)
+    found = make_plan(load(project.recipe, [change]), machine).options
+    assert found
+    assert not any("parallel.tp" in option.changes for option in found)
+    with pytest.raises(RecipeError, match=r"parallel\.tp"):
+        make_plan(load(project.recipe, [change, "parallel.tp=2"]), machine)

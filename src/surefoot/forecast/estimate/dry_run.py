@@ -7,6 +7,7 @@ are those of torch's own kernels. A GPU's kernels save the same, except for atte
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from ...model.precision import autocast
 from ...model.pretrained.loading import DTYPES
 from ...network.network import Network
 from ...network.open import open_network
+from ...network.preflight import check_optimizer_shards
 from ...optim.blocks import LONG
 from ...optim.state_cuts import shapes_of_state
 from ...parallel.sharded_model import layers
@@ -104,8 +106,23 @@ class DryRunModel:
         for name, parameter in self.network.named.items():
             parameter.requires_grad_(name in turn)
 
+    def shape_at_once(self, name: str) -> tuple[int, ...]:
+        """The shape of what an update changes of the parameter ``name``."""
+        parameter = self.network.named[name]
+        return self.network.blocks.shape_at_once(name, tuple(parameter.shape))
+
+    def kept_gradient(self, name: str) -> int:
+        """The bytes that are kept of the gradient of the parameter ``name``."""
+        return math.prod(self.shape_at_once(name)) * self.network.named[name].element_size()
+
+    def copied(self, name: str) -> int:
+        """The bytes of the entries of a parameter that the optimizer has instead of it."""
+        named = self.network.named
+        is_partial = name in named and self.shape_at_once(name) != tuple(named[name].shape)
+        return self.kept_gradient(name) if is_partial else 0
+
     def _size(self, turn: frozenset[str]) -> int:
-        return sum(p.numel() for name, p in self.network.named.items() if name in turn)
+        return sum(math.prod(self.shape_at_once(n)) for n in self.network.named.keys() & turn)
 
     @cached_property
     def weights(self) -> list[Weight]:
@@ -127,6 +144,7 @@ def build(
     section = replace(recipe.model, gradient_checkpointing=setting.recomputes)
     options = replace(options_of(recipe), precision=setting.precision)
     network = open_network(base, section, tokenizer, ALONE, options, tensors)
+    check_optimizer_shards(network, recipe.optim, recipe.parallel)
     network.module.train()
     return DryRunModel(network, tensors, recipe, steps)
 
@@ -139,7 +157,7 @@ def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]
     for name, parameter in skeleton.network.named.items():
         if name not in turn:
             continue
-        shapes = shapes_of_state(optim, parameter, layouts[name])
+        shapes = shapes_of_state(optim, parameter, layouts[name], skeleton.shape_at_once(name))
         with skeleton.tensors.mode:
             found[name] = {
                 key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes.items()
@@ -162,16 +180,18 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
     is_tied = head is not None and last is not None and head.weight is last.weight
     found = []
     for parameter in skeleton.network.module.parameters():
-        held = state.get(names.get(id(parameter), ""), {}).values()
+        name = names.get(id(parameter), "")
+        held = state.get(name, {}).values()
         found.append(
             Weight(
                 tuple(parameter.shape),
                 parameter.element_size(),
                 parameter.requires_grad,
                 blocks.get(id(parameter)),
-                state=sum(tensor.nbytes for tensor in held if tensor.ndim),
+                state=sum(t.nbytes for t in held if t.ndim) + skeleton.copied(name),
                 scalars=sum(tensor.nbytes for tensor in held if not tensor.ndim),
                 is_last=last is not None and parameter is last.weight and not is_tied,
+                kept=skeleton.kept_gradient(name) if parameter.requires_grad else 0,
             )
         )
     buffers = {id(buffer): buffer for buffer in skeleton.network.module.buffers()}.values()
@@ -203,11 +223,13 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
     own = [*module.parameters(), *module.buffers()]
+    kept_of: dict[torch.Tensor, int]
+    kept_of = {p: skeleton.kept_gradient(name) for name, p in skeleton.network.named.items()}
 
     def drop(parameter: torch.Tensor) -> None:
         nonlocal grown
         assert parameter.grad is not None
-        grown += parameter.grad.nbytes
+        grown += kept_of.get(parameter, parameter.grad.nbytes)
         parameter.grad = None
 
     hooks = [

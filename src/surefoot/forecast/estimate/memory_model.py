@@ -26,6 +26,7 @@ class Weight:
     scalars: int = 0  # bytes of these
     is_cut: bool = True  # over the processes; buffers of modules are not
     is_last: bool = False  # its gradient comes at the very end: the input embeddings, not tied
+    kept: int | None = None  # bytes of its gradient after the backward pass; None: all
 
     @property
     def size(self) -> int:
@@ -37,6 +38,12 @@ class Weight:
         if not self.shape or not self.is_cut:
             return self.size
         return -(-self.shape[0] // count) * math.prod(self.shape[1:])
+
+    def gradient(self, count: int) -> int:
+        """Bytes of the gradient of the largest of ``count`` chunks, after the backward pass."""
+        if self.kept is None or not self.size:
+            return self.share(count) * self.item_size
+        return self.kept * self.share(count) // self.size
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ def memory(
     count = 1 if is_alone else mesh.dp_shard
     held = sum(weight.share(count) * weight.item_size for weight in weights)
     trained = [weight for weight in weights if weight.is_trained]
-    gradients = sum(weight.share(count) * weight.item_size for weight in trained)
+    gradients = sum(weight.gradient(count) for weight in trained)
     optimizer = sum(_state(weight, count) for weight in trained)
     if is_alone:
         buffers = one.at_peak.copies

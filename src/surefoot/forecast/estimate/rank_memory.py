@@ -256,7 +256,8 @@ def memory_of(
 def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape) -> int:
     """Bytes that an update of bfloat16 weights takes for a moment."""
     is_bf16 = (one for one in skeleton.weights if one.is_trained and one.item_size == 2)
-    return update_size([one.share(mesh.dp_shard) for one in is_bf16], recipe.optim.bf16_weights)
+    sizes = [one.gradient(mesh.dp_shard) // 2 for one in is_bf16]
+    return update_size(sizes, recipe.optim.bf16_weights)
 
 
 def machine_for(recipe: Recipe, device: str | None) -> Machine:

@@ -48,6 +48,7 @@ _SCALES = StateTensor(
 class AdamW8bit(AdamW):
     """AdamW with the moments of matrices in 8 bits (arXiv:2110.02861): a quarter of its state."""
 
+    is_entrywise: ClassVar[bool] = False  # blocks of a row share a scale
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
         "exp_avg_codes": _CODES,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class AdEMAMix(LearningRate):
     """AdamW whose update also has an average over thousands of gradients (arXiv:2409.03137)."""
 
+    is_entrywise: ClassVar[bool] = True
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
         "exp_avg": LIKE_PARAMETER,

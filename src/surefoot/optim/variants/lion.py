@@ -23,6 +23,7 @@ class Lion(LearningRate):
     """Sign of the momentum (arXiv:2302.06675). Its learning rate is 3 to 10 times smaller than
     AdamW's, its weight decay as much larger."""
 
+    is_entrywise: ClassVar[bool] = True
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
         "exp_avg": LIKE_PARAMETER,
