@@ -16,7 +16,7 @@ from ..errors import RecipeError, counted
 if TYPE_CHECKING:
     from torch import nn
 
-    from .learning_rate import LearningRate
+    from .optimizer import Optimizer
 
 Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 Group: TypeAlias = dict[str, object]
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def parameter_groups(
     named: Named,
-    settings: LearningRate,
+    settings: Optimizer,
     weight_decay: float = 0.0,
     base_rate: Callable[[str, int], float] | None = None,
 ) -> list[Group]:

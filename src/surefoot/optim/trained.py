@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,13 +11,15 @@ from torch import nn
 
 from ..errors import RecipeError
 from ..geometry.sharding import Cuts
-from .bf16_weights import Bf16Optimizer, build_optimizer
+from .bf16_weights import BucketedOptimizer, build_optimizer
 from .groups import check_learning_rates, log_learning_rates
+from .learning_rate import offloads_state
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts
 
+logger = logging.getLogger(__name__)
 # Of these names, those of the parameters that update number `step` (from 0) changes.
 Trainable = Callable[[int, Sequence[str]], Collection[str]]
 
@@ -53,6 +56,8 @@ class TrainedParameters:
         self.names = self.names or tuple(self.named)
         check_learning_rates(self.optim.learning_rates, self.names)
         log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
+        if offloads_state(self.optim) and all(each.is_cpu for each in self.named.values()):
+            logger.info("optim.offload_state: no effect, as the weights are in main memory too")
         self._cuts = StateCuts(self.optim, self.named, self.cuts)
         self._cuts.check()
         self._become(self._names_at(0))
@@ -63,7 +68,7 @@ class TrainedParameters:
         names = self._names_at(step)
         if names != self._active:
             self._become(names)
-        if isinstance(self.optimizer, Bf16Optimizer):
+        if isinstance(self.optimizer, BucketedOptimizer):
             self.optimizer.number = step
         return self.optimizer
 

@@ -1,1 +1,35 @@
-"""What update rules are made of: the optimizer around a rule, and its arithmetic."""
+"""What update rules are made of: the optimizer around a rule, and its arithmetic. Each module is
+imported on first use, since all need torch, and a recipe is read without it."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from . import (
+        blockwise,
+        chunks,
+        orthogonalization,
+        owners,
+        projection,
+        rounding,
+        rule_optimizer,
+        sharded,
+    )
+
+__all__ = [
+    "blockwise",
+    "chunks",
+    "orthogonalization",
+    "owners",
+    "projection",
+    "rounding",
+    "rule_optimizer",
+    "sharded",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f".{name}", __name__)
