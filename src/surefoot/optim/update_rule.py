@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from . import rules
 from .groups import Named, parameter_groups
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
+from .rules import modules as rules
 
 if TYPE_CHECKING:
     import torch

@@ -1,5 +1,6 @@
-"""Compute something of full matrices that are sharded: each on one rank, its owner, which gets the
-parts of the others and sends them theirs of what it made. All matrices travel in two exchanges."""
+"""Compute something of full matrices that are sharded: each on one rank, its owner. It gets the
+parts of the other ranks, and sends each its part of the result. All matrices travel in two
+exchanges."""
 
 from __future__ import annotations
 

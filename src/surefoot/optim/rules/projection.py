@@ -1,10 +1,10 @@
-"""Gradients projected to a low rank, and Adam's moments of them; ``low_rank`` has the shapes."""
+"""Gradients projected to a low rank, and Adam's moments of them (shapes: ``projected_state``)."""
 
 from __future__ import annotations
 
 import torch
 
-from ..low_rank import projector_shape, small_dim
+from ..projected_state import projector_shape, small_dim
 from .rule_optimizer import Update
 from .sharded import complete, part_of
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ...geometry.sharding import AxisShard
-from .. import rules
 from ..adamw import AdamW
 from ..optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor
 from ..parameter_kind import ParameterKind
+from ..rules import modules as rules
 from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:

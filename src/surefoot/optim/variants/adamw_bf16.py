@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import rules
 from ..adamw import AdamW
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from ..rules import modules as rules
 from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:

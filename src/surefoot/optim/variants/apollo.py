@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .. import rules
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..low_rank import large_dim, small_dim, state_of_rank
 from ..optimizer import SCALAR, StateTensor
+from ..projected_state import large_dim, small_dim, state_of_rank
+from ..rules import modules as rules
 from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .. import rules
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..low_rank import projector_of_rank, state_of_rank
 from ..optimizer import StateTensor
+from ..projected_state import projector_of_rank, state_of_rank
+from ..rules import modules as rules
 from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import RecipeError
-from .. import rules
 from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
 from ..parameter_kind import ParameterKinds, layout_of
+from ..rules import modules as rules
 
 if TYPE_CHECKING:
     import torch

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from .. import rules
 from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 from ..parameter_kind import ParameterKinds
+from ..rules import modules as rules
 from ..schedules import ScheduleName
 
 if TYPE_CHECKING:
