@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .schedules import Schedule, ScheduleName
 
@@ -14,6 +14,8 @@ from .schedules import Schedule, ScheduleName
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """What all optimizers have. An optimizer inherits these fields, and nothing else."""
+
+    splits_matrices: ClassVar[bool] = False  # must know which matrices are fused in a parameter
 
     learning_rate: float = 5e-5
     """Peak learning rate."""

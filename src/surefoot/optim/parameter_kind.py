@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import RecipeError
+
 if TYPE_CHECKING:
     import torch
 
@@ -33,6 +35,16 @@ class ParameterKind:
 
 ParameterKinds = Mapping[str, ParameterKind]  # by the names of parameters in files
 OTHER = ParameterKind(is_matrix=False)
+
+
+def check_kinds(optim: object, kinds: ParameterKinds) -> None:
+    """Raise ``RecipeError`` if ``optim`` must know what is fused in a parameter that is unknown."""
+    for name, kind in kinds.items() if getattr(optim, "splits_matrices", False) else ():
+        if kind.is_unknown:
+            raise RecipeError(
+                f"optim: {type(optim).__name__} updates queries, keys and values one by one; how "
+                f"they are fused in {name} is not known of this architecture; use another optimizer"
+            )
 
 
 def layout_of(name: str, num_dims: int, layouts: ParameterKinds) -> ParameterKind:

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ...errors import RecipeError
 from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
-from ..parameter_kind import ParameterKinds, layout_of
+from ..parameter_kind import ParameterKinds, check_kinds, layout_of
 from ..rules import modules as rules
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ class Muon(LearningRate):
     }
 
     schedule_over = schedule_of
+    splits_matrices: ClassVar[bool] = True
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -81,12 +81,7 @@ class Muon(LearningRate):
             return self.learning_rate if is_matrix else rate
 
         groups = parameter_groups(named, self, self.weight_decay, base_rate)
-        for name, kind in known.items():
-            if kind.is_unknown:
-                raise RecipeError(
-                    f"optim: muon orthogonalizes queries, keys and values one by one, and how they "
-                    f"are fused in {name} is not known for this architecture; use another optimizer"
-                )
+        check_kinds(self, known)
         return rules.rule_optimizer.build(self, groups, self.update_all, layouts)
 
     def update_all(self, updates: Sequence[Update]) -> None:
