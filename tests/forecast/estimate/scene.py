@@ -42,7 +42,7 @@ def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **sprea
     setting = HoldingOptions(
         precision, dtype, gathered, made.model.gradient_checkpointing, **spread
     )
-    return build(made, made.model.path, tokenizer(made), setting)
+    return build(made, Path(made.model.path), tokenizer(made), setting)
 
 
 def policy(made):
