@@ -1,20 +1,26 @@
-"""Every optimizer beside its reference implementation: update time, memory, and loss.
+"""Every optimizer beside its reference implementations: update time, memory, loss and weights.
 
-    .venv/bin/python benchmarks/optimizers.py [--references DIR] [--steps 150] [--rounds 3]
+    .venv/bin/python benchmarks/optimizers.py [--references DIR] [--steps 60] [--rounds 3]
 
 A random Llama (3.3 M parameters) is trained on the bytes of the bundled orders: the same batches
 for all, from the same weights. Each side runs in a process of its own, and sides take turns. DIR is
-where the packages of ``requirements-optimizers.txt`` are; torch's references need none. ``state``
+where the packages of ``requirements-optimizers.txt`` are; torch's references need none. ``update``
+is processor time of the one thread, so that a busy machine does not change it much. ``state``
 is what the optimizer keeps, ``peak`` the most memory of the process beyond what it had before the
-optimizer was built, ``loss`` the mean over the last 20 steps.
+optimizer was built, ``loss`` the mean over the last 20 steps. ``weights`` is the distance of the
+weights of both after the steps, as a share of the way that Surefoot's went; after the first steps
+it is the difference of the rules, later that of two trainings that rounding has led apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import multiprocessing
+import pickle
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +37,13 @@ from surefoot.network.parameter_kinds import kinds_of
 from surefoot.optim import OPTIMIZERS
 
 DATA = Path(__file__).parent.parent / "examples" / "data" / "orders_train.jsonl"
-ROWS, WIDTH, LAST = 8, 96, 20
+ROWS, WIDTH, LAST, FIRST = 8, 96, 20, 3
 WIDE = {"rank": 32, "update_gap": 50}
 SETTINGS: dict[str, dict[str, object]] = {
     "adamw": {},
     "adamw_bf16": {},
     "adamw_8bit": {},
+    "adamw_4bit": {},
     "muon": {},
     "lion": {"learning_rate": 2e-4},
     "ademamix": {},
@@ -57,6 +64,8 @@ class Figures:
     state: int  # bytes
     peak: int  # bytes
     loss: float
+    weights: torch.Tensor  # after ``FIRST`` steps, and at the end
+    start: torch.Tensor
 
 
 def model() -> LlamaForCausalLM:
@@ -83,53 +92,117 @@ def split(named: Named, module: nn.Module) -> tuple[list[nn.Parameter], list[nn.
     return matrices, [p for name, p in named if not known[name].is_matrix]
 
 
-def reference(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
+@dataclass(frozen=True)
+class Case:
+    """What a reference is built from."""
+
+    module: nn.Module
+    settings: dict[str, object]  # lr, no weight decay
+    rank: int
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them."""
+        return list(self.module.parameters())
+
+    @property
+    def split(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Matrices inside layers, and the rest."""
+        return split(list(self.module.named_parameters()), self.module)
+
+    def low_rank(self, **more: object) -> list[dict[str, object]]:
+        """Groups of an optimizer that projects matrices."""
+        matrices, others = self.split
+        usual = {"rank": self.rank, "update_proj_gap": 50, "scale": 1.0, "proj_type": "std"}
+        return [{"params": others}, {"params": matrices, **usual, **more}]
+
+
+Built = torch.optim.Optimizer | list[torch.optim.Optimizer]
+
+
+def of_all(package: str, name: str, **more: object) -> Callable[[Case], Built]:
+    """The class ``name`` of ``package``, of all parameters."""
+    return lambda case: found(package, name)(case.parameters, **case.settings, **more)
+
+
+def of_low_rank(package: str, name: str, **more: object) -> Callable[[Case], Built]:
+    """The same with settings of matrices, and the epsilon of torch's Adam, which is not theirs."""
+    of_groups = {key: more.pop(key) for key in ("proj", "scale_type") if key in more}
+    usual = {"eps": 1e-8, **more}
+    return lambda case: found(package, name)(case.low_rank(**of_groups), **case.settings, **usual)
+
+
+def found(package: str, name: str) -> Callable[..., torch.optim.Optimizer]:
+    """A class; raises ``ImportError`` if the package is not installed."""
+    return getattr(importlib.import_module(package), name)
+
+
+def torch_muon(case: Case) -> Built:
+    """Muon for matrices inside layers, AdamW for the rest."""
+    matrices, others = case.split
+    own = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **case.settings)
+    return [own, torch.optim.AdamW(others, **case.settings)]
+
+
+def adam_mini(case: Case) -> Built:
+    """The authors' own."""
+    sizes = {"dim": 256, "n_heads": 4, "verbose": False}
+    named = case.module.named_parameters()
+    return found("adam_mini", "Adam_mini")(named, **sizes, **case.settings)
+
+
+def other_adam_mini(case: Case) -> Built:
+    """Another, which gets the model."""
+    sizes = {"num_embeds": 256, "num_heads": 4}
+    return found("pytorch_optimizer", "AdamMini")(case.module, **sizes, **case.settings)
+
+
+APOLLO = {"proj": "random", "scale_type": "channel"}
+REFERENCES: dict[str, dict[str, Callable[[Case], Built]]] = {
+    "adamw": {"torch": of_all("torch.optim", "AdamW", fused=True)},
+    "adamw_bf16": {"torch, float32": of_all("torch.optim", "AdamW", fused=True)},
+    "adamw_8bit": {
+        "bitsandbytes": of_all("bitsandbytes.optim", "AdamW8bit"),
+        "torchao": of_all("torchao.optim", "AdamW8bit"),
+        "torch, float32": of_all("torch.optim", "AdamW", fused=True),
+    },
+    "adamw_4bit": {
+        "torchao": of_all("torchao.optim", "AdamW4bit"),
+        "torch, float32": of_all("torch.optim", "AdamW", fused=True),
+    },
+    "muon": {"torch": torch_muon},
+    "lion": {
+        "lion-pytorch": of_all("lion_pytorch", "Lion"),
+        "pytorch-optimizer": of_all("pytorch_optimizer", "Lion"),
+    },
+    "ademamix": {"pytorch-optimizer": of_all("pytorch_optimizer", "AdEMAMix")},
+    "adafactor": {"torch": of_all("torch.optim", "Adafactor")},
+    "adam_mini": {"adam-mini": adam_mini, "pytorch-optimizer": other_adam_mini},
+    "apollo": {"apollo-torch": of_low_rank("apollo_torch", "APOLLOAdamW", **APOLLO)},
+    "galore": {
+        "galore-torch": of_low_rank("galore_torch", "GaLoreAdamW", no_deprecation_warning=True)
+    },
+    "schedule_free": {"schedulefree": of_all("schedulefree", "AdamWScheduleFree")},
+}
+
+
+def settings_of(name: str) -> dict[str, object]:
+    """Surefoot's settings."""
+    return {"learning_rate": 1e-3, **SETTINGS[name]}
+
+
+def reference(name: str, label: str, module: nn.Module) -> list[torch.optim.Optimizer]:
     """The reference implementation with the same settings; raises ``ImportError`` without it."""
-    named = list(module.named_parameters())
-    own = OPTIMIZERS[name](**{"learning_rate": 1e-3, **SETTINGS[name]})
-    parameters, lr = [p for _, p in named], own.learning_rate
-    matrices, others = split(named, module)
-    rest = torch.optim.AdamW(others, lr=lr, weight_decay=0.0)
-    projected = {"rank": own.rank, "update_proj_gap": 50} if hasattr(own, "rank") else {}
-    if name == "adamw_8bit":
-        from bitsandbytes.optim import AdamW8bit
-
-        return [AdamW8bit(parameters, lr=lr, weight_decay=0.0)]
-    if name.startswith("adamw"):
-        return [torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)]
-    if name == "muon":
-        usual = {"lr": lr, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-        return [torch.optim.Muon(matrices, **usual), rest]
-    if name == "adafactor":
-        return [torch.optim.Adafactor(parameters, lr=lr)]
-    if name == "schedule_free":
-        from schedulefree import AdamWScheduleFree
-
-        return [AdamWScheduleFree(parameters, lr=lr)]
-    if name == "galore":
-        from galore_torch import GaLoreAdamW
-
-        group = {"params": matrices, "scale": 1.0, "proj_type": "std", **projected}
-        return [GaLoreAdamW([{"params": others}, group], lr=lr, no_deprecation_warning=True)]
-    if name == "apollo":
-        from apollo_torch import APOLLOAdamW
-
-        more = {"proj": "random", "scale_type": "channel", "scale": 1.0, "proj_type": "std"}
-        group = {"params": matrices, **more, **projected}
-        return [APOLLOAdamW([{"params": others}, group], lr=lr)]
-    import pytorch_optimizer
-
-    if name == "lion":
-        return [pytorch_optimizer.Lion(parameters, lr=lr)]
-    if name == "ademamix":
-        return [pytorch_optimizer.AdEMAMix(parameters, lr=lr)]
-    return [pytorch_optimizer.AdamMini(module, lr=lr, num_embeds=256, num_heads=4)]
+    settings = settings_of(name)
+    same = {"lr": settings["learning_rate"], "weight_decay": 0.0}
+    built = REFERENCES[name][label](Case(module, same, settings.get("rank", 0)))
+    return built if isinstance(built, list) else [built]
 
 
 def ours(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
     """Surefoot's."""
     named = list(module.named_parameters())
-    own = OPTIMIZERS[name](**{"learning_rate": 1e-3, **SETTINGS[name]})
+    own = OPTIMIZERS[name](**settings_of(name))
     return [own.build(named, kinds_of(module, dict(named)))]
 
 
@@ -139,27 +212,36 @@ def resident(key: str = "VmRSS") -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def run(build: Callable[[str, nn.Module], list[torch.optim.Optimizer]], name: str, steps: int):
-    """Train with one side."""
+def run(name: str, label: str, steps: int) -> Figures:
+    """Train with one side: Surefoot's without a ``label``."""
     module = model()
+    start_weights = flat(module)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before, optimizers = resident(), build(name, module)
-    seconds, losses = [], []
-    for ids in batches(steps):
+    before = resident()
+    optimizers = reference(name, label, module) if label else ours(name, module)
+    seconds, losses, weights = [], [], []
+    for step, ids in enumerate(batches(steps), 1):
         switch(optimizers, "train", for_gradients=True)
         loss = module(input_ids=ids, labels=ids).loss
         loss.backward()
-        start = time.perf_counter()
+        start = time.thread_time()
         for optimizer in optimizers:
             optimizer.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
         switch(optimizers, "eval", for_gradients=False)
         module.zero_grad()
         losses.append(float(loss.detach()))
+        if step in (FIRST, steps):
+            weights.append(flat(module))
     held = [*(one for optimizer in optimizers for one in tensors(optimizer.state))]
-    state = sum(tensor.numel() * tensor.element_size() for tensor in held)
-    mean = sum(losses[-LAST:]) / LAST
-    return Figures(median(seconds[1:]), state, resident("VmHWM") - before, mean)
+    state, peak = sum(one.numel() * one.element_size() for one in held), resident("VmHWM") - before
+    mean = sum(losses[-LAST:]) / len(losses[-LAST:])
+    return Figures(median(seconds[1:]), state, peak, mean, torch.stack(weights), start_weights)
+
+
+def flat(module: nn.Module) -> torch.Tensor:
+    """All weights."""
+    return torch.cat([one.detach().flatten() for one in module.parameters()])
 
 
 def switch(optimizers: Sequence[object], theirs: str, *, for_gradients: bool) -> None:
@@ -171,9 +253,35 @@ def switch(optimizers: Sequence[object], theirs: str, *, for_gradients: bool) ->
             getattr(optimizer, theirs)()
 
 
+def child(path: str, name: str, label: str, steps: int) -> None:
+    """One side, in a process of its own."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        found: Figures | str = run(name, label, steps)
+    except Exception as error:  # a package that is missing, or needs a GPU
+        found = f"{type(error).__name__}: {error}"[:90]
+    Path(path).write_bytes(pickle.dumps(found))
+
+
+def measured(name: str, label: str, steps: int) -> Figures | str:
+    """The figures, or why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/figures"
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=child, args=(path, name, label, steps))
+        process.start()
+        process.join()
+        if process.exitcode:
+            return f"ended with code {process.exitcode}"
+        return pickle.loads(Path(path).read_bytes())
+
+
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in a state, those inside of objects as well."""
-    if isinstance(value, torch.Tensor):
+    """All tensors in a state, those inside of other tensors and of objects as well."""
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for one in value.values():
@@ -182,35 +290,16 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
         yield from tensors(vars(value))
 
 
-def child(queue, is_ours: bool, name: str, steps: int) -> None:
-    """One side, in a process of its own."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    try:
-        queue.put(run(ours if is_ours else reference, name, steps))
-    except Exception as error:  # a package that is missing, or needs a GPU
-        queue.put(f"{type(error).__name__}: {error}"[:90])
-
-
-def measured(is_ours: bool, name: str, steps: int) -> Figures | str:
-    """The figures, or why there are none."""
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=child, args=(queue, is_ours, name, steps))
-    process.start()
-    found = queue.get(timeout=600)
-    process.join()
-    return found
-
-
-def row(name: str, found: Sequence[Figures]) -> str:
+def row(name: str, found: Sequence[Figures], own: Figures) -> str:
     """One line of the table."""
     milliseconds = [1e3 * one.seconds for one in found]
     least, most = min(milliseconds), max(milliseconds)
     mib = [median(getattr(one, key) for one in found) / 2**20 for key in ("state", "peak")]
+    apart = (found[0].weights - own.weights).norm(dim=1) / (own.weights - own.start).norm(dim=1)
+    weights = "" if found[0] is own else f"{apart[0]:.1e}, {apart[1]:.1e}"
     return (
         f"| {name} | {median(milliseconds):.1f} ({least:.1f}-{most:.1f}) | {mib[0]:.1f} | "
-        f"{mib[1]:.1f} | {found[0].loss:.4f} |"
+        f"{mib[1]:.1f} | {found[0].loss:.4f} | {weights} |"
     )
 
 
@@ -218,7 +307,7 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--references", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=list(SETTINGS))
     given = parser.parse_args()
@@ -228,15 +317,19 @@ def main() -> None:
     size = sum(p.numel() for p in model().parameters())
     say(f"{size:,} parameters, {given.steps} steps of {ROWS} x {WIDTH} bytes")
     say(f"loss at chance: {math.log(256):.4f}")
-    say("| optimizer | update, ms | state, MiB | peak, MiB | loss |\n|---|---|---|---|---|")
+    say(f"| optimizer | update, ms | state, MiB | peak, MiB | loss | weights, {FIRST} steps, end |")
+    say("|---|---|---|---|---|---|")
     for name in given.only:
-        sides: dict[str, list[Figures | str]] = {name: [], f"{name}, reference": []}
+        sides: dict[str, list[Figures | str]] = {label: [] for label in ("", *REFERENCES[name])}
         for _ in range(given.rounds):
-            for side, found in sides.items():
-                found.append(measured(side == name, name, given.steps))
-        for side, found in sides.items():
+            for label, found in sides.items():
+                found.append(measured(name, label, given.steps))
+        own = sides[""][0]
+        assert isinstance(own, Figures), own
+        for label, found in sides.items():
             figures = [one for one in found if isinstance(one, Figures)]
-            say(row(side, figures) if figures else f"| {side} | {found[0]} | | | |")
+            title = f"{name}, {label}" if label else f"**{name}**"
+            say(row(title, figures, own) if figures else f"| {title} | {found[0]} | | | | |")
 
 
 if __name__ == "__main__":

@@ -38,12 +38,19 @@ def made_of(optim, **changes):
     return OPTIMIZERS[optim](**{"learning_rate": 5e-3, **SETTINGS.get(optim, {}), **changes})
 
 
-def diagonal(combinations):
-    """One method for each optimizer, another from one to the next; the others only in the proof."""
-    for optim, method in combinations:
-        methods = FITTING[optim]
-        is_first = methods.index(method) == [*OPTIMIZERS].index(optim) % len(methods)
-        yield pytest.param(optim, method, marks=[] if is_first else [pytest.mark.proof])
+# One method for each optimizer, another from one to the next; the others only in the proof.
+DIAGONAL = [
+    (optim, methods[i % len(methods)]) for i, (optim, methods) in enumerate(FITTING.items())
+]
+IN_BF16 = [*itertools.product(OPTIMIZERS, MODES)]
+
+
+def unless_proof(combinations, usual):
+    """All combinations, those that are not ``usual`` only in the proof."""
+    return [
+        pytest.param(*one, marks=[] if one in usual else [pytest.mark.proof])
+        for one in combinations
+    ]
 
 
 class Run:
@@ -87,49 +94,90 @@ def must_resume(first, second, folder):
         assert torch.equal(parameter, second.trained.named[name]), name
 
 
-@pytest.mark.parametrize(("optim", "method"), BOTH)
+@pytest.mark.parametrize(("optim", "method"), unless_proof(BOTH, DIAGONAL))
 def test_an_optimizer_of_a_method_resumes_to_the_same_bits(optim, method, tmp_path):
     must_resume(Run(method, optim), Run(method, optim), tmp_path)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optim", "mode"), unless_proof(IN_BF16, [*zip(OPTIMIZERS, itertools.cycle(MODES))])
+)
 def test_bfloat16_weights_resume_to_the_same_bits(optim, mode, tmp_path):
     made = (Run("full", optim, torch.bfloat16, bf16_weights=mode) for _ in range(2))
     must_resume(*made, tmp_path)
 
 
-@pytest.mark.parametrize(("optim", "method"), [*diagonal(BOTH)])
-def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
-    optim, method, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)  # to round alike
-    changes = {"method": method_of(method), "optim": made_of(optim, weight_decay=0.1)}
-    expected = learn(trainer(ALONE, tmp_path, **changes), 4)
+def changes_of(optim, method):
+    return {"method": method_of(method), "optim": made_of(optim, weight_decay=0.1)}
 
-    def killed(world, folder):
-        made = resume(trainer(world, tmp_path, **changes), folder)
-        return learn(made, 2), everything(made)
 
-    def work(world):
-        made = trainer(world, tmp_path, **changes)
+def killed(world, folder, changes):
+    """What a run learns that starts again at a checkpoint, and all that it has then."""
+    made = resume(trainer(world, folder.parent, **changes), folder)
+    return learn(made, 2), everything(made)
+
+
+def on_two_ranks(combinations, folder):
+    """Train each on two ranks, resume it there, and compare; the checkpoint and the losses. All in
+    the same two processes, whose start would take longer."""
+
+    def one(world, names):
+        changes = changes_of(*names)
+        made = trainer(world, folder, **changes)
         first = learn(made, 2)
-        folder = save(made, tmp_path)
+        saved = save(made, folder)
         losses, end = first + learn(made, 2), everything(made)
-        again, state = killed(world, folder)
+        again, state = killed(world, saved, changes)
         assert again == losses[2:]
         assert_bitwise(state, end)
-        return str(folder), losses
+        kept = saved.rename(folder / "-".join(names)) if world.is_main else None
+        world.wait()
+        return kept, losses
 
-    (folder, losses), (_, same) = ranks.run(2, work, dp_shard=2)
-    assert losses == same
-    for other in (losses, losses[:2] + killed(ALONE, folder)[0]):
+    def work(world):
+        return {names: one(world, names) for names in combinations}
+
+    (found, others) = ranks.run(2, work, dp_shard=2, timeout=300)
+    for names, (_, losses) in found.items():
+        assert losses == others[names][1], names
+    return found
+
+
+def must_be_as_alone(names, folder, losses):
+    """One process learns what two did, and resumes their checkpoint."""
+    changes = changes_of(*names)
+    expected = learn(trainer(ALONE, folder.parent, **changes), 4)
+    for other in (losses, losses[:2] + killed(ALONE, folder, changes)[0]):
         for ours, theirs in zip(other, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.fixture(scope="module")
+def rounds_alike():
+    """Muon's iterations in float64, to round alike on any mesh."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orthogonalization, "NS_DTYPE", torch.float64)
+        yield
+
+
+@pytest.fixture(scope="module")
+def diagonal(rounds_alike, tmp_path_factory):
+    return on_two_ranks(DIAGONAL, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("names", DIAGONAL, ids="-".join)
+def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(names, diagonal):
+    must_be_as_alone(names, *diagonal[names])
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("names", [n for n in BOTH if n not in DIAGONAL], ids="-".join)
+def test_two_ranks_of_every_optimizer_and_method(names, rounds_alike, tmp_path):
+    must_be_as_alone(names, *on_two_ranks([names], tmp_path)[names])
+
+
 MESHES = [{"tp": 2}, {"pp": 2}, {"dp_replicate": 2}, {"dp_shard": 2, "tp": 2}]
-CANNOT = {"adamw_8bit": {"tp"}}
+CANNOT = {"adamw_8bit": {"tp"}, "adamw_4bit": {"tp"}}
 
 
 @pytest.mark.proof

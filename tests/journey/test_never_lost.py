@@ -13,6 +13,8 @@ import surefoot
 import warm
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
 from surefoot.checkpoint.reading.verification import verify
+from surefoot.methods import METHODS
+from surefoot.optim import OPTIMIZERS
 
 CASES = {
     "full": {"method": "full"},
@@ -137,4 +139,24 @@ def test_proof_of_many_kills(seed, tmp_path_factory):
     reference = whole(folder / "whole", **PROVEN[case])
     project = Project(folder / "killed", **PROVEN[case])
     assert killed_again_and_again(project, random.Random(seed))
+    assert_no_worse_for_it(project, reference)
+
+
+SETTINGS = {"apollo": {"rank": 4, "update_gap": 3}, "galore": {"rank": 4, "update_gap": 3}}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_proof_of_kills_of_every_optimizer_and_method(optim, method, tmp_path):
+    def made(folder):
+        project = Project(folder, method=method)
+        settings = {"learning_rate": 1e-3, **SETTINGS.get(optim, {})}
+        project.sections["optim"] = {optim: settings}
+        project.write()
+        return project
+
+    reference, project = made(tmp_path / "whole"), made(tmp_path / "killed")
+    assert in_child(lambda: surefoot.train(reference.recipe)) == 0
+    assert killed_again_and_again(project, random.Random(f"{optim} {method}"))
     assert_no_worse_for_it(project, reference)

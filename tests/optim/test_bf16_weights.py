@@ -9,16 +9,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import ranks
 import small
 import tiny
+from surefoot.errors import RecipeError
+from surefoot.geometry.sharding import AxisShard
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import (
     BUCKET,
     MASTER,
+    BucketedOptimizer,
     build_optimizer,
+    move_weights,
+    offloaded_size,
     round_stochastically,
     update_size,
 )
+from surefoot.optim.state import NamedState
+from surefoot.optim.state_cuts import check_cuts
 from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.variants.adamw_8bit import AdamW8bit
+from surefoot.optim.variants.schedule_free import ScheduleFree
 
 MODES = ("stochastic", "master")
 
@@ -210,3 +219,58 @@ def test_an_update_takes_no_more_than_a_bucket_or_the_largest_parameter():
     assert update_size([BUCKET, 1, BUCKET + 7], "master") == 4 * (BUCKET + 7)
     assert update_size([BUCKET, 1, BUCKET - 1, 5], "stochastic") == 8 * BUCKET
     assert update_size([], "stochastic") == 0
+
+
+@pytest.mark.parametrize("mode", ["nearest", *MODES])
+@pytest.mark.parametrize("made", [AdamW, AdamW8bit, ScheduleFree])
+def test_a_state_in_main_memory_is_updated_and_restored_as_any_other(made, mode, monkeypatch):
+    monkeypatch.setattr("surefoot.optim.bf16_weights.BUCKET", 300)
+
+    def run(offloads, state=None, number=0, steps=3):
+        named = {f"{i}.weight": weight() for i in range(4)} | {"w": weight(torch.float32)}
+        optim = made(learning_rate=1e-2, bf16_weights=mode)
+        rule = optim.build(named.items())
+        optimizer = BucketedOptimizer(rule, bf16_weights=mode, offloads=offloads)
+        if state:
+            NamedState(optimizer).load_state_dict(state[0])
+            for name, parameter in named.items():
+                parameter.data.copy_(state[1][name])
+        for step in range(number, number + steps):
+            optimizer.number = step
+            move_weights(optimizer, for_gradients=True)
+            for parameter in named.values():
+                parameter.grad = torch.sin(parameter.detach() * (step + 1))
+            optimizer.step()
+            move_weights(optimizer, for_gradients=False)
+        state = NamedState(optimizer).state_dict()
+        return copy.deepcopy(state), {n: p.detach().clone() for n, p in named.items()}
+
+    plain, offloaded = run(False, steps=5), run(True, steps=5)
+    again = run(True, run(True, steps=2), 2)
+    for other in (offloaded, again):
+        for name, values in plain[0].items():
+            assert torch.equal(plain[1][name], other[1][name])
+            assert values.keys() == other[0][name].keys()
+            for key, value in values.items():
+                assert torch.equal(value, other[0][name][key])
+                assert value.dtype == other[0][name][key].dtype
+
+
+def test_only_the_state_of_one_bucket_leaves_main_memory():
+    assert offloaded_size([(BUCKET, 8), (1, 3), (BUCKET - 1, 9), (5, 4)]) == 12
+    assert offloaded_size([]) == 0
+
+
+def test_a_state_in_main_memory_is_of_complete_parameters():
+    cut = (AxisShard("dp_shard", 0),)
+    check_cuts(AdamW(offload_state=True), (8, 6), (), "w")
+    check_cuts(AdamW(), (8, 6), cut, "w")
+    with pytest.raises(RecipeError, match=r"w is sharded over parallel.dp_shard; remove offload"):
+        check_cuts(AdamW(offload_state=True), (8, 6), cut, "w")
+
+
+def test_a_run_on_a_cpu_says_that_its_state_is_there_anyway(caplog):
+    with caplog.at_level("INFO"):
+        made = TrainedParameters(AdamW(offload_state=True), {"w": weight(torch.float32)})
+    assert "no effect" in caplog.text
+    assert type(made.optimizer) is torch.optim.AdamW

@@ -21,6 +21,7 @@ from ..model.section import ModelSection
 from ..optim.entries import check_entries
 from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer
+from ..optim.parameter_kind import check_kinds
 from ..optim.state_cuts import check_cuts, shapes_of_state
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
@@ -60,6 +61,7 @@ def refuse_early(
     if parallel.pp > 1:
         parameters_of(network.inner, parallel.pp * parallel.num_parts)
     check_learning_rates(optim.learning_rates, network.trainable)
+    check_kinds(optim, network.layouts)
     check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))
 

@@ -3,6 +3,7 @@
 from .adamw import AdamW
 from .variants.adafactor import Adafactor
 from .variants.adam_mini import AdamMini
+from .variants.adamw_4bit import AdamW4bit
 from .variants.adamw_8bit import AdamW8bit
 from .variants.adamw_bf16 import AdamWBf16
 from .variants.ademamix import AdEMAMix
@@ -16,6 +17,7 @@ OPTIMIZERS = {
     "adamw": AdamW,
     "adamw_bf16": AdamWBf16,
     "adamw_8bit": AdamW8bit,
+    "adamw_4bit": AdamW4bit,
     "muon": Muon,
     "lion": Lion,
     "ademamix": AdEMAMix,

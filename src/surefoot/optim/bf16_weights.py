@@ -1,4 +1,4 @@
-"""Update bfloat16 weights and lose nothing small: stochastic rounding, or a float32 master copy.
+"""Update some parameters at a time: bfloat16 weights in float32, and a state in main memory.
 
 bfloat16 has 8 bits of precision. An update below about 0.2 % of a weight vanishes when the sum is
 rounded to the nearest value, and so does nearly all of fine-tuning. So an optimizer never sees
@@ -7,6 +7,9 @@ is rounded stochastically (up or down, in proportion to the distance, arXiv:2010
 updates are right in the mean; or it stays as the master copy, of which the weight is the nearest
 bfloat16. The optimizer's own state is float32 either way.
 
+With ``offload_state`` the state rests in main memory, pinned, and that of the parameters at hand is
+copied to the GPU for their update, and back.
+
 The noise is a function of the update's number, the parameter's name and this rank's place in its
 sharding. So a resumed run rounds as the uninterrupted one, and replicas stay equal.
 """
@@ -14,20 +17,23 @@ sharding. So a resumed run rounds as the uninterrupted one, and replicas stay eq
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .groups import Named
+from .learning_rate import offloads_state
 from .parameter_kind import ParameterKinds
+from .rules.owners import size_of_part
 from .rules.rounding import noise_for, round_stochastically
 from .rules.rule_optimizer import RuleOptimizer
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
 
+Bf16Weights = Literal["stochastic", "master", "nearest"]
 MASTER = "master"  # its key in the state of a parameter
 BUCKET = 1 << 25  # elements that are float32 at once: 256 MiB with their gradients
 
@@ -39,14 +45,17 @@ def build_optimizer(
     named = list(named)
     rule = optim.build(named, layouts or {})
     has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
-    if optim.bf16_weights == "nearest" or not has_bf16:
+    widens = has_bf16 and optim.bf16_weights != "nearest"
+    offloads = offloads_state(optim) and any(not parameter.is_cpu for _, parameter in named)
+    if not widens and not offloads:
         return rule
-    return Bf16Optimizer(rule, keeps_master=optim.bf16_weights == MASTER)
+    mode: Bf16Weights = optim.bf16_weights if widens else "nearest"  # type: ignore[assignment]
+    return BucketedOptimizer(rule, bf16_weights=mode, offloads=offloads)
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that computes the updates of ``optimizer``: itself, or the one inside."""
-    return optimizer.rule if isinstance(optimizer, Bf16Optimizer) else optimizer
+    return optimizer.rule if isinstance(optimizer, BucketedOptimizer) else optimizer
 
 
 def move_weights(optimizer: torch.optim.Optimizer, *, for_gradients: bool) -> None:
@@ -65,12 +74,23 @@ def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
     return most * (4 if bf16_weights == MASTER else 8)
 
 
-class Bf16Optimizer(torch.optim.Optimizer):
-    """The optimizer ``rule``, with its parameter groups and its state, in float32."""
+def offloaded_size(states: Sequence[tuple[int, int]]) -> int:
+    """Bytes of state that are on the GPU at once, of those in main memory, from the elements and
+    the bytes of state of each parameter."""
+    buckets = _buckets(states, lambda each: each[0])
+    return max((sum(state for _, state in bucket) for bucket in buckets), default=0)
 
-    def __init__(self, rule: torch.optim.Optimizer, *, keeps_master: bool) -> None:
+
+class BucketedOptimizer(torch.optim.Optimizer):
+    """The optimizer ``rule``, with its parameter groups and its state, of some parameters at a
+    time: bfloat16 ones in float32 unless they are rounded to the nearest value."""
+
+    def __init__(
+        self, rule: torch.optim.Optimizer, *, bf16_weights: Bf16Weights, offloads: bool = False
+    ) -> None:
         super().__init__(rule.param_groups, rule.defaults)
-        self.rule, self.keeps_master = rule, keeps_master
+        self.rule, self.offloads = rule, offloads
+        self.widens, self.keeps_master = bf16_weights != "nearest", bf16_weights == MASTER
         self.state = rule.state
         self.number = 0  # of the next update
 
@@ -87,16 +107,19 @@ class Bf16Optimizer(torch.optim.Optimizer):
         ]
         members = [(group["params"], group["names"]) for group in self.param_groups]
         try:
-            for bucket in _buckets(wanted, lambda each: _local(each[1]).numel()):
+            for bucket in _buckets(wanted, lambda each: size_of_part(each[1])):
                 self._update(bucket)
         finally:
             for group, (parameters, names) in zip(self.param_groups, members, strict=True):
                 group["params"], group["names"] = parameters, names
+            if self.offloads and torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # the state may be read on the CPU now
 
     def _update(self, bucket: Sequence[tuple[str, nn.Parameter, dict[str, Any]]]) -> None:
         """Update some parameters: the rule sees float32 tensors in their places."""
         for group in self.param_groups:
             group["params"], group["names"] = [], []
+        hosts = [self._fetched(parameter) for _, parameter, _ in bucket]
         inside = [self._widened(parameter) for _, parameter, _ in bucket]
         for wide, (name, _, group) in zip(inside, bucket, strict=True):
             group["params"].append(wide)
@@ -105,10 +128,29 @@ class Bf16Optimizer(torch.optim.Optimizer):
         for wide, (name, parameter, _) in zip(inside, bucket, strict=True):
             if wide is not parameter:
                 self._write(name, parameter, wide)
+        for host, (_, parameter, _) in zip(hosts, bucket, strict=True):
+            self._put_back(parameter, host)
+
+    def _fetched(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copy a state in main memory to its parameter's device; what it has in main memory."""
+        state = self.state.get(parameter, {})
+        if not self.offloads or not state:
+            return {}
+        hosts = {key: value for key, value in state.items() if key != "step"}
+        for key, value in hosts.items():
+            state[key] = value.to(parameter.device, non_blocking=True)
+        return hosts
+
+    def _put_back(self, parameter: nn.Parameter, hosts: dict[str, torch.Tensor]) -> None:
+        """Copy the state of ``parameter`` back to main memory, where it was."""
+        for key, value in self.state[parameter].items() if self.offloads else ():
+            if key != "step":
+                host = hosts[key] if key in hosts else _in_main_memory(value)
+                self.state[parameter][key] = host.copy_(value, non_blocking=True)
 
     def _widened(self, parameter: nn.Parameter) -> nn.Parameter:
         """A bfloat16 parameter in float32, with its gradient and its state; others as they are."""
-        if parameter.dtype != torch.bfloat16:
+        if parameter.dtype != torch.bfloat16 or not self.widens:
             return parameter
         state = self.state.pop(parameter, {})
         master = state.pop(MASTER, None)
@@ -146,16 +188,21 @@ class Bf16Optimizer(torch.optim.Optimizer):
             }
 
     def _restored(self, key: str, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.rule, RuleOptimizer):
-            return _at(parameter, value)
-        wide = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-        return self.rule.restored(key, value, parameter.device, wide)
+        """A state tensor where it rests, in the dtype in which its parameter is updated."""
+        is_wide = self.widens and parameter.dtype == torch.bfloat16
+        dtype = torch.float32 if is_wide else parameter.dtype
+        if isinstance(self.rule, RuleOptimizer):
+            value = self.rule.restored(key, value, value.device, dtype)
+        else:
+            value = value.to(dtype if value.ndim else torch.float32)
+        if not self.offloads or key == "step":
+            return value.to(parameter.device)
+        return _in_main_memory(value).copy_(value)
 
 
-def _at(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A state tensor where its parameter is, in the dtype in which that is updated."""
-    is_narrow = parameter.dtype == torch.bfloat16 or not value.ndim
-    return value.to(parameter.device, torch.float32 if is_narrow else parameter.dtype)
+def _in_main_memory(like: torch.Tensor) -> torch.Tensor:
+    """A tensor for a copy of ``like``, pinned if there is a GPU."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
 
 
 def _buckets(items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[list[Any]]:

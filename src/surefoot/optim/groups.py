@@ -9,23 +9,33 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ..errors import RecipeError, counted
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .learning_rate import LearningRate
-
 Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 Group: TypeAlias = dict[str, object]
 logger = logging.getLogger(__name__)
 
 
+class LearningRates(Protocol):
+    """Settings with a learning rate, and factors of it for some parameters."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate."""
+
+    @property
+    def learning_rates(self) -> Mapping[str, float]:
+        """Factors, by a part of parameters' names."""
+
+
 def parameter_groups(
     named: Named,
-    settings: LearningRate,
+    settings: LearningRates,
     weight_decay: float = 0.0,
     base_rate: Callable[[str, int], float] | None = None,
 ) -> list[Group]:

@@ -16,6 +16,7 @@ class LearningRate:
     """What all optimizers have. An optimizer inherits these fields, and nothing else."""
 
     is_entrywise: ClassVar[bool] = False
+    splits_matrices: ClassVar[bool] = False  # must know which matrices are fused in a parameter
 
     learning_rate: float = 5e-5
     """Peak learning rate."""
@@ -38,6 +39,9 @@ class LearningRate:
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32
     copy, which checkpoints contain. ``nearest`` rounds to the nearest value: updates below 0.2 % of
     a weight are lost."""
+    offload_state: bool = False
+    """Keep the state in main memory: for each update, that of some parameters at a time is copied
+    to the GPU and back. Not for sharded parameters; without effect on a CPU."""
 
 
 def check_learning_rate(settings: LearningRate) -> None:
@@ -65,6 +69,11 @@ def check_shares(settings: LearningRate, *names: str) -> None:
     for name in ("epsilon", "adamw_epsilon"):
         if getattr(settings, name, 1.0) <= 0:
             raise ValueError(f"{name} must be positive, got {getattr(settings, name)}")
+
+
+def offloads_state(settings: object) -> bool:
+    """Whether the state rests in main memory; an optimizer of one's own may have no such choice."""
+    return bool(getattr(settings, "offload_state", False))
 
 
 def schedule_of(settings: LearningRate, total_steps: int) -> Schedule:

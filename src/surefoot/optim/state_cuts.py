@@ -12,6 +12,7 @@ from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
 from .entries import ENTRIES
+from .learning_rate import offloads_state
 from .optimizer import LIKE_PARAMETER, SCALAR, Optimizer, Shape, StateTensor, declared_state
 from .parameter_kind import ParameterKind
 from .state import dtype_of
@@ -71,6 +72,12 @@ def check_cuts(
     optim: Optimizer, shape: tuple[int, ...], cuts: tuple[AxisShard, ...], name: str
 ) -> None:
     """Raise ``RecipeError`` if the state of a parameter with these shards cannot be sharded."""
+    if cuts and offloads_state(optim):
+        axes = " and ".join(f"parallel.{axis}" for axis in dict.fromkeys(c.axis for c in cuts))
+        raise RecipeError(
+            f"optim: offload_state is for complete parameters, and {name} is sharded over {axes}; "
+            f"remove offload_state, or set {axes} to 1"
+        )
     for key, declared in optim.state_tensors.items() if cuts else ():
         if not declared.belongs_to(shape, ParameterKind(is_matrix=len(shape) > 1)):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,15 +11,17 @@ from torch import nn
 
 from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import Cuts
-from .bf16_weights import Bf16Optimizer, build_optimizer
+from .bf16_weights import BucketedOptimizer, build_optimizer
 from .entries import ENTRIES, EntryTurns, check_entries
 from .groups import check_learning_rates, log_learning_rates
+from .learning_rate import offloads_state
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
 from .partial_parameter import partial_parameters
 from .state import NamedState, State, other_parameters
 from .state_cuts import StateCuts, plain_cuts
 
+logger = logging.getLogger(__name__)
 # Of these names, those of the parameters that update number `step` (from 0) changes.
 Trainable = Callable[[int, Sequence[str]], Collection[str]]
 
@@ -65,6 +68,8 @@ class TrainedParameters:
         self.names = self.names or tuple(self.named)
         check_learning_rates(self.optim.learning_rates, self.names)
         log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
+        if offloads_state(self.optim) and all(each.is_cpu for each in self.named.values()):
+            logger.info("optim.offload_state: no effect, as the weights are in main memory too")
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
         sharded = {name: plain_cuts(cuts) for name, cuts in self.cuts.items()}
         check_entries(self.entries, self.optim, shapes, sharded)
@@ -81,7 +86,7 @@ class TrainedParameters:
         names, turn = self._names_at(step), self._turn_at(step)
         if names != self._active or turn != self._turn:
             self._become(names, turn)
-        if isinstance(self.optimizer, Bf16Optimizer):
+        if isinstance(self.optimizer, BucketedOptimizer):
             self.optimizer.number = step
         return self.optimizer
 

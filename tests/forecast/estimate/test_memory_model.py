@@ -24,9 +24,11 @@ from surefoot.forecast.estimate.memory_model import (
     gathered,
     memory,
 )
+from surefoot.forecast.estimate.rank_memory import Machine, memory_of
 from surefoot.model.precision import autocast
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import build_optimizer, update_size
+from surefoot.optim.rules import chunks
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.world import AXES, World
@@ -82,7 +84,7 @@ def test_weights_in_bfloat16_have_states_as_they_are_updated(mode, tmp_path):
 @pytest.mark.parametrize("mode", ["stochastic", "master"])
 def test_the_memory_of_an_update_of_bfloat16_weights_is_that_of_a_real_one(mode, monkeypatch):
     monkeypatch.setattr("surefoot.optim.bf16_weights.BUCKET", 3000)
-    monkeypatch.setattr("surefoot.optim.rules.rounding._CHUNK", 64)
+    monkeypatch.setitem(chunks._ELEMENTS, "cpu", 64)
     shapes = [(64, 16), (100, 30), (20, 20), (40, 30), (30,)]
     named = [
         (f"{i}", torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)))
@@ -95,7 +97,22 @@ def test_the_memory_of_an_update_of_bfloat16_weights_is_that_of_a_real_one(mode,
     with LiveBytes([], 0, lambda: 0) as live:
         optimizer.step()
     expected = update_size([math.prod(shape) for shape in shapes], mode)
-    assert expected <= live.peak.total <= expected + 64 * 24
+    assert expected <= live.peak.total <= expected + 64 * 40
+
+
+def test_a_state_in_main_memory_takes_memory_of_a_gpu_for_one_bucket_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("surefoot.optim.bf16_weights.BUCKET", 3000)
+
+    def found(*, on_gpu, offload_state):
+        made = recipe(tmp_path, optim={"adamw": {"offload_state": offload_state}})
+        held = skeleton(made)
+        machine = Machine(1, on_gpu=on_gpu)
+        return memory_of(made, machine, [held], {held.setting.place: NOTHING})[1]
+
+    plain, offloaded = (found(on_gpu=True, offload_state=one) for one in (False, True))
+    assert 0 < offloaded.optimizer < plain.optimizer / 10  # the numbers of updates
+    assert 0 < offloaded.working < plain.optimizer
+    assert found(on_gpu=False, offload_state=True) == found(on_gpu=False, offload_state=False)
 
 
 def test_an_update_counts_where_it_takes_more_than_activations():

@@ -21,7 +21,8 @@ from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.section import Recomputation
-from ...optim.bf16_weights import update_size
+from ...optim.bf16_weights import offloaded_size, update_size
+from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
@@ -239,25 +240,28 @@ def memory_of(
     """The rank of ``held`` that needs most, and its memory."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
+    offloads = machine.on_gpu and offloads_state(recipe.optim)
     found = [
         memory(
-            skeleton.weights,
+            [replace(one, state=0) for one in skeleton.weights] if offloads else skeleton.weights,
             passes[skeleton.setting.place],
             mesh,
             compute_size=2 if _gathers_bf16(recipe, machine) else 0,
             accumulates=recipe.train.global_batch_size > per_pass,
-            update=_update_size(recipe, skeleton, mesh),
+            update=_update_size(recipe, skeleton, mesh, offloads=offloads),
         )
         for skeleton in held
     ]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
 
 
-def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape) -> int:
-    """Bytes that an update of bfloat16 weights takes for a moment."""
-    is_bf16 = (one for one in skeleton.weights if one.is_trained and one.item_size == 2)
-    sizes = [one.gradient(mesh.dp_shard) // 2 for one in is_bf16]
-    return update_size(sizes, recipe.optim.bf16_weights)
+def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
+    """Bytes that an update takes for a moment: bfloat16 weights in float32, and a state that rests
+    in main memory."""
+    trained = [one for one in skeleton.weights if one.is_trained]
+    is_bf16 = [one.gradient(mesh.dp_shard) // 2 for one in trained if one.item_size == 2]
+    size = update_size(is_bf16, recipe.optim.bf16_weights)
+    return size + (offloaded_size([(one.size, one.state) for one in trained]) if offloads else 0)
 
 
 def machine_for(recipe: Recipe, device: str | None) -> Machine:

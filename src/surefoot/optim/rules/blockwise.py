@@ -1,53 +1,122 @@
-"""Numbers in 8 bits, each block of a row with a scale (arXiv:2110.02861).
+"""Numbers in 8 or 4 bits, each block of a row with a scale (arXiv:2110.02861, arXiv:2309.01507).
 
-The 256 values of a code are those of bitsandbytes' dynamic map. Written in torch alone, so that
-rows can be sharded and saved.
+The values of the codes are those of bitsandbytes' dynamic map, and of torchao's for 4 bits. Written
+in torch alone, so that rows can be sharded and saved.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+_CELLS = 1 << 16  # numbers with the same upper 16 bits: sign, exponent, 7 bits of the fraction
+_BITS_BELOW = 16
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """The numbers in [-1, 1] or [0, 1] that codes stand for, sorted, and what finds the nearest."""
+
+    values: torch.Tensor  # float32
+    middles: torch.Tensor  # between one value and the next; the last is infinite
+    first: torch.Tensor  # uint8: the code of the smallest number of each cell
+    pairs: torch.Tensor  # of 4 bits: the two values that each byte stands for
+    block: int  # numbers of a row that have one scale
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte has two codes."""
+        return len(self.values) == 16
+
 
 @cache
-def dynamic_map(*, is_signed: bool) -> torch.Tensor:
-    """The 256 values of a code, sorted, in [-1, 1] or [0, 1]: seven powers of ten, with more values
-    between larger ones."""
+def codebook(bits: int, block: int, device: torch.device, *, is_signed: bool) -> Codebook:
+    """The codes of moments: signed ones of the first, the others of the second."""
+    if bits == 4 and not is_signed:  # without zero: it divides
+        values = torch.linspace(0, 1, 17)[1:]
+    else:
+        values = dynamic_map(bits, is_signed=is_signed)
+    middles = (values[1:] + values[:-1]) / 2
+    if not is_signed and not values[0]:  # a second moment is zero only if it is: it divides
+        middles[0] = 0.0
+    smallest = _smallest_of_cells()
+    first = torch.bucketize(smallest, middles).masked_fill_(smallest.isnan(), 0)
+    return Codebook(
+        values.to(device),
+        torch.cat([middles, torch.tensor([float("inf")])]).to(device),
+        first.to(torch.uint8).to(device),
+        torch.cartesian_prod(values, values).flip(1).to(device) if bits == 4 else values,
+        block,
+    )
+
+
+def dynamic_map(bits: int, *, is_signed: bool) -> torch.Tensor:
+    """All values of a code, sorted, in [-1, 1] or [0, 1]: as many powers of ten as it has bits but
+    one, with more values between larger ones."""
     values = [0.0, 1.0]
-    for exponent in range(7):
+    for exponent in range(bits - 1):
         count = 2**exponent if is_signed else 2 ** (exponent + 1)
         edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
-        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
+        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - bits + 2)
         values += [*means.tolist(), *((-means).tolist() if is_signed else [])]
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
 def dequantized(
-    codes: torch.Tensor, scales: torch.Tensor, *, block: int, is_signed: bool
+    codes: torch.Tensor, scales: torch.Tensor, width: int, book: Codebook
 ) -> torch.Tensor:
-    """The numbers that codes and scales stand for; float32."""
-    known = dynamic_map(is_signed=is_signed).to(codes.device)
-    return known[codes.int()] * _spread(scales, block, codes.shape[-1])
+    """The numbers, in rows of ``width``, that codes and scales stand for; float32."""
+    index = codes.reshape(-1).int()
+    if book.is_packed:
+        found = book.pairs.index_select(0, index).view(*codes.shape[:-1], -1)[..., :width]
+    else:
+        found = book.values.index_select(0, index).view(codes.shape)
+    for numbers, scale in _blocks(found, scales, book.block):
+        numbers.mul_(scale)
+    return found
 
 
 def quantize(
-    values: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    *,
-    block: int,
-    is_signed: bool,
+    values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, book: Codebook
 ) -> None:
-    """Write the nearest codes of ``values``, and the scale of each block of a row."""
-    padded = torch.nn.functional.pad(values.abs(), (0, -values.shape[-1] % block))
-    scales.copy_(padded.view(*values.shape[:-1], -1, block).amax(-1))
-    known = dynamic_map(is_signed=is_signed).to(values.device)
+    """Write the nearest codes of ``values``, which are overwritten, and the scale of each block."""
     tiny = torch.finfo(scales.dtype).tiny
-    relative = values / _spread(scales, block, values.shape[-1]).clamp(min=tiny)
-    codes.copy_(torch.bucketize(relative, (known[1:] + known[:-1]) / 2))
+    for numbers, scale in _blocks(values, scales, book.block):
+        scale.copy_(numbers.abs().amax(-1, keepdim=True))
+        numbers.div_(scale.clamp(min=tiny))
+    found = _nearest(values.reshape(-1), book).view(values.shape)
+    if book.is_packed:
+        found = torch.nn.functional.pad(found, (0, values.shape[-1] % 2))
+        found = found[..., 1::2].bitwise_left_shift(4).bitwise_or_(found[..., ::2])
+    codes.copy_(found)
 
 
-def _spread(scales: torch.Tensor, block: int, width: int) -> torch.Tensor:
-    return scales.repeat_interleave(block, -1)[..., :width]
+def _nearest(values: torch.Tensor, book: Codebook) -> torch.Tensor:
+    """The code of the nearest of the book's values, for each of these. No cell has two middles."""
+    cell = values.view(torch.int32).bitwise_right_shift(_BITS_BELOW).add_(_CELLS // 2)
+    codes = book.first.index_select(0, cell)
+    return codes.add_(values.gt(book.middles.index_select(0, codes.int())))
+
+
+def _smallest_of_cells() -> torch.Tensor:
+    """The smallest number of each cell, in the order of the numbers' bits as integers."""
+    upper = torch.arange(-_CELLS // 2, _CELLS // 2, dtype=torch.int32)
+    low = upper << _BITS_BELOW
+    low[: _CELLS // 2] |= _CELLS - 1  # of a negative number, more bits are less
+    return low.view(torch.float32)
+
+
+def _blocks(
+    rows: torch.Tensor, scales: torch.Tensor, block: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The blocks of ``rows``, with the scales beside each: the full ones, and a rest."""
+    full, rest = divmod(rows.shape[-1], block)
+    found = []
+    if full:
+        blocks = torch.unflatten(rows[..., : full * block], -1, (full, block))
+        found.append((blocks, scales[..., :full, None]))
+    if rest:
+        found.append((rows[..., full * block :], scales[..., full:]))
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
@@ -21,17 +22,20 @@ def orthogonalized(
 ) -> torch.Tensor:
     """The matrices of a parameter, each orthogonalized and multiplied by its ``scale`` of outputs
     and inputs."""
-    by_outputs = (
-        full.transpose(-2, -1) if kind.is_transposed else full
-    )  # (experts,) outputs, inputs
+    by_outputs = full.mT if kind.is_transposed else full  # (experts,) outputs, inputs
     wide = torch.promote_types(NS_DTYPE, torch.float32)
     made = torch.empty_like(by_outputs, dtype=wide)
-    for rows in kind.slices(by_outputs.shape[-2]):
-        found = newton_schulz(by_outputs[..., rows, :], steps)
-        made[..., rows, :] = found.to(wide) * scale(found.shape[-2], found.shape[-1])
-    if kind.is_transposed:
-        made = made.transpose(-2, -1)
-    return made
+    for matrix, into in zip(kind.matrices(by_outputs), kind.matrices(made), strict=True):
+        found = newton_schulz(matrix.flatten(-3, -2), steps)
+        factor = scale(found.shape[-2], found.shape[-1])
+        into.copy_(torch.unflatten(found, -2, (kind.num_groups, -1))).mul_(factor)
+    return made.mT if kind.is_transposed else made
+
+
+def cost(shape: Sequence[int]) -> float:
+    """What a parameter of this shape costs, as products of numbers."""
+    *batch, m, n = shape
+    return prod(batch) * float(min(m, n)) ** 2 * max(m, n)
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -41,9 +45,10 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     x: torch.Tensor = matrix.to(NS_DTYPE)
     if is_tall:
-        x = x.transpose(-2, -1)
+        x = x.mT
     x = torch.div(x, torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7))
+    product = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.transpose(-2, -1)
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return torch.transpose(x, -2, -1) if is_tall else x
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

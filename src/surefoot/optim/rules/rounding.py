@@ -10,8 +10,10 @@ from functools import cache
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-_CHUNK = 1 << 22  # elements that get noise at once
+from .chunks import chunked
+
 _LOW = 16  # bits that float32 has and bfloat16 has not
+_MASK = (1 << _LOW) - 1
 
 
 def round_stochastically(
@@ -19,19 +21,30 @@ def round_stochastically(
 ) -> torch.Tensor:
     """Round float32 ``wide`` to bfloat16 ``into``: to one of the two values around each, to the
     upper one with the probability that makes the mean right."""
-    is_flat = wide.is_contiguous() and into.is_contiguous()
-    pairs = [(wide, into)]
-    if is_flat:
-        parts = (torch.split(each.view(-1), _CHUNK) for each in (wide, into))
-        pairs = list(zip(*parts, strict=True))
-    for values, rounded in pairs:
-        bits = torch.randint(
-            1 << _LOW, values.shape, generator=noise, device=values.device, dtype=torch.int32
-        )
-        bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << _LOW))
-        # adding to the bits of NaN could overflow to another value
-        rounded.copy_(torch.where(values.isfinite(), bits.view(torch.float32), values))
+    for values, rounded in chunked(wide, into):
+        bits = _uniform(values, noise).add_(values.view(torch.int32)).bitwise_and_(~_MASK)
+        found = bits.view(torch.float32)
+        if not _is_finite(values):  # adding to the bits of NaN could overflow to another value
+            found = torch.where(values.isfinite(), found, values)
+        rounded.copy_(found)
     return into
+
+
+def _uniform(like: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
+    """Integers of 16 bits, in int32, for each element: one draw of 64 bits is four of them."""
+    count = like.numel()
+    drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
+    drawn.random_(-(1 << 63), None, generator=noise)
+    pairs = drawn.view(torch.int32)
+    found = torch.empty(2 * len(pairs), dtype=torch.int32, device=like.device)
+    torch.bitwise_and(pairs, _MASK, out=found[: len(pairs)])
+    torch.bitwise_right_shift(pairs, _LOW, out=found[len(pairs) :]).bitwise_and_(_MASK)
+    return found[:count].view(like.shape)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether all numbers are known to be finite, where asking costs little."""
+    return values.is_cpu and bool(values.sum().isfinite())
 
 
 def noise_for(number: int, name: str, parameter: torch.Tensor) -> torch.Generator:

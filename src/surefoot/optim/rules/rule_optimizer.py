@@ -6,18 +6,27 @@ when a parameter is sharded. What a rule needs of other ranks it says itself (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from ..groups import Group
 from ..optimizer import Optimizer, StateTensor, kept_dims
 from ..parameter_kind import ParameterKind, ParameterKinds, layout_of
 from ..state import dtype_of
-from .sharded import local, zeros
+from .sharded import (
+    add_over_shards,
+    gathered_rows,
+    local,
+    mean_over,
+    mean_square,
+    own_rows,
+    zeros,
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,77 @@ class Update:
                 self.state[key] = torch.zeros((), dtype=dtype, device=own.device)
         return local(self.state[key])
 
+    @property
+    def precision(self) -> float:
+        """The distance from 1 to the next larger number in the type of the weight."""
+        return torch.finfo(self.value.dtype).eps
+
     def decay(self) -> None:
         """Decoupled weight decay (arXiv:1711.05101)."""
         if self.group["weight_decay"]:
             self.value.mul_(1 - self.rate * self.group["weight_decay"])
+
+    def adamw(self, beta1: float, beta2: float, epsilon: float) -> None:
+        """AdamW (arXiv:1711.05101) with moments of the parameter's shape."""
+        moments = self.tensor("exp_avg"), self.tensor("exp_avg_sq")
+        self.adamw_of(self.value, self.grad, moments, (beta1, beta2, epsilon))
+
+    def adamw_of(
+        self,
+        value: torch.Tensor,
+        grad: torch.Tensor,
+        moments: tuple[torch.Tensor, torch.Tensor],
+        settings: tuple[float, float, float],
+    ) -> None:
+        """AdamW's update of some elements, with these moments, which change. ``settings`` are both
+        betas and epsilon."""
+        beta1, beta2, epsilon = settings
+        decay, (mean, square) = float(self.group["weight_decay"]), moments
+        if _is_fusible(value, grad, mean, square):
+            step = torch.full((), self.number - 1.0, device=value.device)
+            adamw(
+                [value],
+                [grad],
+                [mean],
+                [square],
+                [],
+                [step],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=self.rate,
+                weight_decay=decay,
+                eps=epsilon,
+                maximize=False,
+            )
+            return
+        value.mul_(1 - self.rate * decay)
+        grad = grad.to(mean.dtype)
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = (square.sqrt() / (1 - beta2**self.number) ** 0.5).add_(epsilon)
+        value.sub_(mean / root, alpha=self.rate / (1 - beta1**self.number))
+
+    def add_over_shards(self, values: torch.Tensor, dims: Collection[int]) -> torch.Tensor:
+        """``values``, summed in place over the ranks that have other parts along ``dims``."""
+        return add_over_shards(values, self.parameter, dims)
+
+    def mean_over(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        """The mean of ``values`` along ``dim``, which keeps size 1, over all parts."""
+        return mean_over(values, self.parameter, dim)
+
+    def mean_square(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean square of a tensor that is sharded as the parameter is; a scalar."""
+        return mean_square(values, self.parameter)
+
+    def gathered_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """One number for each row of a matrix, of which every rank has those of its part."""
+        return gathered_rows(rows, self.parameter)
+
+    def own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's of the numbers of all rows of a matrix."""
+        return own_rows(rows, self.parameter)
 
 
 class Points(Protocol):
@@ -75,13 +151,16 @@ class Points(Protocol):
         """The weights of evaluations and checkpoints."""
 
 
+Rule = Callable[[Sequence[Update]], None]  # updates all parameters of a step
+
+
 class RuleOptimizer(torch.optim.Optimizer):
-    """Applies ``update`` to every parameter that has a gradient, in order."""
+    """Applies ``rule`` to all parameters that have a gradient."""
 
     def __init__(
         self,
         groups: list[Group],
-        update: Callable[[Update], None],
+        rule: Rule,
         declared: Mapping[str, StateTensor],
         layouts: ParameterKinds,
         learning_rate: float,
@@ -89,19 +168,20 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": learning_rate})
         self.points = points
-        self.rule, self.declared, self.layouts = update, declared, layouts
+        self.rule, self.declared, self.layouts = rule, declared, layouts
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. There is no ``closure``."""
-        for name, parameter, group in self._wanted():
-            state = self.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros(())
-            state["step"] += 1
-            layout = layout_of(name, parameter.ndim, self.layouts)
-            number = int(state["step"])
-            self.rule(Update(name, parameter, state, group, self.declared, layout, number))
+        self.rule([self._update(*wanted) for wanted in self._wanted()])
+
+    def _update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> Update:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros(())
+        state["step"] += 1
+        layout, number = layout_of(name, parameter.ndim, self.layouts), int(state["step"])
+        return Update(name, parameter, state, group, self.declared, layout, number)
 
     @torch.no_grad()
     def move(self, *, for_gradients: bool) -> None:
@@ -112,8 +192,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
-                    here = {key: local(tensor) for key, tensor in state.items()}
-                    local(parameter).copy_(point(here))
+                    own = local(parameter)
+                    here = {key: local(tensor).to(own.device) for key, tensor in state.items()}
+                    own.copy_(point(here))
 
     def _wanted(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:
@@ -146,37 +227,28 @@ class RuleOptimizer(torch.optim.Optimizer):
 def build(
     optim: Optimizer,
     groups: list[Group],
-    update: Callable[[Update], None],
+    rule: Rule,
     layouts: ParameterKinds | None,
     points: Points | None = None,
 ) -> RuleOptimizer:
-    """The torch optimizer of ``optim``, whose rule is ``update``."""
+    """The torch optimizer of ``optim``, whose updates are those of ``rule``."""
     known, rate = layouts or {}, optim.learning_rate
-    return RuleOptimizer(groups, update, optim.state_tensors, known, rate, points)
+    return RuleOptimizer(groups, rule, optim.state_tensors, known, rate, points)
 
 
-def adamw(update: Update, beta1: float, beta2: float, epsilon: float) -> None:
-    """AdamW (arXiv:1711.05101) with moments of the parameter's shape."""
-    mean, square = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
-    adamw_of(update, mean, square, (beta1, beta2, epsilon))
+def one_by_one(update: Callable[[Update], None]) -> Rule:
+    """The rule that updates one parameter after the other."""
+
+    def rule(updates: Sequence[Update]) -> None:
+        for one in updates:
+            update(one)
+
+    return rule
 
 
-def adamw_of(
-    update: Update,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    settings: tuple[float, float, float],
-) -> None:
-    """AdamW's update with these moments, which change, in the order of torch's. ``settings`` are
-    both betas and epsilon."""
-    beta1, beta2, epsilon = settings
-    update.decay()
-    grad = update.grad.to(mean.dtype)
-    mean.lerp_(grad, 1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    root = (square.sqrt() / (1 - beta2**update.number) ** 0.5).add_(epsilon)
-    rate = update.rate / (1 - beta1**update.number)
-    if mean.dtype == update.value.dtype:
-        update.value.addcdiv_(mean, root, value=-rate)
-    else:
-        update.value.sub_(mean / root, alpha=rate)
+def _is_fusible(*tensors: torch.Tensor) -> bool:
+    """Whether torch's kernel, which reads memory in order and one type, can take them."""
+    first = tensors[0]
+    return first.dtype in (torch.float32, torch.float64) and all(
+        each.is_contiguous() and each.dtype == first.dtype for each in tensors
+    )

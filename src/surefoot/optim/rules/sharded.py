@@ -107,8 +107,3 @@ def own_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _column(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor with one column that is sharded as the rows of ``parameter`` are."""
     return zeros((parameter.shape[0], 1), {0}, parameter, parameter.dtype)
-
-
-def epsilon_of(dtype: torch.dtype) -> float:
-    """The distance from 1 to the next larger number."""
-    return torch.finfo(dtype).eps

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +34,7 @@ class Adafactor(LearningRate):
     }
 
     schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -56,36 +55,30 @@ class Adafactor(LearningRate):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
-
     def update(self, update: Update) -> None:
         """Update one parameter."""
-
-        value, parameter = update.value, update.parameter
-        scale = rules.mean_square(value, parameter).sqrt().clamp(min=self.min_scale)
+        value = update.value
+        scale = update.mean_square(value).sqrt().clamp(min=self.min_scale)
         update.decay()
-        least = rules.epsilon_of(value.dtype)
+        least = update.precision
         variance = self.second_moment(update, least).clamp_(min=least * least)
         change = variance.rsqrt_().mul_(update.grad)
-        rms = rules.mean_square(change, parameter).sqrt()
+        rms = update.mean_square(change).sqrt()
         factor = min(update.rate, update.number**-0.5) * scale
         value.sub_(change * (factor / (rms / self.max_update_rms).clamp(min=1.0)))
 
     def second_moment(self, update: Update, least: float) -> torch.Tensor:
         """The estimated second moment of this rank's part of the gradient."""
-        grad, parameter = update.grad, update.parameter
+        grad = update.grad
         forget = update.number**self.beta2_decay
         if grad.ndim < 2:
             return update.tensor("variance").lerp_(grad * grad, forget).clone()
         rows, columns = update.tensor("row_var"), update.tensor("col_var")
         last = grad.ndim - 1
         squares = grad * grad
-        rows.lerp_(rules.mean_over(squares, parameter, last), forget)
-        columns.lerp_(rules.mean_over(squares, parameter, last - 1), forget)
-        return (rows @ columns) / rules.mean_over(rows, parameter, last - 1).clamp_(min=least)
+        rows.lerp_(update.mean_over(squares, last), forget)
+        columns.lerp_(update.mean_over(squares, last - 1), forget)
+        return (rows @ columns) / update.mean_over(rows, last - 1).clamp_(min=least)
 
     def trainer_arguments(self) -> dict[str, object]:
         """The Trainer's is another Adafactor, that of transformers."""

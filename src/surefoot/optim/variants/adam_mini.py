@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +30,7 @@ class AdamMini(LearningRate):
     }
 
     schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -46,17 +45,12 @@ class AdamMini(LearningRate):
         check_learning_rate(self)
         check_shares(self, "beta1", "beta2")
 
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
-
     def update(self, update: Update) -> None:
         """Update one parameter."""
         update.decay()
         grad, mean, square = update.grad, update.tensor("exp_avg"), update.tensor("exp_avg_sq")
         mean.lerp_(grad, 1 - self.beta1)
-        found = rules.mean_over(grad * grad, update.parameter, grad.ndim - 1)
+        found = update.mean_over(grad * grad, grad.ndim - 1)
         if update.layout.head_size:
             found = _of_heads(found, update)
         square.lerp_(found, 1 - self.beta2)
@@ -70,8 +64,7 @@ class AdamMini(LearningRate):
 
 def _of_heads(rows: torch.Tensor, update: Update) -> torch.Tensor:
     """The mean over the rows of each attention head, for each of this rank's ``rows``."""
-
-    full = rules.gathered_rows(rows, update.parameter)
+    full = update.gathered_rows(rows)
     heads = full.view(-1, update.layout.head_size).mean(1, keepdim=True)
     spread = heads.repeat_interleave(update.layout.head_size, 0)
-    return rules.own_rows(spread, update.parameter)
+    return update.own_rows(spread)

@@ -6,23 +6,19 @@ dynamic map. Vectors keep float32. Written in torch alone, so that rows can be s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ...geometry.sharding import AxisShard
 from ..adamw import AdamW
-from ..groups import Named, parameter_groups
 from ..optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor
-from ..parameter_kind import ParameterKind, ParameterKinds
-from ..rules import lazy_names as rules
+from ..parameter_kind import ParameterKind
+from ..rules import modules as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
-    import torch
-
     from ..rules.rule_optimizer import Update
-
-BLOCK = 256  # numbers of a row that have one scale
 
 
 def _is_matrix(shape: Shape, _: ParameterKind) -> bool:
@@ -38,10 +34,23 @@ def _rows(shape: Shape, cuts: tuple[AxisShard, ...]) -> tuple[AxisShard, ...] | 
     return None if any(cut.dim == len(shape) - 1 for cut in cuts) else cuts
 
 
-_CODES = StateTensor(lambda shape: shape, _rows, "uint8", _is_matrix)
-_SCALES = StateTensor(
-    lambda shape: (*shape[:-1], -(-shape[-1] // BLOCK)), _rows, "float32", _is_matrix
-)
+def state_in_codes(codes_of: Callable[[int], int], block: int) -> Mapping[str, StateTensor]:
+    """Adam's state of matrices in codes, of which a row has as many bytes as ``codes_of`` says, and
+    a scale for each ``block``; of vectors in float32."""
+
+    def row_of(count: Callable[[int], int], dtype: str) -> StateTensor:
+        return StateTensor(lambda shape: (*shape[:-1], count(shape[-1])), _rows, dtype, _is_matrix)
+
+    codes, scales = row_of(codes_of, "uint8"), row_of(lambda width: -(-width // block), "float32")
+    return {
+        "step": SCALAR,
+        "exp_avg_codes": codes,
+        "exp_avg_scales": scales,
+        "exp_avg_sq_codes": codes,
+        "exp_avg_sq_scales": scales,
+        "exp_avg": replace(LIKE_PARAMETER, belongs_to=_is_vector),
+        "exp_avg_sq": replace(LIKE_PARAMETER, belongs_to=_is_vector),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +58,32 @@ class AdamW8bit(AdamW):
     """AdamW with the moments of matrices in 8 bits (arXiv:2110.02861): a quarter of its state."""
 
     is_entrywise: ClassVar[bool] = False  # blocks of a row share a scale
-    state_tensors: ClassVar[Mapping[str, StateTensor]] = {
-        "step": SCALAR,
-        "exp_avg_codes": _CODES,
-        "exp_avg_scales": _SCALES,
-        "exp_avg_sq_codes": _CODES,
-        "exp_avg_sq_scales": _SCALES,
-        "exp_avg": replace(LIKE_PARAMETER, belongs_to=_is_vector),
-        "exp_avg_sq": replace(LIKE_PARAMETER, belongs_to=_is_vector),
-    }
+    bits: ClassVar[int] = 8
+    block: ClassVar[int] = 256  # numbers of a row that have one scale
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = state_in_codes(lambda width: width, block)
 
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
+    build = build_from_rule
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
         if update.parameter.ndim < 2:
-            rules.adamw(update, self.beta1, self.beta2, self.epsilon)
+            update.adamw(self.beta1, self.beta2, self.epsilon)
             return
-        kept = {
-            key: (update.tensor(f"{key}_codes"), update.tensor(f"{key}_scales"))
-            for key in ("exp_avg", "exp_avg_sq")
-        }
-        mean = rules.dequantized(*kept["exp_avg"], block=BLOCK, is_signed=True)
-        square = rules.dequantized(*kept["exp_avg_sq"], block=BLOCK, is_signed=False)
-        rules.adamw_of(update, mean, square, (self.beta1, self.beta2, self.epsilon))
-        rules.quantize(mean, *kept["exp_avg"], block=BLOCK, is_signed=True)
-        rules.quantize(square, *kept["exp_avg_sq"], block=BLOCK, is_signed=False)
+        keys = [
+            f"{key}_{part}" for key in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")
+        ]
+        kept = (update.value, update.grad, *map(update.tensor, keys))
+        settings, blockwise = (self.beta1, self.beta2, self.epsilon), rules.blockwise
+        signed, unsigned = (
+            blockwise.codebook(self.bits, self.block, update.value.device, is_signed=is_signed)
+            for is_signed in (True, False)
+        )
+        for value, grad, *codes in rules.chunks.chunked(*kept):
+            mean = blockwise.dequantized(codes[0], codes[1], value.shape[-1], signed)
+            square = blockwise.dequantized(codes[2], codes[3], value.shape[-1], unsigned)
+            update.adamw_of(value, grad, (mean, square), settings)
+            blockwise.quantize(mean, codes[0], codes[1], signed)
+            blockwise.quantize(square, codes[2], codes[3], unsigned)
 
     def trainer_arguments(self) -> dict[str, object]:
         """The Trainer's is that of bitsandbytes, whose state is another."""

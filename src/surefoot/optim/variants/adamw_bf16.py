@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..adamw import AdamW
-from ..groups import Named, parameter_groups
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..rules import modules as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
-    import torch
-
     from ..rules.rule_optimizer import Update
 
 
@@ -29,19 +26,18 @@ class AdamWBf16(AdamW):
         "exp_avg_sq": replace(LIKE_PARAMETER, dtype="bfloat16"),
     }
 
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
+    build = build_from_rule
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        kept = [update.tensor("exp_avg"), update.tensor("exp_avg_sq")]
-        moments = [one.float() for one in kept]
-        rules.adamw_of(update, moments[0], moments[1], (self.beta1, self.beta2, self.epsilon))
-        for key, wide, narrow in zip(("mean", "square"), moments, kept, strict=True):
-            noise = rules.noise_for(update.number, f"{key} {update.name}", update.parameter)
-            rules.round_stochastically(wide, narrow, noise)
+        kept = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+        noise = rules.rounding.noise_for(update.number, f"moments {update.name}", update.parameter)
+        settings = (self.beta1, self.beta2, self.epsilon)
+        for value, grad, *narrow in rules.chunks.chunked(update.value, update.grad, *kept):
+            wide = narrow[0].float(), narrow[1].float()
+            update.adamw_of(value, grad, wide, settings)
+            for moment, into in zip(wide, narrow, strict=True):
+                rules.rounding.round_stochastically(moment, into, noise)
 
     def trainer_arguments(self) -> dict[str, object]:
         """The Trainer has none like it."""

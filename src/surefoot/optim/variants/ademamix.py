@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
-    import torch
-
     from ..rules.rule_optimizer import Update
 
 
@@ -32,6 +28,7 @@ class AdEMAMix(LearningRate):
     }
 
     schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -59,11 +56,6 @@ class AdEMAMix(LearningRate):
                 raise ValueError(f"ramp_steps must be at least 1, got {self.ramp_steps}")
             if not 0 < self.beta1 <= self.beta3:
                 raise ValueError(f"beta1 must be in (0, beta3] to ramp up, got {self.beta1}")
-
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import SCALAR, StateTensor
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..projected_state import large_dim, small_dim, state_of_rank
+from ..rules import modules as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ class Apollo(LearningRate):
     AdamW for all else. APOLLO-Mini is ``{rank: 1, scaling: tensor, scale: 128}``."""
 
     schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -64,48 +65,43 @@ class Apollo(LearningRate):
     @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Moments in low rank, and the norm of the last update."""
-        return rules.state_of_rank(self.rank, update_norm=SCALAR)
-
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
+        return state_of_rank(self.rank, update_norm=SCALAR)
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
         if not update.layout.is_matrix:
-            rules.adamw(update, self.beta1, self.beta2, self.epsilon)
+            update.adamw(self.beta1, self.beta2, self.epsilon)
             return
-        low = rules.project(update, self.projector(update))
-        direction = rules.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+        low = rules.projection.project(update, self.projector(update))
+        direction = rules.projection.adam_direction(
+            update, low, self.beta1, self.beta2, self.epsilon
+        )
         scaled = update.grad * self.ratio(direction, low, update)
         scaled = scaled * self.limit(scaled, update)
         update.decay()
-        rate = rules.corrected_rate(update, self.beta1, self.beta2) * self.scale**0.5
+        rate = rules.projection.corrected_rate(update, self.beta1, self.beta2) * self.scale**0.5
         update.value.sub_(scaled, alpha=rate)
 
     def projector(self, update: Update) -> torch.Tensor:
         """This rank's part of the projector of this update."""
         text = f"{self.seed} {(update.number - 1) // self.update_gap} {update.name}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
-        return rules.random_projector(update.parameter, self.rank, seed)
+        return rules.projection.random_projector(update.parameter, self.rank, seed)
 
     def ratio(self, direction: torch.Tensor, low: torch.Tensor, update: Update) -> torch.Tensor:
         """Adam's step size over the gradient, for each row or column, or for the matrix."""
         shape = tuple(update.parameter.shape)
-        squares = [
-            one.square().sum(rules.small_dim(shape), keepdim=True) for one in (direction, low)
-        ]
+        squares = [one.square().sum(small_dim(shape), keepdim=True) for one in (direction, low)]
         if self.scaling == "tensor":
-            at = rules.large_dim(shape)
+            at = large_dim(shape)
             whole = [one.sum(at, keepdim=True) for one in squares]
-            squares = [rules.add_over_shards(one, update.parameter, {at}) for one in whole]
+            squares = [update.add_over_shards(one, {at}) for one in whole]
         return squares[0].sqrt() / (squares[1].sqrt() + 1e-8)
 
     def limit(self, scaled: torch.Tensor, update: Update) -> torch.Tensor:
         """The factor with which the norm of the update grows by 1 % at most."""
         dims = range(scaled.ndim)
-        norm = rules.add_over_shards(scaled.float().square().sum(), update.parameter, dims).sqrt()
+        norm = update.add_over_shards(scaled.float().square().sum(), dims).sqrt()
         last = update.tensor("update_norm")
         factor = GROWTH / (norm / (last + 1e-8)).clamp(min=GROWTH)
         if update.number == 1:

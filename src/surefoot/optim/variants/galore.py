@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import StateTensor
-from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..projected_state import projector_of_rank, state_of_rank
+from ..rules import modules as rules
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
-    import torch
-
     from ..rules.rule_optimizer import Update
 
 
@@ -28,6 +26,7 @@ class GaLore(LearningRate):
     AdamW for all else."""
 
     schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -56,26 +55,23 @@ class GaLore(LearningRate):
     @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Moments in low rank, and the projector."""
-        return rules.state_of_rank(self.rank, projector=rules.projector_of_rank(self.rank))
-
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts)
+        return state_of_rank(self.rank, projector=projector_of_rank(self.rank))
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
         if not update.layout.is_matrix:
-            rules.adamw(update, self.beta1, self.beta2, self.epsilon)
+            update.adamw(self.beta1, self.beta2, self.epsilon)
             return
         projector = update.tensor("projector")
         if (update.number - 1) % self.update_gap == 0:
-            projector.copy_(rules.singular_vectors(update, self.rank))
-        low = rules.project(update, projector)
-        direction = rules.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)
+            projector.copy_(rules.projection.singular_vectors(update, self.rank))
+        low = rules.projection.project(update, projector)
+        direction = rules.projection.adam_direction(
+            update, low, self.beta1, self.beta2, self.epsilon
+        )
         update.decay()
-        rate = rules.corrected_rate(update, self.beta1, self.beta2) * self.scale
-        update.value.sub_(rules.project_back(direction, projector, update), alpha=rate)
+        rate = rules.projection.corrected_rate(update, self.beta1, self.beta2) * self.scale
+        update.value.sub_(rules.projection.project_back(direction, projector, update), alpha=rate)
 
     def trainer_arguments(self) -> dict[str, object]:
         """Its settings under the names of ``TrainingArguments``."""

@@ -3,21 +3,21 @@ AdamW for everything else.
 
 Embeddings, head, norms, biases, routers and adapters are AdamW's. Matrices that are fused in one
 parameter are orthogonalized one by one, and so are those of experts, in a batch. A sharded matrix
-is gathered once, in bfloat16, and every rank computes the same.
+is gathered, in bfloat16, by one of the ranks, which computes it and sends the others their parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
-from ..parameter_kind import ParameterKinds, layout_of
-from ..rules import lazy_names as rules
+from ..parameter_kind import ParameterKinds, check_kinds, layout_of
+from ..rules import modules as rules
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ class Muon(LearningRate):
     }
 
     schedule_over = schedule_of
+    splits_matrices: ClassVar[bool] = True
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""
@@ -80,20 +81,39 @@ class Muon(LearningRate):
             return self.learning_rate if is_matrix else rate
 
         groups = parameter_groups(named, self, self.weight_decay, base_rate)
-        return rules.build(self, groups, self.update, layouts)
+        check_kinds(self, known)
+        return rules.rule_optimizer.build(self, groups, self.update_all, layouts)
 
-    def update(self, update: Update) -> None:
-        """Update one parameter."""
-        if not update.layout.is_matrix:
-            rules.adamw(update, self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
-            return
+    def update_all(self, updates: Sequence[Update]) -> None:
+        """Update all parameters."""
+        for update in updates:
+            if not update.layout.is_matrix:
+                update.adamw(self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
+        matrices = [update for update in updates if update.layout.is_matrix]
+        for batch in rules.owners.batches([update.parameter for update in matrices]):
+            self.update_matrices([matrices[number] for number in batch])
+
+    def update_matrices(self, updates: Sequence[Update]) -> None:
+        """Update some matrices, each of which is orthogonalized by one of the ranks."""
+
+        def orthogonalized(number: int, full: torch.Tensor) -> torch.Tensor:
+            kind = updates[number].layout
+            return rules.orthogonalization.orthogonalized(full, kind, self.ns_steps, self.scale)
+
+        parameters = [update.parameter for update in updates]
+        costs = [rules.orthogonalization.cost(each.shape) for each in parameters]
+        parts = [self.direction(update) for update in updates]
+        made = rules.owners.on_owners(parts, parameters, costs, orthogonalized)
+        for update, change in zip(updates, made, strict=True):
+            update.decay()
+            update.value.add_(change, alpha=-update.rate)
+
+    def direction(self, update: Update) -> torch.Tensor:
+        """This rank's part of the momentum that is orthogonalized."""
         grad, mean = update.grad, update.tensor("momentum_buffer")
         mean.lerp_(grad, 1 - self.momentum)
         direction = grad.lerp(mean, self.momentum) if self.nesterov else mean
-        full = rules.complete(direction.to(rules.ns_dtype()), update.parameter)
-        made = rules.orthogonalized(full, update.layout, self.ns_steps, self.scale).to(grad.dtype)
-        update.decay()
-        update.value.add_(rules.part_of(made, update.parameter), alpha=-update.rate)
+        return direction.to(rules.orthogonalization.ns_dtype())
 
     def scale(self, outputs: int, inputs: int) -> float:
         """The factor of the learning rate of a matrix."""

@@ -15,7 +15,7 @@ from ..groups import Named, parameter_groups
 from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 from ..parameter_kind import ParameterKinds
-from ..rules import lazy_names as rules
+from ..rules import modules as rules
 from ..schedules import ScheduleName
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class ScheduleFree(LearningRate):
     def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
         groups = parameter_groups(named, self, self.weight_decay)
-        return rules.build(self, groups, self.update, layouts, points=self)
+        rule = rules.rule_optimizer.one_by_one(self.update)
+        return rules.rule_optimizer.build(self, groups, rule, layouts, points=self)
 
     def update(self, update: Update) -> None:
         """Update one parameter, which is y before and x afterwards."""
