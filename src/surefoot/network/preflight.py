@@ -10,11 +10,16 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError
 from ..geometry.sharding import AxisShard
+from ..log import silenced
 from ..model.adaptable import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
+from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from ..model.pretrained.loading import WEIGHTS, training_dtype
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
@@ -24,6 +29,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions
+from .meta import init_on_meta
 from .network import Network
 from .open import open_network
 from .tensors import MetaTensors
@@ -40,15 +46,19 @@ def refuse_early(
     *,
     num_processes: int,
     output_dir: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
-    they are known: ``ModelError``, ``RecipeError`` or ``RunError``."""
+    they are known: ``ModelError``, ``RecipeError`` or ``RunError``. The model gets rows for tokens
+    that only ``tokenizer`` has."""
     check_device(section)
     check_alone(section, num_processes)
     quantization(section)
+    check_files(base, section)
     parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
-        network = open_network(base, section, None, ALONE, plain, MetaTensors())
+        with silenced():
+            network = open_network(base, section, tokenizer, ALONE, plain, MetaTensors())
     except NOT_ON_META:  # an architecture that needs values when it is made
         return
     if parallel.tp > 1:
@@ -59,6 +69,22 @@ def refuse_early(
     check_learning_rates(optim.learning_rates, network.trainable)
     check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))
+
+
+def check_files(base: Path, section: ModelSection) -> None:
+    """Raise ``ModelError`` if a file of weights in ``base`` or of the adapter is truncated, or if
+    those in ``base`` contain other tensors than the architecture has. Headers alone are read."""
+    with silenced():
+        found = init_on_meta(base, section, dtype=training_dtype(section))
+    paths = sorted(base.glob(WEIGHTS)) if found is None else []
+    for path in [*paths, *([] if section.adapter is None else [section.adapter / ADAPTER_WEIGHTS])]:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path}: damaged or truncated file: {error}; fetch the model again"
+            ) from None
 
 
 def check_optimizer_shards(network: Network, optim: Optimizer, parallel: ParallelSection) -> None:

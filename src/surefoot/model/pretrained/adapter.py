@@ -21,7 +21,7 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
     there, a damaged one, or one that was made for another model."""
     from peft import PeftModel
 
-    _check(folder)
+    check(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what matters of them is checked below
@@ -86,7 +86,8 @@ def _check_config(folder: Path) -> None:
         raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
 
 
-def _check(folder: Path) -> None:
+def check(folder: Path) -> None:
+    """Raise ``ModelError`` if the files of an adapter are not in ``folder``."""
     _check_config(folder)
     if not (folder / WEIGHTS).is_file():
         found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
