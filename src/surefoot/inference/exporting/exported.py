@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.converting.model_files import configs
+from ...checkpoint.converting.model_files import read_config as read_json
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
@@ -28,10 +29,12 @@ from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
-from ...model.pretrained.positions import changed_config, extension_of
+from ...model.pretrained.positions import CONFIG, changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.quantization import FORMS
 from ...model.section import ModelSection
 from ...network.heads import HEADS
+from ...network.meta import open_base
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
@@ -125,10 +128,20 @@ class _Names:
     head: str | None
 
 
+def _base(folder: Path, section: ModelSection) -> _Whole:
+    """The weights in ``folder``, and without ``quantization_config`` if they are dequantized."""
+    stored = read_json(folder / CONFIG).get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
+        return _Whole(open_folder(folder), {})
+    return _Whole(open_base(folder, section), {"quantization_config": None})
+
+
 def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
-    base = open_folder(parts.model)
+    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    whole = _base(parts.model, section)
     if parts.adapter is None:
-        return _Whole(base, {})
+        return whole
+    base = whole.source
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     model = _meta(parts.model, trust_remote_code)
     names = _names(model)
@@ -137,9 +150,9 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     updated = updated_tensors(model, parts.adapter)
     source, is_untied = _merge(grown, parts.adapter, names, updated)
     rows = source.shapes().get(names.embed, (0,))[0]
-    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
     section = replace(section, **extension_of(parts.adapter))
-    changes = changed_config(parts.model, section) | ({"vocab_size": rows} if rows != old else {})
+    changes = {**whole.changes, **changed_config(parts.model, section)}
+    changes |= {"vocab_size": rows} if rows != old else {}
     if is_untied:
         changes["tie_word_embeddings"] = False
     return _Whole(source, changes, _stop_token_ids(tokenizer))
