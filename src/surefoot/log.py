@@ -41,7 +41,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """A block whose log lines are left out: of something that is tried, and done again later."""
+    """A block without log lines: of something that is tried, and done again later."""
     root = logging.getLogger("surefoot")
     before = root.level
     root.setLevel(logging.ERROR)

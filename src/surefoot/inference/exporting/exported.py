@@ -16,7 +16,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.converting.model_files import configs
-from ...checkpoint.converting.model_files import read_config as read_json
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
@@ -29,15 +28,14 @@ from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
-from ...model.pretrained.positions import CONFIG, changed_config, extension_of
+from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
-from ...model.quantization import FORMS
 from ...model.section import ModelSection
 from ...network.heads import HEADS
-from ...network.meta import open_base
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
+from .base_weights import base_weights
 from .resized import Grown
 
 logger = logging.getLogger(__name__)
@@ -128,20 +126,11 @@ class _Names:
     head: str | None
 
 
-def _base(folder: Path, section: ModelSection) -> _Whole:
-    """The weights in ``folder``, and without ``quantization_config`` if they are dequantized."""
-    stored = read_json(folder / CONFIG).get("quantization_config")
-    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
-        return _Whole(open_folder(folder), {})
-    return _Whole(open_base(folder, section), {"quantization_config": None})
-
-
 def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
-    whole = _base(parts.model, section)
+    base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
-        return whole
-    base = whole.source
+        return _Whole(base, dequantized)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
     model = _meta(parts.model, trust_remote_code)
     names = _names(model)
@@ -151,7 +140,7 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     source, is_untied = _merge(grown, parts.adapter, names, updated)
     rows = source.shapes().get(names.embed, (0,))[0]
     section = replace(section, **extension_of(parts.adapter))
-    changes = {**whole.changes, **changed_config(parts.model, section)}
+    changes = {**dequantized, **changed_config(parts.model, section)}
     changes |= {"vocab_size": rows} if rows != old else {}
     if is_untied:
         changes["tie_word_embeddings"] = False
