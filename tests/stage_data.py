@@ -22,7 +22,7 @@ SETTINGS = {
         "max_new_tokens": 5,
     }
 }
-DATASETS = {"dpo": "pairs", "kto": "marked"}  # of the others: sums
+DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number
 CODEC = SimpleNamespace(
     tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), stop_token_ids=()
@@ -52,8 +52,8 @@ def _example(name, random, index):
         {"input_ids": prompt + answer, "labels": [IGNORE_INDEX] * len(prompt) + answer}
         for answer in answers
     ]
-    if name == "dpo":
-        return join(*items)
+    if name in ("dpo", "rm"):
+        return {**join(*items), **({"margin": [0]} if name == "rm" else {})}
     if name == "kto":
         return {**items[0], "desirable": [index % 3 > 0]}
     if name == "grpo":

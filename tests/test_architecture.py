@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from each import each
 from house import PICTURE, ROOT, ROWS, drawn, modules
 
 # Heavy third parties that may be imported inside the one function that needs them; in the command
@@ -61,7 +62,7 @@ def imported(file, node):
     return [p for p in found if p != file and p != ROOT / "__init__.py"]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_imports_point_down(file):
     for node in ast.walk(FILES[file]):
         for target in imported(file, node):
@@ -83,7 +84,7 @@ def test_no_cycles():
     assert not graph, f"import cycle among {sorted(f.name for f in graph)}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_no_hidden_imports(file):
     if part(file) in LAZY_FILES:
         return
@@ -98,7 +99,7 @@ def test_no_hidden_imports(file):
                 assert not hidden, f"line {node.lineno} imports {hidden} inside {function.name}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_nothing_is_too_long(file):
     assert len(file.read_text().splitlines()) <= MAX_FILE
     for node in ast.walk(FILES[file]):
@@ -107,7 +108,7 @@ def test_nothing_is_too_long(file):
             assert len(node.args.args) + len(node.args.kwonlyargs) <= MAX_PARAMETERS, node.name
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_every_module_says_what_it_is(file):
     assert ast.get_docstring(FILES[file])
 
@@ -148,7 +149,7 @@ def test_a_folder_can_be_looked_over():
     assert not {name: count for name, count in crowded.items() if count > MAX_MODULES}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_no_module_needs_half_the_house(file):
     found = {t for node in ast.walk(FILES[file]) for t in imported(file, node)}
     assert len([t for t in found if t.name != "__init__.py"]) <= MAX_IMPORTS

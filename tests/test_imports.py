@@ -106,7 +106,7 @@ def test_a_run_of_one_process_loads_no_way_that_it_may_not_go(loaded_by):
     assert not loaded_by("full")[0] & unused
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.proof)])
 def test_nothing_else_is_loaded_up_to_the_first_step(loaded_by, method):
     loaded = loaded_by(method)[1]
     more = loaded - needed()[method]

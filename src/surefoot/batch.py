@@ -189,6 +189,11 @@ class OutputSpec:
     smoothing: float = 0.0  # probability that is spread evenly over the vocabulary, of each label
     temperature: float = 1.0  # logits are divided by it before log-probabilities are computed
 
+    @property
+    def is_reward(self) -> bool:
+        """Whether it is one number for each document, the reward of its end."""
+        return self.at == "ends"
+
     def __post_init__(self) -> None:
         unknown = sorted(set(self.outputs) - {known.name for known in fields(Outputs)})
         if unknown:

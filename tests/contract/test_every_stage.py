@@ -10,7 +10,7 @@ import surefoot
 import tiny
 from project import Project, assert_same, final_weights, losses, tokenizer
 from stage_data import DATASETS, SETTINGS, stage_of, written
-from surefoot.batch import Outputs
+from surefoot.batch import Outputs, ends
 from surefoot.data.encoded import EMPTY, Dropped, Truncated
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
@@ -98,14 +98,14 @@ def test_a_mark_that_nothing_reads_stops_it_and_says_how_to_read_it(name):
         stage_of(name).encode([row], codec())
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "rm", "kto"])
 @pytest.mark.parametrize("blank", ["", " \n"])
 def test_an_empty_response_is_dropped_unless_it_is_marked_to_be_trained_on(name, blank):
     empty, good = Message("assistant", blank), Message("assistant", "2.")
     wanted = dataclasses.replace(empty, learn=True)
     ranked = [Example((ASKED,), chosen=good, rejected=one) for one in (empty, wanted)]
     plain = [Example((ASKED, one), label=True) for one in (empty, wanted)]
-    dropped, kept = stage_of(name).encode(ranked if name == "dpo" else plain, codec())
+    dropped, kept = stage_of(name).encode(ranked if name in ("dpo", "rm") else plain, codec())
     assert dropped == EMPTY
     assert not isinstance(kept, Dropped)
 
@@ -139,10 +139,14 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
     logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
+    values = [torch.randn(len(ends(batch).labels), dtype=torch.float64) for batch in halves]
     parts = [
-        stage.loss("policy", Outputs(x, x.sum()), b) for x, b in zip(logps, halves, strict=True)
+        stage.loss("policy", Outputs(x, x.sum(), values=v), batch)
+        for x, v, batch in zip(logps, values, halves, strict=True)
     ]
-    together = stage.loss("policy", Outputs(torch.cat(logps), torch.cat(logps).sum()), whole)
+    joined = torch.cat(logps)
+    said = Outputs(joined, joined.sum(), values=torch.cat(values))
+    together = stage.loss("policy", said, whole)
     torch.testing.assert_close(together.total, sum(part.total for part in parts))
     assert together.weight == sum(part.weight for part in parts)
 

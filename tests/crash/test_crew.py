@@ -7,7 +7,7 @@ from .test_kills import run
 EVENTS = ["before", "within", "after", "again", "ENOSPC", "EIO", "dying", "orphans", "all"]
 
 
-@pytest.mark.parametrize("layout", ["full", "distributed"])
+@pytest.mark.parametrize("layout", ["distributed", pytest.param("full", marks=pytest.mark.proof)])
 def test_a_process_of_two_is_killed_or_fails(layout, scratch):
     target = scratch / layout
     target.mkdir()

@@ -23,7 +23,9 @@ from surefoot.model.pretrained.loading import device
 from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
-from surefoot.network.open import ON_THE_MESH, Draft, finish
+from surefoot.network.heads import add_heads
+from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head
+from surefoot.network.tensors import REAL
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -79,6 +81,10 @@ def trainer(
                 parameter.normal_(std=0.1)
     draft = Draft(folder, recipe.model, None, world, options_of(recipe))
     draft.inner, draft.module, draft.sharing = inner, model, sharing
+    fuse_head(draft, REAL)
+    draft.heads = add_heads(inner, recipe.stage.heads)
+    for head in draft.heads.modules.values():  # which begin at 0
+        torch.nn.init.normal_(head.to(inner.dtype).weight, std=0.3)
     network = finish(draft, ON_THE_MESH)
     saver = Saver(
         output_dir=folder,

@@ -46,7 +46,6 @@ ALL = [mesh for size in (2, 3, 4, 6, 8) for mesh in meshes(size)]
 SOME = [  # each with one method; the proof below has every mesh with every method
     ({"dp_replicate": 3}, "lora"),
     ({"dp_replicate": 2, "dp_shard": 2}, "full"),
-    ({"dp_shard": 2, "tp": 2}, "full"),
     ({"dp_shard": 2, "tp": 2}, "lora"),
     ({"pp": 3}, "lora"),
 ]

@@ -10,7 +10,9 @@ from surefoot.parallel.world import ALONE
 from surefoot.stages import STAGES
 
 STEPS = 5  # inside the second window of grpo, and past the last window of an epoch of 7 examples
-CLOSE = {"dpo": 1e-6}  # its reference is kept in float32
+# dpo's reference is kept in float32. Norms round gradients to float32: those of a prompt that two
+# responses share after they are summed.
+CLOSE = {"dpo": 1e-6, "rm": 1e-6}
 
 
 def losses(world, folder, name, *, count=14, packing=False, micro_batch_size=1, **parallel):
@@ -52,8 +54,8 @@ def test_a_rank_may_have_no_example(name, tmp_path):
 @pytest.mark.parametrize("kind", ["tp", "pp"])
 @pytest.mark.parametrize("name", STAGES)
 def test_sharded_weights_change_nothing(name, kind, tmp_path):
-    if (name, kind) == ("grpo", "pp"):
-        pytest.skip("a pipeline cannot generate, and the recipe is refused")
+    if (name, kind) == ("grpo", "pp") or stage_of(name).heads:
+        pytest.skip("a pipeline cannot generate, heads cannot be sharded: the recipe is refused")
     close = CLOSE.get(name, 1e-9)
     expected = losses(ALONE, tmp_path, name, micro_batch_size=3)
     spread = {kind: 2}

@@ -4,8 +4,9 @@ import ast
 import re
 from collections import defaultdict
 
-import pytest
 from pages import PAGES, ROOT, name
+
+from each import each
 
 SRC = ROOT / "src" / "surefoot"
 # Folders and files of src whose texts (docstrings, help, logs, errors) are checked; "" is all.
@@ -127,7 +128,7 @@ def denied(text):
         yield f"line {line}: {found[0]!r}; write: {says[int(found.lastgroup[1:])]}"
 
 
-@pytest.mark.parametrize("page", CHECKED, ids=name)
+@each(CHECKED, name)
 def test_a_page_is_in_the_words_of_the_field(page):
     assert not list(denied(page.read_text("utf-8")))
 
@@ -139,7 +140,7 @@ def texts(tree):
             yield node.lineno, node.value
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if house(p).startswith(CLEAN)], ids=house)
+@each([p for p in FILES if house(p).startswith(CLEAN)], house)
 def test_a_module_speaks_in_the_words_of_the_field(path):
     found = [(line, said) for line, text in texts(FILES[path]) for said in denied(text)]
     assert not found

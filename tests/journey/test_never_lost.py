@@ -16,14 +16,15 @@ from surefoot.checkpoint.reading.verification import verify
 
 CASES = {
     "full": {"method": "full"},
-    "freeze": {"method": {"freeze": {"num_layers": 1}}},
     "lora": {"method": {"lora": {"rank": 2, "dropout": 0.2}}},
-    "pt": {"stage": "pt", "method": "full"},
 }
 PROVEN = CASES | {
+    "freeze": {"method": {"freeze": {"num_layers": 1}}},
+    "pt": {"stage": "pt", "method": "full"},
     "padded": {"method": "full", "data": {"packing": False}},
     "waited for": {"method": "full", "checkpoint": {"async_save": False}},
     "dpo": {"method": {"lora": {"rank": 2}}, "stage": {"dpo": {}}, "data": {"datasets": ["pairs"]}},
+    "rm": {"method": "full", "stage": "rm", "data": {"datasets": ["pairs"]}},
     "kto": {"method": "full", "stage": {"kto": {}}, "data": {"datasets": ["marked"]}},
 }
 

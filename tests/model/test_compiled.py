@@ -74,7 +74,7 @@ def test_the_losses_are_those_of_plain_layers(changes, graphs, tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [
-        ({}, {"packing": True}),
+        pytest.param({}, {"packing": True}, marks=pytest.mark.proof),
         pytest.param({}, {"recompute": True, "method": ADAPTER}, marks=pytest.mark.proof),
         pytest.param({"pp": 2}, {}, marks=pytest.mark.proof),
         pytest.param(

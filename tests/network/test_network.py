@@ -254,7 +254,7 @@ def test_a_head_without_a_file_starts_at_0_and_the_log_says_so(tmp_path, caplog)
     with caplog.at_level("INFO", "surefoot"):
         network = open_with_head(base)
     assert not network.heads.values.weight.any()
-    assert f"value_head: {base} has no value_head.safetensors, so it starts at 0" in caplog.text
+    assert f"value_head: {base} has none, so it starts at 0" in caplog.text
 
 
 def test_the_head_of_another_model_is_refused(tmp_path):

@@ -147,6 +147,7 @@ def test_retention_deletes_in_the_store_too(project, bucket, tmp_path):
     assert not [key for key in bucket.names() if key.startswith(("checkpoint-2/", "checkpoint-6/"))]
 
 
+@pytest.mark.proof
 def test_a_machine_that_comes_back_does_not_bring_back_what_retention_let_go(
     project, whole, bucket, tmp_path
 ):
@@ -232,6 +233,7 @@ def test_an_adapter_goes_on_and_opens_from_its_url(bucket, tmp_path):
     assert bucket.committed() == [3, 6]
 
 
+@pytest.mark.proof
 def test_every_third_request_fails_and_the_run_is_there(project, whole, weak, proxy, tmp_path):
     faults = ["drop", 503, "deaf", 500]
     proxy.rule = lambda method, path, n: faults[n // 3 % 4] if n % 3 == 0 else None

@@ -40,6 +40,36 @@ def log_sigmoid(x):
     return -math.log1p(math.exp(-x))
 
 
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def smoothed(c, r, e, _):
+    return -(1 - e) * log_sigmoid(c - r) - e * log_sigmoid(r - c)
+
+
+# Of the rewards of chosen and rejected, the smoothing, and beta: as in TRL's DPOTrainer.
+OTHERS = {
+    "sigmoid_norm": smoothed,
+    "cpo": smoothed,
+    "robust": lambda c, r, e, _: (
+        (-(1 - e) * log_sigmoid(c - r) + e * log_sigmoid(r - c)) / (1 - 2 * e)
+    ),
+    "exo_pair": lambda c, r, e, _: (
+        sigmoid(c - r) * (log_sigmoid(c - r) - math.log(1 - e))
+        + sigmoid(r - c) * (log_sigmoid(r - c) - math.log(e))
+    ),
+    "apo_zero": lambda c, r, *_: 1 - sigmoid(c) + sigmoid(r),
+    "apo_down": lambda c, r, *_: sigmoid(c) + 1 - sigmoid(c - r),
+    "nca_pair": lambda c, r, *_: -log_sigmoid(c) - 0.5 * log_sigmoid(-c) - 0.5 * log_sigmoid(-r),
+    "bco_pair": lambda c, r, *_: -log_sigmoid(c) - log_sigmoid(-r),
+    "sppo_hard": lambda c, r, _, b: (c / b - 0.5 / b) ** 2 + (r / b + 0.5 / b) ** 2,
+}
+
+
+SMOOTHED = ("sigmoid_norm", "cpo", "robust", "exo_pair")
+
+
 def by_hand(stage, logps, answer):
     """Sum over pairs of the loss and of each metric, in plain floats."""
     loss, metrics = 0.0, {}
@@ -50,16 +80,19 @@ def by_hand(stage, logps, answer):
         ]
         means = [sums[0] / chosen, sums[1] / rejected]
         mean_said = [said[0] / chosen, said[1] / rejected]
-        told = means if stage.loss_type in ("ipo", "orpo", "simpo") else sums
-        if stage.loss_type == "ipo":
+        told = means if stage.loss_type in ("ipo", "sigmoid_norm", "orpo", "simpo") else sums
+        if stage.loss_type in ("ipo", "sigmoid_norm"):
             relative = [a - b for a, b in zip(means, mean_said, strict=True)]
         elif stage.compares:
             relative = [a - b for a, b in zip(sums, said, strict=True)]
         else:
-            relative = means
+            relative = sums if stage.loss_type == "cpo" else means
         margin, smooth = relative[0] - relative[1], stage.label_smoothing
         loss += stage.sft_weight * -means[0]
-        if stage.loss_type == "sigmoid":
+        if stage.loss_type in OTHERS:
+            loss += OTHERS[stage.loss_type](*(stage.beta * r for r in relative), smooth, stage.beta)
+            loss -= means[0] if stage.loss_type == "cpo" else 0
+        elif stage.loss_type == "sigmoid":
             loss -= (1 - smooth) * log_sigmoid(stage.beta * margin)
             loss -= smooth * log_sigmoid(-stage.beta * margin)
         elif stage.loss_type == "hinge":
@@ -80,7 +113,7 @@ def by_hand(stage, logps, answer):
             "logps/chosen": told[0],
             "logps/rejected": told[1],
         }
-        if stage.sft_weight or stage.loss_type == "orpo":
+        if stage.sft_weight or stage.loss_type in ("orpo", "cpo"):
             found["sft_loss"] = -means[0]
         metrics = {name: metrics.get(name, 0.0) + value for name, value in found.items()}
     return loss, metrics
@@ -93,6 +126,10 @@ STAGES = [
     DPO(loss_type="ipo"),
     DPO(loss_type="orpo"),
     DPO(loss_type="simpo", beta=2.0, gamma=1.0),
+    *(
+        DPO(loss_type=name, beta=0.4, label_smoothing=0.1 if name in SMOOTHED else 0.0)
+        for name in OTHERS
+    ),
 ]
 
 
@@ -109,6 +146,20 @@ def test_the_loss_is_that_of_a_loop_over_pairs(stage, packing):
         metrics, rel=1e-6
     )
     assert not any(value.requires_grad for value in loss.metrics.values())
+
+
+def test_losses_are_mixed_by_their_weights():
+    mixed = DPO(losses={"sigmoid": 0.8, "bco_pair": 0.2, "simpo": 0.5}, gamma=0.3)
+    batch = mixed.collate(items(), packing=True)
+    said = outputs(batch)
+    parts = [
+        0.8 * DPO().loss("policy", said, batch).total,
+        0.2 * DPO(loss_type="bco_pair").loss("policy", said, batch).total,
+        0.5 * DPO(loss_type="simpo", gamma=0.3).loss("policy", said, batch).total,
+    ]
+    torch.testing.assert_close(mixed.loss("policy", said, batch).total, sum(parts))
+    assert mixed.compares
+    assert not DPO(losses={"simpo": 1.0, "orpo": 1.0}).compares
 
 
 def test_where_policy_and_reference_agree_the_loss_is_ln_2_and_no_reward_is_given():
@@ -144,6 +195,14 @@ def test_a_pair_without_labels_counts_nothing(stage):
         ({"sft_weight": -1}, "sft_weight: must not be negative, got -1"),
         ({"reference": "x", "loss_type": "orpo"}, "reference has no effect with loss_type: orpo"),
         ({"loss_type": "sigmod"}, "did you mean sigmoid"),
+        ({"loss_type": "exo_pair"}, "label_smoothing: exo_pair needs a positive one"),
+        ({"losses": {"sigmod": 1}}, "losses: expected some of sigmoid, .*, got 'sigmod'"),
+        ({"losses": {"hinge": 0}}, "losses: the weight of hinge must be positive, got 0"),
+        (
+            {"losses": {"ipo": 1}, "loss_type": "hinge"},
+            "loss_type: hinge has no effect with losses",
+        ),
+        ({"losses": {"ipo": 1}, "gamma": 1}, "gamma has no effect with losses: ipo"),
     ],
     ids=str,
 )

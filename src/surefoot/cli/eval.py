@@ -47,8 +47,8 @@ def eval_(
     """Evaluate the run of RECIPE, its file or folder, on data that it was not trained on.
 
     The data is data.eval_datasets, or the rows that data.val_size holds out. Prints loss,
-    perplexity and token accuracy; for stage dpo, how often the chosen response has the higher
-    reward, and the margin. For conversations, the model also generates every response itself
+    perplexity and token accuracy; for stages dpo and rm, how often the chosen response has the
+    higher reward, and the margin. For conversations, the model also generates every response itself
     (section generate; greedy unless it samples). Exact match is the share of responses that equal
     the expected one, except for white space at the ends. All responses are written to
     generations-CHECKPOINT.jsonl in the run's folder.

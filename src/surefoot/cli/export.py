@@ -36,6 +36,14 @@ def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     show_default=True,
     help="Largest weight file; bigger models are split as Hugging Face splits them.",
 )
+@click.option(
+    "--reward-head",
+    type=click.Choice(["score", "v_head"]),
+    default="score",
+    show_default=True,
+    help="Of a reward model: score in the layout of AutoModelForSequenceClassification, or a file "
+    "with v_head beside a language model, as TRL and LLaMA-Factory read it.",
+)
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def export(path: str, out: Path, **options: object) -> None:
     """Write a model as a Hugging Face folder.
@@ -43,8 +51,8 @@ def export(path: str, out: Path, **options: object) -> None:
     PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
     folder, or a recipe. An adapter is merged into its base. OUT is new or empty: nothing is
     overwritten. It contains weights, config.json, generation_config.json, tokenizer and chat
-    template, and opens with AutoModelForCausalLM.from_pretrained. Memory does not grow with the
-    model.
+    template, and opens with AutoModelForCausalLM.from_pretrained, a reward model with
+    AutoModelForSequenceClassification. Memory does not grow with the model.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -64,6 +72,7 @@ def export(path: str, out: Path, **options: object) -> None:
             dtype=options["dtype"],  # type: ignore[arg-type]
             max_shard_size=options["max_shard_size"],  # type: ignore[arg-type]
             trust_remote_code=bool(options["trust_remote_code"]),
+            reward_head=options["reward_head"],  # type: ignore[arg-type]
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     click.echo(f"wrote {found}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..errors import RecipeError, counted
 from .loading import loading, start_ranks
 from .table import progress
 
 if TYPE_CHECKING:
+    from ..data.text.prompts import Prompt
     from ..generate.generation import FinishReason
     from ..inference import Answer
+    from ..recipe.prediction import Prediction
 
 TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     "length": "truncated at generate.max_new_tokens",
@@ -67,14 +70,39 @@ def predict(
     same command continues after them. Each line has the fields of the prompt's line, then
     answer and finish_reason: stop, or where it was truncated, length (generate.max_new_tokens) or
     context (the context length).
+
+    A reward model (stage rm) scores responses instead: PROMPTS are rows of a dataset, conversations
+    that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
+    or reward_chosen and reward_rejected.
     """
-    from ..data.text.answers import check_output, write_answers
+    from ..data.text.answers import check_output
     from ..data.text.prompts import read_prompts
-    from ..recipe.prediction import load
+    from ..recipe.prediction import is_reward_model, load
 
     asked = load(path, overrides)  # what is wrong is said before the slow imports
-    found = [prompt.with_system(system) for prompt in read_prompts(prompts)]
     check_output(output, force=force)
+    if not is_reward_model(Path(asked.model.path)):
+        found = [prompt.with_system(system) for prompt in read_prompts(prompts)]
+        _answer(asked, path, overrides, found, output, force=force, seed=seed)
+        return
+    if system is not None:
+        raise RecipeError("--system: has no effect on rewards; put it into the rows")
+    _score(asked, path, overrides, prompts, output)
+
+
+def _answer(
+    asked: Prediction,
+    path: str,
+    overrides: Sequence[str],
+    found: Sequence[Prompt],
+    output: Path,
+    *,
+    force: bool,
+    seed: int,
+) -> None:
+    """Write the responses to all prompts."""
+    from ..data.text.answers import write_answers
+
     start_ranks(asked.parallel)
     with loading():
         from ..inference.answer_journal import Output
@@ -95,6 +123,37 @@ def predict(
             place.remove_parts()
     if world.is_main:
         click.echo(summary(answers, output))
+
+
+def _score(
+    asked: Prediction, path: str, overrides: Sequence[str], prompts: Path, output: Path
+) -> None:
+    """Write the rewards of all responses of a file."""
+    from ..data.text.answers import write_rows
+
+    start_ranks(asked.parallel)
+    with loading():
+        from ..inference.scoring import read_responses, score_rows
+        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.world import joined
+
+    asked = replace(asked, parallel=with_replicas(asked.parallel))
+    rows = read_responses(prompts)
+    with joined(asked.parallel) as world:
+        shown = partial(progress, is_shown=world.is_main)
+        found, rewards = score_rows(asked, path, overrides, rows, world, progress=shown)
+        if world.is_main:
+            write_rows(output, found, doing="cannot write the rewards")
+    if world.is_main:
+        click.echo(f"{output}: {scored(rewards)}")
+
+
+def scored(rewards: Sequence[Mapping[str, float]]) -> str:
+    """How many responses have rewards, and of how many pairs the chosen one has the higher."""
+    pairs = [found for found in rewards if "reward_chosen" in found]
+    ahead = sum(found["reward_chosen"] > found["reward_rejected"] for found in pairs)
+    order = f" ({ahead:,} of {len(pairs):,} pairs in order)" if pairs else ""
+    return f"rewards of {counted(sum(map(len, rewards)), 'response')}{order}"
 
 
 def summary(answers: Sequence[Answer], output: Path) -> str:

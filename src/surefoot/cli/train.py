@@ -95,7 +95,8 @@ def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:
     files = [f"checkpoint-{state.global_step}", *_WRITTEN]
     yield f"{place}: {', '.join(name for name in files if (folder / name).exists())}"
     quoted = shlex.quote(place)
-    yield f"next: surefoot chat {quoted}"
+    scored = f"predict {quoted} --prompts FILE --output FILE"
+    yield f"next: surefoot {scored if recipe.stage.spec.is_reward else f'chat {quoted}'}"
     yield f"      surefoot export {quoted} NEW_FOLDER"
 
 

@@ -11,7 +11,7 @@ from ..errors import RunError, TemplateError
 from ..generate.decode import decoder
 from ..generate.generation import FinishReason, context_length, room, stream
 from ..generate.section import GenerateSection
-from .model_loading import LoadedModel
+from .model_loading import LoadedModel, refuse_reward_model
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        refuse_reward_model(self.opened)
         self.set_system(self.system)
 
     @property

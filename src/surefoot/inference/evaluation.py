@@ -24,7 +24,7 @@ from ..run.contexts import build_evaluation
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
 from ..training.stage import Stage
-from .model_loading import LoadedModel
+from .model_loading import LoadedModel, refuse_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     """``opened`` with the recipe's settings; with its template, too, if the model has none. Raises
     ``RecipeError`` if ``data.cutoff_len`` is more than the model has positions."""
+    if not recipe.stage.spec.is_reward:
+        refuse_reward_model(opened)
     recipe = fitted(recipe, opened.inner.config, Path(opened.inner.name_or_path))
     template = opened.template
     if not recipe.stage.uses_template:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoint.converting.model_files import read_config
+from ..checkpoint.layouts.detection import is_sequence_classification
 from ..data.example import JSON, Message
 from ..data.section import without_datasets
 from ..data.text.codec import Codec
@@ -173,11 +173,32 @@ def _open(
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
     plain = replace(section, adapter=parts.adapter, compile=False, **extended)
     options = NetworkOptions(
-        parallel=parallel, weights=parts.weights, is_trainable=False, only_generates=True
+        parallel=parallel,
+        weights=parts.weights,
+        heads=_heads(parts),
+        is_trainable=False,
+        only_generates=True,
     )
     network = open_network(parts.model, plain, tokenizer, world, options)
     network.module.eval()
     return network
+
+
+def _heads(parts: ModelFolders) -> Sequence[str]:
+    """The heads of a reward model; none are needed to generate."""
+    if parts.recipe is not None and parts.recipe.stage.spec.is_reward:
+        return parts.recipe.stage.heads
+    is_one = parts.recipe is None and is_sequence_classification(parts.model)
+    return ("values",) if is_one else ()
+
+
+def refuse_reward_model(opened: LoadedModel) -> None:
+    """Raise ``ModelError`` if a model was trained to give rewards, not responses."""
+    if opened.network.heads.values is not None:
+        raise ModelError(
+            f"{opened.folder}: a reward model scores responses and was not trained to write any; "
+            "score those of a file with `surefoot predict`"
+        )
 
 
 @dataclass(frozen=True)
@@ -293,7 +314,7 @@ def _base_of(adapter: ModelLocation, given: str | Path | None, damaged: Damaged)
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:
-    config = read_config(adapter.adapter_config)
+    config = adapter.adapter_settings()
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
         return ModelLocation(Path(name), is_adapter=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ..checkpoint.converting.model_files import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.reading.verification import verify
@@ -35,6 +37,10 @@ class ModelLocation:
     def adapter_config(self) -> Path:
         """The file with the settings of an adapter."""
         return self.folder / ADAPTER
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """The settings of an adapter. Raises ``ModelError`` if they cannot be read."""
+        return read_config(self.adapter_config)
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -15,7 +15,7 @@ from ..parallel.world import World
 from ..recipe.prediction import Prediction, load
 from .answer_journal import Output, open_journal
 from .conversation import Answer, finish_reason
-from .model_loading import LoadedModel, open_model
+from .model_loading import LoadedModel, open_model, refuse_reward_model
 
 # A bar for work of a title and a length: entered, it gives what is called with each advance.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -67,6 +67,7 @@ def predict(
 
     Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
+    refuse_reward_model(opened)
     asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
     left = [room(opened.model, ids) for ids in asked]
     _refuse_full(opened, prompts, asked, left)

@@ -192,7 +192,7 @@ def _evaluate(
             opened, recipe, part.examples, columns=columns, on_batch=lambda: advance(1)
         )
     answers: list[Generation] = []
-    if recipe.stage.uses_template:
+    if recipe.stage.uses_template and not recipe.stage.spec.is_reward:
         with progress(f"{part.name}: answers", count) as advance:
             answers = generations(opened, recipe, part.examples, on_answered=advance)
     return DatasetResult(part.name, count, metrics, answers)

@@ -16,14 +16,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.layouts.opening import open_role
-from ..checkpoint.sources.source import CastSource
+from ..checkpoint.layouts.detection import is_sequence_classification
+from ..checkpoint.layouts.opening import open_folder, open_role
+from ..checkpoint.layouts.sequence_classification import SCORE
+from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..geometry.sharding import Cuts
 from ..parallel.world import World
 from .meta import Reader
 
 logger = logging.getLogger(__name__)
+_V_HEAD, _BIAS = "v_head.summary.weight", "v_head.summary.bias"  # of TRL and LLaMA-Factory
 HEADS: Mapping[str, str] = {"values": "value_head"}  # the output: the module, its weights' file
 
 
@@ -103,10 +106,10 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
     for output, head in heads.modules.items():
         name = HEADS[output]
-        opened = ((folder, open_role(folder, name)) for folder in folders)
+        opened = ((folder, _stored(folder, name)) for folder in folders)
         folder, source = next((one for one in opened if one[1] is not None), (folders[-1], None))
         if source is None:
-            logger.info("%s: %s has no %s.safetensors, so it starts at 0", name, folder, name)
+            logger.info("%s: %s has none, so it starts at 0", name, folder)
             continue
         shapes = {key: tuple(t.shape) for key, t in HeadWeights(name, head).state_dict().items()}
         if source.shapes() != shapes:
@@ -120,8 +123,31 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     return readers
 
 
+def _stored(folder: Path, name: str) -> TensorSource | None:
+    """The weights of a head in ``folder``, also where other tools store a reward's."""
+    own = f"{name}.weight"
+    if is_sequence_classification(folder):
+        return Renamed(open_folder(folder), {own: SCORE})
+    source = open_role(folder, name)
+    if source is None or _V_HEAD not in source.shapes():
+        return source
+    bias = source.shapes().get(_BIAS) and float(read_whole(source, _BIAS).float().sum())
+    if bias:
+        logger.warning("%s: %s adds %.4g to every reward, and is dropped", folder, _BIAS, bias)
+    return Renamed(source, {own: _V_HEAD})
+
+
 def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
+
+
+def refuse_headless(folder: Path, heads: Sequence[str]) -> None:
+    """Raise ``ModelError`` if a model that can only give rewards is to give anything else."""
+    if "values" not in heads and is_sequence_classification(folder):
+        raise ModelError(
+            f"{folder}: a reward model (sequence classification), which has no output head for "
+            "tokens; name a language model, or train it with stage: rm"
+        )
 
 
 def refuse_heads(world: World) -> None:

@@ -23,7 +23,7 @@ from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
-from .heads import add_heads, refuse_heads
+from .heads import add_heads, refuse_headless, refuse_heads
 from .layer_steps import fuse_lora, recompute
 from .network import Network
 from .parameter_names import name_parameters
@@ -100,6 +100,7 @@ def _engine(draft: Draft, runner: ModelForward) -> Engine:
 def load(draft: Draft, tensors: Tensors) -> None:
     """Load the model."""
     check_quantization(draft)
+    refuse_headless(draft.base, draft.options.heads)
     tensors.load(draft)
 
 

@@ -138,8 +138,11 @@ class RealTensors:
         options, world = draft.options, draft.world
         is_piped = draft.staging is not None
         is_split = options.parallel.sequence_parallel and not is_piped
-        if options.only_generates and world.mesh is not None:  # its head is shared, and the root
-            return ModelForward(draft.inner, options.precision)  # of what is sharded
+        if options.only_generates and world.mesh is not None:  # the root of what is sharded
+            head = draft.head if draft.heads.modules else None  # else its logits are shared
+            return ModelForward(
+                draft.inner, options.precision, head=head, values=draft.heads.values
+            )
         return ModelForward(
             draft.module,
             options.precision,

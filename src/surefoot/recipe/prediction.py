@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from .. import schema
+from ..checkpoint.layouts.detection import is_sequence_classification
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
+from ..storage import files
 from .document import Document
-from .files import SUFFIXES, read_text
+from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
+from .recipe import load as load_recipe
 from .recipe_paths import bases, locate_model
 from .yaml import parse
 
@@ -75,6 +78,17 @@ def load(
     places = {n: locate_model(value, base_of(("model", n))) for n, value in told.items() if value}
     model: PredictModel = replace(found.model, **places)  # type: ignore[arg-type]
     return replace(found, model=model)
+
+
+def is_reward_model(path: Path) -> bool:
+    """Whether ``path`` is a reward model: the run, a checkpoint or the recipe of a stage that
+    trains one, or a folder of transformers' sequence classification. Raises ``RecipeError`` as
+    ``recipe.load`` does."""
+    if is_sequence_classification(path):
+        return True
+    is_run = files.is_folder(path) and (path / RUN_RECIPE).is_file()
+    is_recipe = path.suffix in SUFFIXES and path.is_file()
+    return (is_run or is_recipe) and load_recipe(path).stage.spec.is_reward
 
 
 def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:

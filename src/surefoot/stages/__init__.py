@@ -4,6 +4,7 @@ from .dpo import DPO
 from .grpo import GRPO
 from .kto import KTO
 from .pt import PT
+from .rm import RM
 from .sft import SFT
 
-STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "kto": KTO, "grpo": GRPO}
+STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO, "grpo": GRPO}

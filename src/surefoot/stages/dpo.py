@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
@@ -16,6 +16,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
+from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
 from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
 from .rules import without_effect
 
@@ -24,9 +25,23 @@ if TYPE_CHECKING:
 
     from ..data.text.codec import Codec
 
-PER_TOKEN = ("ipo", "orpo", "simpo")  # losses of an answer's mean log-probability, not its sum
-ALONE = ("orpo", "simpo")  # losses that need no reference
 LOGPS = OutputSpec(("logps",))
+LossType = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "exo_pair",
+    "hinge",
+    "ipo",
+    "apo_zero",
+    "apo_down",
+    "nca_pair",
+    "sppo_hard",
+    "bco_pair",
+    "cpo",
+    "orpo",
+    "simpo",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +74,18 @@ class DPO:
     """Scale of the log-ratios: a small value lets the model move far from the reference. For
     ``orpo`` the weight of the odds ratio. Usual is 0.1 (``simpo``: 2).
     """
-    loss_type: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
-    """``sigmoid`` is DPO's own, ``hinge`` SLiC's (arXiv:2305.10425), ``ipo`` arXiv:2310.12036;
-    ``orpo`` (arXiv:2403.07691) and ``simpo`` (arXiv:2405.14734) need no reference. The last
-    three use log-probabilities per token.
+    loss_type: LossType = "sigmoid"
+    """``sigmoid`` is DPO's own; ``docs/how-to/preferences.md`` has a table. ``cpo``, ``orpo`` and
+    ``simpo`` need no reference. ``ipo``, ``sigmoid_norm``, ``orpo`` and ``simpo`` use
+    log-probabilities per token.
+    """
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """A weighted sum of losses in place of ``loss_type``: ``{sigmoid: 0.8, bco_pair: 0.2}``
+    (arXiv:2411.10442).
     """
     label_smoothing: float = 0.0
-    """``sigmoid`` only: the share of pairs that are assumed to be labeled the wrong way round
-    (cDPO).
+    """The share of pairs that are assumed to be labeled the wrong way round. For ``sigmoid``,
+    ``sigmoid_norm`` and ``cpo`` (cDPO), ``robust`` and ``exo_pair``, which needs it.
     """
     gamma: float = 0.5
     """``simpo`` only: the target margin of the rewards."""
@@ -83,21 +102,43 @@ class DPO:
             raise ValueError(f"beta must be positive, got {self.beta}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
-        if self.label_smoothing and self.loss_type != "sigmoid":
-            raise ValueError(f"label_smoothing has no effect with loss_type: {self.loss_type}")
+        self._check_losses()
+        told = f"loss_type: {self.loss_type}"
+        told = f"losses: {', '.join(self.losses)}" if self.losses else told
+        used = {name for loss, _ in self._parts for name in loss.settings}
+        for name in ("label_smoothing", "gamma"):
+            if getattr(self, name) != getattr(DPO, name) and name not in used:
+                raise ValueError(f"{name} has no effect with {told}")
         if self.gamma < 0:
             raise ValueError(f"gamma must not be negative, got {self.gamma}")
-        if self.gamma != DPO.gamma and self.loss_type != "simpo":
-            raise ValueError(f"gamma has no effect with loss_type: {self.loss_type}")
+        if not self.label_smoothing and "exo_pair" in self._weights:
+            raise ValueError("label_smoothing: exo_pair needs a positive one, such as 0.001")
         if self.reference is not None and not self.compares:
-            raise ValueError(f"reference has no effect with loss_type: {self.loss_type}")
+            raise ValueError(f"reference has no effect with {told}")
         if self.sft_weight < 0:
             raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
 
+    def _check_losses(self) -> None:
+        if self.losses and self.loss_type != DPO.loss_type:
+            raise ValueError(f"loss_type: {self.loss_type} has no effect with losses")
+        for name, weight in self.losses.items():
+            if name not in LOSSES:
+                raise ValueError(f"losses: expected some of {', '.join(LOSSES)}, got {name!r}")
+            if weight <= 0:
+                raise ValueError(f"losses: the weight of {name} must be positive, got {weight}")
+
+    @property
+    def _weights(self) -> Mapping[str, float]:
+        return self.losses or {self.loss_type: 1.0}
+
+    @property
+    def _parts(self) -> Sequence[tuple[PairLoss, float]]:
+        return [(LOSSES[name], weight) for name, weight in self._weights.items()]
+
     @property
     def compares(self) -> bool:
-        """Whether the loss needs reference log-probabilities."""
-        return self.loss_type not in ALONE
+        """Whether a loss needs reference log-probabilities."""
+        return any(loss.needs_reference for loss, _ in self._parts)
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
@@ -138,18 +179,25 @@ class DPO:
         logps_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
         is_there_P = (lengths_P2 > 0).all(1)
-        means_P2 = logps_P2 / lengths_P2.clamp(min=1)
-        told_P2 = means_P2 if self.loss_type in PER_TOKEN else logps_P2
-        relative_P2 = told_P2
-        if self.compares:
-            reference_P2 = batch.extras["reference"].view(-1, 2)
-            if self.loss_type in PER_TOKEN:
-                reference_P2 = reference_P2 / lengths_P2.clamp(min=1)
-            relative_P2 = told_P2 - reference_P2
+        counts_P2 = lengths_P2.clamp(min=1)
+        means_P2 = logps_P2 / counts_P2
+        reference_P2 = batch.extras["reference"].view(-1, 2) if self.compares else None
+
+        def relative(loss: PairLoss) -> torch.Tensor:
+            said_P2 = means_P2 if loss.per_token else logps_P2
+            if reference_P2 is None or not loss.needs_reference:
+                return said_P2
+            return said_P2 - (reference_P2 / counts_P2 if loss.per_token else reference_P2)
+
         likelihood_P = -means_P2[:, 0]
-        losses_P = self._losses(relative_P2) + self.sft_weight * likelihood_P
-        metrics = _metrics(self.beta * relative_P2.detach(), told_P2.detach())
-        if self.sft_weight or self.loss_type == "orpo":
+        losses_P = self.sft_weight * likelihood_P
+        for loss, weight in self._parts:
+            pairs = self._pairs(relative(loss), likelihood_P)
+            losses_P = losses_P + weight * loss.compute(pairs)
+        first = self._parts[0][0]
+        told_P2 = means_P2 if first.per_token else logps_P2
+        metrics = _metrics(self.beta * relative(first).detach(), told_P2.detach())
+        if self.sft_weight or any(loss.has_likelihood for loss, _ in self._parts):
             metrics["sft_loss"] = likelihood_P.detach()
 
         def summed(values_P: torch.Tensor) -> torch.Tensor:
@@ -165,23 +213,13 @@ class DPO:
         if data.streaming and self.compares:
             message = (
                 "stage dpo computes reference log-probabilities of all pairs before the first "
-                "step; switch streaming off, or use loss_type: orpo or simpo, which need none"
+                "step; switch streaming off, or use loss_type: cpo, orpo or simpo, which need none"
             )
             yield Problem(("data", "streaming"), message)
 
-    def _losses(self, relative_P2: torch.Tensor) -> torch.Tensor:
-        """[P] the loss of each pair, from the log-probabilities of policy and reference."""
+    def _pairs(self, relative_P2: torch.Tensor, nll_P: torch.Tensor) -> Pairs:
         chosen_P, rejected_P = relative_P2.unbind(1)
-        margins_P = chosen_P - rejected_P
-        if self.loss_type == "sigmoid":
-            return preferences.sigmoid(margins_P, self.beta, self.label_smoothing)
-        if self.loss_type == "hinge":
-            return preferences.hinge(margins_P, self.beta)
-        if self.loss_type == "ipo":
-            return preferences.ipo(margins_P, self.beta)
-        if self.loss_type == "orpo":
-            return preferences.orpo(chosen_P, rejected_P, self.beta)
-        return preferences.simpo(margins_P, self.beta, self.gamma)
+        return Pairs(chosen_P, rejected_P, nll_P, self.beta, self.gamma, self.label_smoothing)
 
 
 def _metrics(rewards_P2: torch.Tensor, logps_P2: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -54,6 +54,10 @@ class KTO:
 
     beta: float = 0.1
     """Scale of the log-ratios: a small value lets the model move far from the reference."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """``apo_zero_unpaired`` (arXiv:2408.06266) is ``kto`` without its baseline, for desirable
+    responses that are better than the model's own.
+    """
     desirable_weight: float = 1.0
     """Weight of the loss of desirable responses. If one kind is more frequent, choose weights so
     that weight times number is about equal.
@@ -98,17 +102,21 @@ class KTO:
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """The baseline of the window, and how many of its responses are of each kind."""
-        policy = context.reduce(POLICY, mismatched(examples), log_probabilities).tolist()
-        pairs = zip(policy, examples, strict=True)
-        ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in pairs]
-        z = max(0.0, sum(ratios) / len(ratios))
+        z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
         kinds = [int(item["desirable"][0]) for item in examples]
         scales = [len(kinds) / kinds.count(kind) for kind in kinds]
         found: list[Features] = [
             {**item, "z": [z], "scale": [scale]}  # type: ignore[list-item]
             for item, scale in zip(examples, scales, strict=True)
         ]
-        return Prepared(found, {"kl": z})
+        return Prepared(found, {"kl": z} if self.loss_type == "kto" else {})
+
+    def _baseline(self, context: StageContext, examples: Sequence[Features]) -> float:
+        """How much likelier the model makes mismatched responses than the reference does."""
+        policy = context.reduce(POLICY, mismatched(examples), log_probabilities).tolist()
+        pairs = zip(policy, examples, strict=True)
+        ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in pairs]
+        return max(0.0, float(sum(ratios)) / len(ratios))
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The loss of each response, summed; metrics are means over the responses of a kind."""

@@ -186,6 +186,7 @@ def test_processes_that_share_every_matrix_are_planned(project):
     assert {"parallel.sequence_parallel": True} in [dict(o.changes) for o in found.options]
 
 
+@pytest.mark.proof
 def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
     asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.tp=2")
     four = Machine(4, on_gpu=False)

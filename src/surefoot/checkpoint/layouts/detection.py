@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
+from ..disk import strict_json
 from ..disk.commit import named
 from ..disk.manifest import MANIFEST
 from ..sources.weights import (
@@ -70,6 +71,15 @@ def is_deepspeed(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
     names = files.names_in(folder)
     return any(name in DEEPSPEED or name.endswith(OF_DEEPSPEED) for name in names)
+
+
+def is_sequence_classification(folder: Path) -> bool:
+    """Whether ``folder`` has a reward model, or another classifier, of transformers."""
+    path = folder / "config.json"
+    if not files.exists(path):
+        return False
+    names = strict_json.read_object(path).get("architectures")
+    return isinstance(names, list) and str(names[:1]).endswith("ForSequenceClassification']")
 
 
 def _why_not(folder: Path) -> str:

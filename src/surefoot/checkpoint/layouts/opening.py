@@ -13,10 +13,11 @@ from ..disk import tensorfile
 from ..disk.folder import open_checkpoint
 from ..sources.source import FolderSource, TensorSource, read_whole
 from ..sources.weights import FolderWeights, TensorLocation, places, tensors_in
-from .detection import detect_layout, has_manifest, open_weights
+from .detection import detect_layout, has_manifest, is_sequence_classification, open_weights
 from .huggingface import has_model
 from .mindspore.layout import MindSpore
 from .mindspore.mindspore_model import MindSporeHints, as_huggingface
+from .sequence_classification import as_language_model
 
 # Views of what is stored, for layouts with names of their own; ``model`` as in ``open_named``.
 _VIEWS: Mapping[str, Callable[[TensorSource, Path, Path | None], TensorSource]] = {
@@ -38,6 +39,8 @@ def open_named(
     ``is_checked`` as in ``FolderSource``."""
     weights = open_weights(Path(path))
     source, view = FolderSource(weights, is_checked), _VIEWS.get(weights.layout)
+    if is_sequence_classification(Path(path)):
+        return as_language_model(source, Path(path))
     return source if view is None else view(source, Path(path), model)
 
 
@@ -54,8 +57,11 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """Weights of several ranks or of MindSpore, joined; None if ``from_pretrained`` reads them."""
+    """Weights of several ranks or of MindSpore, joined, or of a reward model; None if
+    ``from_pretrained`` reads them."""
     path = Path(folder)
+    if is_sequence_classification(path):
+        return read_named(path)
     layout = detect_layout(path)
     if layout is None or not layout.is_assembled or has_model(path):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -40,12 +40,14 @@ def write_answers(
 ) -> None:
     """One JSON object a line: the prompt's own, answer, finish_reason. Raises ``RunError``, which
     begins with ``doing``."""
-    lines = [
-        json.dumps(
-            {**prompt.row, "answer": answer.text, "finish_reason": answer.finish_reason},
-            ensure_ascii=False,
-        )
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    pairs = zip(prompts, answers, strict=True)
+    rows = [{**p.row, "answer": a.text, "finish_reason": a.finish_reason} for p, a in pairs]
+    write_rows(path, rows, doing=doing)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]], *, doing: str) -> None:
+    """One JSON object a line; an old file is replaced. Raises ``RunError``, which begins with
+    ``doing``."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     with raising(RunError, doing):
         write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))

@@ -64,6 +64,12 @@ def answered(example: Example, answer: Message) -> Example:
     return replace(example, messages=messages, chosen=None, rejected=None)
 
 
+def up_to_last_label(item: Features) -> Features:
+    """A conversation without what its template writes after the end token of its response."""
+    last = max(i for i, label in enumerate(item["labels"]) if label != IGNORE_INDEX)
+    return {name: item[name][: last + 1] for name in ("input_ids", "labels")}
+
+
 def _why_no_pair(example: Example) -> Dropped | None:
     if example.chosen is None or example.rejected is None:
         return UNRANKED

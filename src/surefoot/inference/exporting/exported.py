@@ -20,7 +20,7 @@ from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
 from ...checkpoint.layouts.adapter_merge import PREFIX, Updated, merged
-from ...checkpoint.layouts.opening import open_folder, open_role
+from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import DtypeName, cast, copy
 from ...checkpoint.sources.lora import same_values
 from ...checkpoint.sources.source import Renamed, TensorSource
@@ -31,12 +31,12 @@ from ...errors import ModelError
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...model.section import ModelSection
-from ...network.heads import HEADS
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
 from .base_weights import base_weights
 from .resized import Grown
+from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ def export(
     dtype: DtypeName | None = None,
     max_shard_size: int = 5_000_000_000,
     trust_remote_code: bool = False,
+    reward_head: RewardHead = "score",
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write the model at ``path`` (see ``locate``) as a complete model into the new folder ``out``.
@@ -60,6 +61,8 @@ def export(
         dtype: of the weights; unset, as stored (in an adapter's base).
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
+        reward_head: how the head of a reward model is stored: ``score``, or ``v_head`` in a file of
+            its own; see ``reward_model``.
         progress: called with the bytes written and the total.
 
     Raises:
@@ -69,7 +72,9 @@ def export(
     target = Path(out).expanduser().absolute()
 
     def write(parts: ModelFolders) -> None:
-        source, small = whole_model(parts, dtype=dtype, trust_remote_code=trust_remote_code)
+        source, small = whole_model(
+            parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
+        )
         dtypes, done = source.dtypes(), 0
         total = sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
 
@@ -93,18 +98,24 @@ def export(
 
 
 def whole_model(
-    parts: ModelFolders, *, dtype: DtypeName | None = None, trust_remote_code: bool = False
+    parts: ModelFolders,
+    *,
+    dtype: DtypeName | None = None,
+    trust_remote_code: bool = False,
+    reward_head: RewardHead = "score",
 ) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, with an adapter merged into them, and their companion files."""
-    folder = parts.adapter or parts.model
-    for name in HEADS.values():
-        if open_role(folder, name) is not None:
-            logger.warning("%s: its %s is not exported: a model's files have none", folder, name)
     whole = _whole(parts, trust_remote_code)
+    files: Mapping[str, bytes] = {}
+    if (head := head_of(parts)) is not None and reward_head == "v_head":
+        files = v_head_file(head)
+    elif head is not None:
+        whole = _scored(parts, whole, head, trust_remote_code)
     source = cast(whole.source, dtype)
     small = {
         **companions_of(parts.model, parts.tokenizer),
         **configs(parts.model, source, whole.changes, whole.stop_token_ids),
+        **files,
     }
     return source, small
 
@@ -145,6 +156,28 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     if is_untied:
         changes["tie_word_embeddings"] = False
     return _Whole(source, changes, _stop_token_ids(tokenizer))
+
+
+def _scored(
+    parts: ModelFolders, whole: _Whole, head: TensorSource, trust_remote_code: bool
+) -> _Whole:
+    """A reward model as sequence classification, which pads with a token that ends nothing."""
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    stops = _stop_token_ids(tokenizer)
+    pad = tokenizer.pad_token_id
+    if pad is None or pad in stops:
+        logger.warning(
+            "%s: its tokenizer pads with %s, which transformers could not tell from the end token "
+            "of a response, so config.json names no pad token: transformers scores one response at "
+            "a time",
+            parts.tokenizer,
+            "nothing" if pad is None else repr(tokenizer.pad_token),
+        )
+        pad = None
+    model = _meta(parts.model, trust_remote_code)
+    source, changes = as_sequence_classification(whole.source, head, model)
+    changes = {**whole.changes, **changes, "pad_token_id": pad}
+    return _Whole(source, changes, whole.stop_token_ids)
 
 
 def _meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:

@@ -123,14 +123,17 @@ def _outputs(
 
 @contextlib.contextmanager
 def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    config = head.config
-    vars(head.linear)["forward"] = answer
+    config, own = head.config, vars(head.linear)
+    before = own.get("forward")
+    own["forward"] = answer
     if head.softcap is not None:  # in its dict: some configurations check types, and None is none
         vars(config)[_SOFTCAP] = None
     try:
         yield
     finally:
-        del vars(head.linear)["forward"]
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
         if head.softcap is not None:
             vars(config)[_SOFTCAP] = head.softcap
 

@@ -7,6 +7,7 @@ log-probabilities of a response's tokens. Each loss is one number per pair.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,28 @@ def sigmoid(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> tor
     )  # fmt: skip
 
 
+def robust(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """Robust DPO (arXiv:2403.00409): the loss of right labels, estimated without bias from labels
+    that are wrong with probability ``label_smoothing``."""
+    import torch.nn.functional as F
+
+    logits_P = beta * margins_P
+    right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
+    kept = (1 - label_smoothing) * right_P - label_smoothing * wrong_P
+    return kept / (1 - 2 * label_smoothing)
+
+
+def exo_pair(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
+    """EXO (arXiv:2402.00856, equation 16): the reverse KL divergence from labels that are right
+    with probability ``1 - label_smoothing``, which must be positive."""
+    import torch.nn.functional as F
+
+    logits_P = beta * margins_P
+    better_P = F.logsigmoid(logits_P) - math.log1p(-label_smoothing)
+    worse_P = F.logsigmoid(-logits_P) - math.log(label_smoothing)
+    return logits_P.sigmoid() * better_P + (-logits_P).sigmoid() * worse_P
+
+
 def hinge(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
     """SLiC (arXiv:2305.10425) as in RSO (arXiv:2309.06657): ``max(0, 1 - beta margin)``."""
     return (1 - beta * margins_P).relu()
@@ -61,6 +84,41 @@ def simpo(margins_P: torch.Tensor, beta: float, gamma: float) -> torch.Tensor:
     import torch.nn.functional as F
 
     return -F.logsigmoid(beta * margins_P - gamma)
+
+
+def apo_zero(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """APO-zero (arXiv:2408.06266, equation 7), for chosen responses that are better than the
+    model's own: ``1 - sigmoid(beta chosen) + sigmoid(beta rejected)``."""
+    return (-beta * chosen_P).sigmoid() + (beta * rejected_P).sigmoid()
+
+
+def apo_down(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """APO-down (arXiv:2408.06266, equation 8), for chosen responses that are worse than the model's
+    own: ``sigmoid(beta chosen) + 1 - sigmoid(beta (chosen - rejected))``."""
+    return (beta * chosen_P).sigmoid() + (beta * (rejected_P - chosen_P)).sigmoid()
+
+
+def nca_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """NCA (arXiv:2402.05369): ``-log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2``
+    of rewards ``r = beta log-ratio``."""
+    import torch.nn.functional as F
+
+    better_P, worse_P = beta * chosen_P, beta * rejected_P
+    return -F.logsigmoid(better_P) - 0.5 * (F.logsigmoid(-better_P) + F.logsigmoid(-worse_P))
+
+
+def bco_pair(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """BCO (arXiv:2404.04656) of pairs, without its reward shift: a classifier of good and bad
+    responses, ``-log sigmoid(beta chosen) - log sigmoid(-beta rejected)``."""
+    import torch.nn.functional as F
+
+    return -F.logsigmoid(beta * chosen_P) - F.logsigmoid(-beta * rejected_P)
+
+
+def sppo_hard(chosen_P: torch.Tensor, rejected_P: torch.Tensor, beta: float) -> torch.Tensor:
+    """SPPO (arXiv:2405.00675, equation 4.7) with probability 1 of the chosen response:
+    ``(chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2``."""
+    return (chosen_P - 0.5 / beta) ** 2 + (rejected_P + 0.5 / beta) ** 2
 
 
 def _log_complement(logps_P: torch.Tensor) -> torch.Tensor:

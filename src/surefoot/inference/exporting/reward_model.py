@@ -1,0 +1,106 @@
+"""A reward model for other tools: transformers' sequence classification with ``score``, which vLLM
+and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Factory have it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import save
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from ...checkpoint.layouts.opening import open_role
+from ...checkpoint.layouts.sequence_classification import SCORE
+from ...checkpoint.sources.joined import JoinedSource
+from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
+from ...errors import ModelError
+from ...model.attention.packed import one_document
+from ...model.meta_tensors import on_meta
+from ...network.heads import HEADS
+from ..model_loading import ModelFolders
+
+logger = logging.getLogger(__name__)
+RewardHead = Literal["score", "v_head"]
+REWARD_HEADS: tuple[RewardHead, ...] = get_args(RewardHead)
+_FILE = HEADS["values"]
+
+
+def head_of(parts: ModelFolders) -> TensorSource | None:
+    """The head of a reward model; None for every other model, with a warning if it has one."""
+    head = open_role(parts.folder, _FILE)
+    if parts.recipe is not None and parts.recipe.stage.spec.is_reward and head is not None:
+        return head
+    if head is not None:
+        logger.warning("%s: its %s is not exported: a model's files have none", parts.folder, _FILE)
+    return None
+
+
+def as_sequence_classification(
+    source: TensorSource, head: TensorSource, model: PreTrainedModel
+) -> tuple[TensorSource, dict[str, object]]:
+    """``source``, the weights of the language model ``model`` (on the meta device), with the head
+    ``score`` in place of its output embeddings, and the changes of config.json. Opens with
+    ``AutoModelForSequenceClassification``. Raises ``ModelError`` if transformers has none for it.
+    """
+    labels = {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    config = type(model.config).from_dict({**model.config.to_dict(), **labels})
+    try:
+        with torch.device("meta"):
+            made = AutoModelForSequenceClassification.from_config(config)
+    except ValueError:
+        raise _unknown(model, "transformers has no sequence classification for it") from None
+    if not _head_reads_last_hidden_states(model):
+        raise _unknown(model, "it changes its last hidden states before the head")
+    tied = set(made.all_tied_weights_keys)
+    wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
+    stored = source.shapes()
+    wanted -= {SCORE}  # that of a base is replaced
+    kept = {name: name for name in stored if name in wanted}
+    if missing := sorted(wanted - kept.keys()):
+        raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
+    score = Renamed(head, {SCORE: f"{_FILE}.weight"})
+    changes: dict[str, object] = {
+        "architectures": [type(made).__name__],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return JoinedSource([("", Renamed(source, kept)), ("", score)]), changes
+
+
+def v_head_file(head: TensorSource) -> dict[str, bytes]:
+    """The head in a file of its own beside the language model, with a bias of 0."""
+    weight = read_whole(head, f"{_FILE}.weight")
+    tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
+    return {f"{_FILE}.safetensors": save(tensors)}
+
+
+def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
+    """Whether the output head, and so the head of rewards, gets what ``score`` gets. Runs the
+    model's code on two tokens, on the meta device."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def entering(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        seen["head"] = given[0]
+
+    def leaving(_: nn.Module, __: object, found: Any) -> None:
+        seen["last"] = found[0]
+
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    with ExitStack() as stack, torch.no_grad(), on_meta(model):
+        stack.callback(model.get_output_embeddings().register_forward_pre_hook(entering).remove)
+        for inner in {model.base_model, model.get_decoder()}:
+            stack.callback(inner.register_forward_hook(leaving).remove)
+        model(input_ids=ids, attention_mask=None, use_cache=False, **one_document(model, 2))
+    head, last = seen["head"], seen["last"]
+    owners = [one if one._base is None else one._base for one in (head, last)]
+    return owners[0] is owners[1] and head.shape == last.shape
+
+
+def _unknown(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__}: {reason}, so its head cannot be stored as score; add "
+        "--reward-head v_head"
+    )

@@ -1,0 +1,160 @@
+"""A reward model, from pairs to rewards that transformers computes, too."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import surefoot
+from project import Project
+from surefoot.cli.main import main
+
+METHODS = {"full": "full", "lora": {"lora": {"rank": 2}}}
+
+
+def run(*arguments, code=0):
+    found = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert found.exit_code == code, found.output
+    return found.output if code else found.stdout
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def trained(request, tmp_path_factory):
+    """A run, the file of its pairs, and their rewards."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = Project(
+        folder,
+        stage="rm",
+        method=METHODS[request.param],
+        data={"datasets": ["pairs"], "val_size": 0.25},
+        train={"max_steps": 12, "eval_steps": 6},
+        optim={"adamw": {"learning_rate": 0.02}},
+    )
+    surefoot.train(made.recipe)
+    pairs, scores = folder / "data" / "pairs.jsonl", folder / "scores.jsonl"
+    told = run("predict", made.run, "--prompts", pairs, "--output", scores)
+    assert "rewards of 48 responses" in told
+    return made, pairs, [json.loads(line) for line in scores.read_text().splitlines()]
+
+
+def texts(rows, tokenizer):
+    """Each conversation up to the end token of its response, and our reward of it."""
+    for row in rows:
+        for kind in ("chosen", "rejected"):
+            said = (row["instruction"], row[kind])
+            roles = zip(("user", "assistant"), said, strict=True)
+            chat = [{"role": role, "content": text} for role, text in roles]
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            yield text.rstrip("\n"), row[f"reward_{kind}"]
+
+
+def test_what_is_exported_gives_the_same_rewards_in_transformers(trained, tmp_path):
+    made, _, rows = trained
+    run("export", made.run, tmp_path / "out")
+    model, told = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(told.values())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    said, ours = zip(*texts(rows, tokenizer), strict=True)
+    assert len(set(ours)) > 20  # rewards that all differ would be of one place
+    with torch.no_grad():
+        theirs = [float(model.eval()(**one).logits) for one in encoded(said, tokenizer)]
+    assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
+    with pytest.raises(ValueError, match="no padding token"):  # it has none but the end token
+        model(**tokenizer(list(said), return_tensors="pt", padding="max_length", max_length=50))
+
+
+def encoded(texts, tokenizer):
+    return [tokenizer(t, return_tensors="pt", add_special_tokens=False) for t in texts]
+
+
+def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(trained, tmp_path):
+    made, _, _ = trained
+    run("export", made.run, tmp_path / "out", "--reward-head", "v_head")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    head = load_file(tmp_path / "out" / "value_head.safetensors")
+    own = load_file(tmp_path / "out" / "model.safetensors")
+    width = own["model.embed_tokens.weight"].shape[1]
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {
+        "v_head.summary.weight": (1, width),
+        "v_head.summary.bias": (1,),
+    }
+    assert head["v_head.summary.weight"].norm() > 0 == head["v_head.summary.bias"].norm()
+
+
+def test_eval_says_how_many_pairs_are_in_order_and_no_answers_are_written(trained):
+    made, _, _ = trained
+    found = json.loads(run("eval", made.recipe, "--json"))
+    assert 0 <= found["rewards/accuracies"] <= 1
+    assert "answers" not in found
+    last = json.loads((made.run / "all_results.json").read_text())
+    assert found["loss"] == pytest.approx(last["eval_loss"], rel=1e-4)
+
+
+def test_conversations_are_scored_and_a_row_without_a_response_is_named(trained, tmp_path):
+    made, _, rows = trained
+    chats, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    user = {"role": "user", "content": rows[0]["instruction"]}
+    answer = {"role": "assistant", "content": rows[0]["chosen"]}
+    chats.write_text(json.dumps({"messages": [user, answer], "id": 7}) + "\n")
+    run("predict", made.run, "--prompts", chats, "--output", output)
+    found = json.loads(output.read_text())
+    assert found["id"] == 7
+    assert found["reward"] == pytest.approx(rows[0]["reward_chosen"], rel=1e-4, abs=1e-5)
+    chats.write_text(json.dumps({"messages": [user]}) + "\n")
+    told = run("predict", made.run, "--prompts", chats, "--output", output, "--force", code=2)
+    assert "row 0" in told and "no response" in told
+    assert json.loads(output.read_text()) == found
+
+
+def test_it_does_not_talk(trained):
+    made, _, _ = trained
+    told = run("chat", made.run, "--prompt", "Hi", code=2)
+    assert "a reward model scores responses" in told
+
+
+@pytest.mark.parametrize("head", ["score", "v_head"])
+def test_a_reward_model_of_other_tools_is_trained_further_and_scores_alone(trained, head, tmp_path):
+    made, pairs, rows = trained
+    run("export", made.run, tmp_path / "out", "--reward-head", head)
+    more = Project(
+        tmp_path / "more",
+        stage="rm",
+        method="full",
+        data={"datasets": ["pairs"], "val_size": 0.25},
+        train={"max_steps": 1},
+        optim={"adamw": {"learning_rate": 1e-9}},
+    )
+    surefoot.train(more.recipe, **{"model.path": str(tmp_path / "out")})
+    run("predict", more.run, "--prompts", pairs, "--output", tmp_path / "again.jsonl")
+    if head == "score":
+        run("predict", tmp_path / "out", "--prompts", pairs, "--output", tmp_path / "alone.jsonl")
+    for found in tmp_path.glob("*.jsonl"):
+        again = [json.loads(line) for line in found.read_text().splitlines()]
+        for kind in ("reward_chosen", "reward_rejected"):
+            ours, theirs = ([row[kind] for row in each] for each in (again, rows))
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_a_reward_model_of_transformers_has_nothing_to_say(trained, tmp_path):
+    made, _, _ = trained
+    run("export", made.run, tmp_path / "out")
+    told = run("chat", tmp_path / "out", "--prompt", "Hi", code=2)
+    assert "a reward model scores responses" in told
+    changes = (
+        "stage=sft",
+        f"model.path={tmp_path / 'out'}",
+        f"train.output_dir={tmp_path / 'run'}",
+    )
+    told = run("train", made.recipe, "data.datasets=[sums]", *changes, code=2)
+    assert "no output head for tokens" in told
+    pairs = ("stage=dpo", f"stage.dpo.reference={tmp_path / 'out'}")
+    told = run("train", made.recipe, *pairs, f"train.output_dir={tmp_path / 'run'}", code=2)
+    assert "no output head for tokens" in told
+    sums = ("stage=sft", "data.datasets=[sums]")
+    told = run("eval", made.recipe, *sums, "--model", tmp_path / "out", code=2)
+    assert "a reward model scores responses" in told
