@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError
@@ -18,8 +17,7 @@ from ..geometry.sharding import AxisShard
 from ..log import silenced
 from ..model.adaptable import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
-from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.pretrained.loading import WEIGHTS, training_dtype
+from ..model.pretrained.loading import resolve
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.groups import check_learning_rates
@@ -29,7 +27,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions
-from .meta import init_on_meta
+from .file_checks import check_files
 from .network import Network
 from .open import open_network
 from .tensors import MetaTensors
@@ -47,14 +45,17 @@ def refuse_early(
     num_processes: int,
     output_dir: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    others: Sequence[ModelSection] = (),
 ) -> None:
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
     they are known: ``ModelError``, ``RecipeError`` or ``RunError``. The model gets rows for tokens
-    that only ``tokenizer`` has."""
+    that only ``tokenizer`` has; of ``others``, such as a reference, the files are checked."""
     check_device(section)
     check_alone(section, num_processes)
     quantization(section)
     check_files(base, section)
+    for other in others:
+        check_files(resolve(other), other)
     parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
         with silenced():
@@ -69,22 +70,6 @@ def refuse_early(
     check_learning_rates(optim.learning_rates, network.trainable)
     check_optimizer_shards(network, optim, parallel)
     check_disk(output_dir, size_of_save(network, optim))
-
-
-def check_files(base: Path, section: ModelSection) -> None:
-    """Raise ``ModelError`` if a file of weights in ``base`` or of the adapter is truncated, or if
-    those in ``base`` contain other tensors than the architecture has. Headers alone are read."""
-    with silenced():
-        found = init_on_meta(base, section, dtype=training_dtype(section))
-    paths = sorted(base.glob(WEIGHTS)) if found is None else []
-    for path in [*paths, *([] if section.adapter is None else [section.adapter / ADAPTER_WEIGHTS])]:
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path}: damaged or truncated file: {error}; fetch the model again"
-            ) from None
 
 
 def check_optimizer_shards(network: Network, optim: Optimizer, parallel: ParallelSection) -> None:

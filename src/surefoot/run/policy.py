@@ -21,7 +21,7 @@ from ..network.draft import NetworkOptions
 from ..network.meta import select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
-from ..network.preflight import check_files, check_packages, refuse_early
+from ..network.preflight import check_packages, refuse_early
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
@@ -84,10 +84,7 @@ def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
     if "tensorboard" in recipe.train.report_to:
         check_packages(["tensorboard"], "train.report_to: tensorboard")
-    for one in recipe.stage.auxiliary.values():
-        if one.model is not None:
-            section = model_of(one, recipe.model)
-            check_files(resolve(section), section)
+    auxiliary = [one for one in recipe.stage.auxiliary.values() if one.model is not None]
     refuse_early(
         resolve(recipe.model),
         recipe.model,
@@ -96,6 +93,7 @@ def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
         num_processes=world.size,
         output_dir=recipe.train.folder,
         tokenizer=codec.tokenizer,
+        others=[model_of(one, recipe.model) for one in auxiliary],
     )
 
 
