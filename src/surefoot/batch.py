@@ -55,6 +55,7 @@ class Batch:
     branches: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
     at: TrainedPositions | None = None  # where its labels are predicted, once looked up
+    at_ends: TrainedPositions | None = None  # the last token of each document, once looked up
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +74,11 @@ class Batch:
         return int(np.count_nonzero(self.labels.cpu().numpy() != IGNORE_INDEX))
 
     def located(self) -> Batch:
-        """With its trained positions, found while it is on the host: a GPU would be waited for."""
-        return self if self.at is not None else replace(self, at=trained_positions(self))
+        """With its trained positions and the ends of its documents, found while it is on the host:
+        a GPU would be waited for."""
+        if self.at is not None and self.at_ends is not None:
+            return self
+        return replace(self, at=trained_positions(self), at_ends=ends(self))
 
     def pinned(self) -> Batch:
         """The same batch in pinned memory, from which a GPU copies while it computes."""
@@ -86,21 +90,26 @@ class Batch:
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """With ``function`` applied to each tensor but those that the host reads."""
-        moved = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
-        found = {name: function(tensor) for name, tensor in moved.items()}
+        own = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
+        found = {name: function(tensor) for name, tensor in own.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
-        at = self.at
-        if at is not None:
-            at = replace(at, **{name: function(part) for name, part in _tensors(at).items()})
-        return replace(self, **found, extras=extras, at=at)
+
+        def moved(places: TrainedPositions | None) -> TrainedPositions | None:
+            if places is None:
+                return None
+            return replace(places, **{n: function(part) for n, part in _tensors(places).items()})
+
+        at, at_ends = moved(self.at), moved(self.at_ends)
+        return replace(self, **found, extras=extras, at=at, at_ends=at_ends)
 
 
 _ON_HOST = ("cu_seqlens", "branches")
+_PLACES = ("at", "at_ends")
 
 
 def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
-    others = {"extras", "at"}
+    others = {"extras", *_PLACES}
     found = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -8,6 +8,7 @@ import torch
 
 import surefoot
 import tiny
+from adapted import SMALL, method_of
 from project import Project, assert_same, final_weights, losses, tokenizer
 from stage_data import DATASETS, SETTINGS, stage_of, written
 from surefoot.batch import Outputs, ends
@@ -153,7 +154,7 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_lets_something_learn_and_the_model_still_speaks(name):
-    method, inner = METHODS[name](), tiny.model()
+    method, inner = method_of(name), tiny.model()
     model = method.apply(inner)
     learning = [p for p in model.parameters() if p.requires_grad]
     assert learning
@@ -181,7 +182,8 @@ PAIRS = [
 def test_every_stage_and_method_resumes_to_the_same_bits(stage, method, tmp_path):
     data = {"datasets": [DATASETS.get(stage, "sums")], "cache_dir": str(tmp_path / "cache")}
     settings = written(stage) if stage in SETTINGS else stage
-    method = {method: {"switch_interval": 3}} if method in SWITCHING else method
+    changes = {"switch_interval": 3} if method in SWITCHING else SMALL.get(method)
+    method = {method: changes} if changes else method
     project = Project(tmp_path, stage=settings, method=method, data=data, train={"max_steps": 8})
     surefoot.train(project.recipe)
     cut = str(tmp_path / "cut")

@@ -9,6 +9,7 @@ import torch
 import ranks
 import surefoot.checkpoint as ckpt
 import tiny
+from adapted import method_of
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
@@ -46,7 +47,7 @@ class Run:
 
     def __init__(self, method, optim, dtype=torch.float32, **changes):
         torch.manual_seed(0)
-        self.method, self.optim = METHODS[method](), made_of(optim, **changes)
+        self.method, self.optim = method_of(method), made_of(optim, **changes)
         inner = tiny.model(num_hidden_layers=2)
         self.model = self.method.apply(inner).to(dtype)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -97,7 +98,7 @@ def test_two_ranks_learn_what_one_does_and_resume_here_and_alone(
     optim, method, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(orthogonalization, "NS_DTYPE", torch.float64)  # to round alike
-    changes = {"method": METHODS[method](), "optim": made_of(optim, weight_decay=0.1)}
+    changes = {"method": method_of(method), "optim": made_of(optim, weight_decay=0.1)}
     expected = learn(trainer(ALONE, tmp_path, **changes), 4)
 
     def killed(world, folder):

@@ -22,6 +22,7 @@ PROVEN = CASES | {
     "freeze": {"method": {"freeze": {"num_layers": 1}}},
     "pt": {"stage": "pt", "method": "full"},
     "padded": {"method": "full", "data": {"packing": False}},
+    "pissa": {"method": {"lora": {"rank": 2, "init": "pissa"}}},
     "waited for": {"method": "full", "checkpoint": {"async_save": False}},
     "dpo": {"method": {"lora": {"rank": 2}}, "stage": {"dpo": {}}, "data": {"datasets": ["pairs"]}},
     "rm": {"method": "full", "stage": "rm", "data": {"datasets": ["pairs"]}},

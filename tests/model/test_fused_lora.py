@@ -162,3 +162,30 @@ def test_a_model_without_memory_can_be_asked():
     with torch.device("meta"):
         model = LoRA(rank=2).apply(tiny.model())
         assert model(IDS).logits.is_meta
+
+
+def test_a_frozen_a_keeps_no_input_for_the_backward_pass():
+    model = LoRA(rank=2, freeze_a=True).apply(tiny.model(dtype=torch.float64))
+    enable_fused_lora(model)
+    layer = next(m for m in model.modules() if isinstance(m, Linear))
+    x = torch.randn(1, 7, layer.in_features, dtype=torch.float64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x)
+    assert x.shape not in [t.shape for t in saved]
+
+
+def test_several_adapters_of_one_scale_are_computed_as_one(monkeypatch):
+    results = []
+    for is_fused in (False, True):
+        torch.manual_seed(2)
+        model = LoRA(rank=2, init="pissa").apply(tiny.model(dtype=torch.float64))
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_()
+        counted = passes(monkeypatch)
+        if is_fused:
+            enable_fused_lora(model)
+        results.append(learnt(model))
+        assert bool(counted) == is_fused
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)

@@ -171,7 +171,10 @@ def _open(
 ) -> Network:
     """The model: in full, or only this rank's shards."""
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
-    plain = replace(section, adapter=parts.adapter, compile=False, **extended)
+    # a checkpoint has the frozen adapters of its run
+    frozen = section.frozen_adapters if parts.adapter == section.adapter else ()
+    changes = {"adapter": parts.adapter, "frozen_adapters": frozen, **extended}
+    plain = replace(section, compile=False, **changes)
     options = NetworkOptions(
         parallel=parallel,
         weights=parts.weights,

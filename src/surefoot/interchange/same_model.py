@@ -54,6 +54,12 @@ def open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource
             f"{folder}: it contains {found}, but the recipe's method trains {kind}; "
             f"set method to {'lora' if layout.is_adapter else 'full'}"
         )
+    if is_adapter and weights.is_converted:
+        raise CheckpointError(
+            f"{folder}: it contains one adapter, but this run has frozen ones beside it "
+            "(model.frozen_adapters, method.lora.init); leave them out, or start a new run from it "
+            f"with model.adapter={folder}"
+        )
     source = open_folder(folder)
     if is_adapter:
         _refuse_drift(folder, policy)

@@ -35,7 +35,7 @@ from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
-from .skeleton import open_skeleton, optimizer_names
+from .skeleton import open_skeleton, optimizer_names, refuse_frozen_adapters
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
 
 LEFT_OUT = {OURS, STATE, "recipe.yaml"}
@@ -105,6 +105,7 @@ def _moments(
     opened: CheckpointFolder, skeleton: Network, saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Mapping[str, torch.Tensor]]:
     """The optimizer's state by the parameters' names in the model."""
+    refuse_frozen_adapters(opened.path, saved)
     names = optimizer_names(skeleton)
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(

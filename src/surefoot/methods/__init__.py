@@ -5,5 +5,6 @@ from .freeze import Freeze
 from .full import Full
 from .lisa import LISA
 from .lora import LoRA
+from .oft import OFT
 
-METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA, "badam": BAdam, "lisa": LISA}
+METHODS = {"full": Full, "freeze": Freeze, "lora": LoRA, "oft": OFT, "badam": BAdam, "lisa": LISA}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import model as models
 from ..errors import RecipeError
 from ..model.section import ModelSection
+from ..network import adapters
 from ..schema import Problem
 from .adapter_settings import changed_settings, check_pattern, matches, patterns, target_names
-from .rules import every_name
+from .rules import check_saved, every_name, problems_of_adapters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..network.method import UnshardedWeights
 
 logger = logging.getLogger(__name__)
+_COMPUTED = ("pissa", "olora")  # initial values that are computed from the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,17 @@ class LoRA:
     """Scale by ``alpha / sqrt(rank)`` (arXiv:2312.03732)."""
     dora: bool = False
     """Train magnitude and direction separately (arXiv:2402.09353)."""
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
+    """The initial values. ``kaiming`` and ``gaussian`` draw ``A``, and ``B`` is zero. ``pissa``
+    starts from the principal part of each weight (arXiv:2404.02948), ``olora`` from its QR
+    decomposition (arXiv:2406.01775): checkpoints are adapters of twice the rank, of the unchanged
+    base."""
+    init_iterations: int = 16
+    """Iterations of the randomized singular value decomposition of ``init: pissa``. 0: the exact
+    one, which takes minutes for a large matrix."""
+    freeze_a: bool = False
+    """Train ``B`` only (LoRA-FA, arXiv:2308.03303): no input of an adapted layer is kept for the
+    backward pass."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -72,14 +85,22 @@ class LoRA:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if not self.targets:
             raise ValueError("targets must name at least one module, or all")
+        if self.init_iterations < 0:
+            raise ValueError(f"init_iterations must not be negative, got {self.init_iterations}")
+        if self.dora and self.init in _COMPUTED:
+            raise ValueError(
+                f"init is {self.init}, which dora cannot have: its checkpoints are the sum of two "
+                "adapters, and magnitudes belong to one; leave one of them out"
+            )
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
         from peft import LoraConfig, get_peft_model
 
-        self._check_saved(model)
+        check_saved("lora", model, self.modules_to_save)
         chosen = self._chosen(model)
         self._check_parameters(chosen.parameters)
+        self._check_layers(model, chosen.modules)
         self._check_patterns(chosen)
         modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
@@ -93,12 +114,18 @@ class LoRA:
             modules_to_save=list(self.modules_to_save) or None,
             use_rslora=self.rslora,
             use_dora=self.dora,
+            init_lora_weights="gaussian" if self.init == "gaussian" else True,
             task_type="CAUSAL_LM",
         )
         try:
             wrapped: nn.Module = get_peft_model(model, config)
         except ValueError as error:
             raise RecipeError(f"method.lora: PEFT cannot adapt this model: {error}") from None
+        if self.dora:
+            models.set_magnitudes(wrapped)
+        if self.init in ("pissa", "olora"):
+            models.add_start(wrapped, config, self.init, self.init_iterations)
+        self._freeze(wrapped)
         if other := chosen.all_parameters ^ {*models.adapted(wrapped)}:
             raise RecipeError(
                 f"method.lora: PEFT does not adapt exactly what the recipe names: {min(other)}; "
@@ -122,7 +149,13 @@ class LoRA:
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
         module = attach(model)
+        self._freeze(module)
         config: Any = module.peft_config["default"]  # type: ignore[index]
+        if config.peft_type != "LORA":
+            raise RecipeError(
+                f"method: lora, but model.adapter is an adapter of another method, "
+                f"{config.peft_type}; name that method, or another adapter"
+            )
         names = target_names(vars(config))
         if (found := {*models.adapted(module)}) - expected and self.layers:
             raise RecipeError(
@@ -144,18 +177,26 @@ class LoRA:
         return module
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
-        """The adapter alone."""
+        """The adapter alone, with frozen ones as one."""
+        if models.has_frozen(module):
+            return adapters.StackedWeights(module)
         return models.AdapterWeights(module)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """A base that stays frozen may be quantized, and an adapter continued; but float8 is for
-        weights that are trained."""
-        if model.float8 is not None:
+        """What an adapter on a frozen base cannot have."""
+        yield from problems_of_adapters("lora", model)
+
+        if model.adapter is not None and self.init != "kaiming":
             yield Problem(
-                ("model", "float8"),
-                "method lora trains no linear layer of the model; use method: full or freeze, or "
-                "leave it unset",
+                ("method", "lora", "init"),
+                "has no effect on model.adapter, whose values are trained further; leave it out",
             )
+
+    def _freeze(self, model: nn.Module) -> None:
+        """Freeze what is not trained of the adapter."""
+        for name, parameter in model.named_parameters() if self.freeze_a else ():
+            if ".lora_A." in name:
+                parameter.requires_grad_(False)
 
     def _chosen(self, model: PreTrainedModel) -> Targets:
         """The targets, of the chosen layers alone if there are any."""
@@ -170,12 +211,6 @@ class LoRA:
             )
         return chosen.inside(model, [layers[n] for n in self.layers])
 
-    def _check_saved(self, model: nn.Module) -> None:
-        known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
-        for name in self.modules_to_save:
-            if name not in known:
-                raise RecipeError(f"method.lora.modules_to_save: no module {name!r} in the model")
-
     def _check_patterns(self, chosen: Targets) -> None:
         """A pattern that PEFT would look for in vain is a mistake."""
         modules = [*chosen.modules, *(name.rpartition(".")[0] for name in chosen.parameters)]
@@ -187,9 +222,21 @@ class LoRA:
                         f"such as {modules[0]}"
                     )
 
+    def _check_layers(self, model: PreTrainedModel, modules: Sequence[str]) -> None:
+        """Some settings are for linear layers only, whose rank may limit that of the adapter."""
+        for name, is_on in (("init", self.init in _COMPUTED), ("freeze_a", self.freeze_a)):
+            for place in modules if is_on else ():
+                if not models.is_linear(model.get_submodule(place)):
+                    raise RecipeError(
+                        f"method.lora.{name}: {place} is no linear layer; leave it out of "
+                        f"method.lora.targets, or {name} out"
+                    )
+
     def _check_parameters(self, parameters: Sequence[str]) -> None:
         """PEFT adds the update of a parameter to its values, not to the result of a layer."""
-        for name, is_on in (("dropout", self.dropout > 0), ("dora", self.dora)):
+        is_computed = self.init in _COMPUTED
+        switches = {"dropout": self.dropout > 0, "dora": self.dora, "init": is_computed}
+        for name, is_on in switches.items():
             if is_on and parameters:
                 raise RecipeError(
                     f"method.lora.{name}: PEFT has none for {parameters[0]}, which it adapts as a "

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .adaptable import adapted
+    from .adaptable import adapted, is_linear
+    from .adapters.dora import set_magnitudes
+    from .adapters.frozen import add_start, has_frozen
     from .lora_targets import choose_targets, target_patterns
     from .pretrained.weights import AdapterWeights, FullWeights
     from .targets import decoder_layers
@@ -17,15 +19,21 @@ __all__ = [
     "AdapterWeights",
     "FullWeights",
     "adapted",
+    "add_start",
     "choose_targets",
     "decoder_layers",
+    "has_frozen",
+    "is_linear",
+    "set_magnitudes",
     "target_patterns",
 ]
 
 __getattr__ = lazy_getattr(
     __name__,
     {
-        ".adaptable": ("adapted",),
+        ".adaptable": ("adapted", "is_linear"),
+        ".adapters.dora": ("set_magnitudes",),
+        ".adapters.frozen": ("add_start", "has_frozen"),
         ".lora_targets": ("choose_targets", "target_patterns"),
         ".pretrained.weights": ("AdapterWeights", "FullWeights"),
         ".targets": ("decoder_layers",),

@@ -24,7 +24,7 @@ HEAD = "the output head"
 ROUTER = "a router"
 READ = "its layer reads the weight itself, past any adapter"
 _WRAPPER = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
-_ADDED = re.compile(r"\.(lora_\w+|modules_to_save)\.")
+_ADDED = re.compile(r"\.(lora_\w+|oft_\w+|modules_to_save)\.")
 _ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
 
 
@@ -67,13 +67,19 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
     return found
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, perhaps a quantized one, which is of the same class."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's LoRA layers in ``model`` by the parameter that each adapts."""
-    from peft.tuners.lora import LoraLayer, ParamWrapper
+    """PEFT's layers in ``model`` by the parameter that each adapts."""
+    from peft.tuners.lora import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, BaseTunerLayer):
             own = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
             found[f"{plain_name(name)}.{own}"] = module
     return found

@@ -11,7 +11,7 @@ Shapes: T tokens, I and O the sizes of input and output, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,30 +60,44 @@ def count_fused(model: nn.Module) -> int:
 def _forward(
     layer: Linear | ParamWrapper, theirs: Forward, x: torch.Tensor, *args: object, **named: object
 ) -> torch.Tensor:
-    """The result of PEFT's own forward pass, which itself runs unless exactly one plain adapter is
-    active: not for none, several, merged ones or DoRA."""
-    active = layer.active_adapters
-    name = active[0] if len(active) == 1 else ""
-    is_off = layer.disable_adapters or layer.merged or name not in layer.lora_A
-    if is_off or args or named or name in layer.lora_variant:
+    """The result of PEFT's own forward pass, which itself runs unless plain adapters are active:
+    not for none, merged ones or DoRA. Several are computed as one if they have one scale."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    is_off = layer.disable_adapters or layer.merged or not names
+    scales = {layer.scaling[name] for name in names}
+    pairs = [(layer.lora_A[name], layer.lora_B[name]) for name in names]
+    if is_off or args or named or layer.lora_variant or len(scales) > 1:
         return theirs(x, *args, **named)
-    base, a, b = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
-    if b.bias is not None:
+    if any(b.bias is not None for _, b in pairs):
         return theirs(x)
-    scale, dropout, kind = layer.scaling[name], layer.lora_dropout[name], x.device.type
+    base, scale, kind = layer.base_layer, scales.pop(), x.device.type
+    dropouts = [layer.lora_dropout[name] for name in names]
     mixes = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    x = x.to(torch.get_autocast_dtype(kind)) if mixes else x  # once, not for each matrix
-    drops = layer.training and type(dropout) is not nn.Identity
-    if not drops and all(map(_is_plain, (base, a, b))) and not base.weight.requires_grad:
-        given = (base.weight, base.bias, a.weight, b.weight)
+    given_x, x = x, x.to(torch.get_autocast_dtype(kind)) if mixes else x  # once for all matrices
+    drops = layer.training and any(type(one) is not nn.Identity for one in dropouts)
+    is_plain = all(_is_plain(module) for pair in pairs for module in (base, *pair))
+    if not drops and is_plain and not base.weight.requires_grad:
+        given = (base.weight, base.bias, *_joined(pairs))
         if mixes:
             given = tuple(t if t is None else t.to(x.dtype) for t in given)  # type: ignore[assignment]
         if all(t is None or t.dtype == x.dtype for t in given):
             found: torch.Tensor = _LowRank.apply(x, *given, scale)  # type: ignore[no-untyped-call]
             return found
+    if len(pairs) > 1:
+        return theirs(given_x)
+    (a, b), dropout = pairs[0], dropouts[0]
     y: torch.Tensor = base(x)
     update: torch.Tensor = b(a(dropout(x if mixes else x.to(a.weight.dtype))) * scale)
     return (y + update).to(y.dtype)
+
+
+def _joined(pairs: Sequence[tuple[nn.Linear, nn.Linear]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of all adapters as one pair: their sum is rounded once, so adapters that are
+    large and nearly opposite lose no digits."""
+    if len(pairs) == 1:
+        return pairs[0][0].weight, pairs[0][1].weight
+    both = [(a.weight, b.weight) for a, b in pairs]
+    return torch.cat([a for a, _ in both]), torch.cat([b for _, b in both], 1)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -108,7 +122,9 @@ class _LowRank(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         low_TR = x_TI @ a_RI.t()
         y_TO = F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale)
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR, low_TR)
+        kept = x if ctx.needs_input_grad[3] else None  # a frozen A needs no input
+        ctx.save_for_backward(kept, weight_OI, a_RI, b_OR, low_TR)
+        ctx.shape = x.shape
         ctx.scale = scale
         # what autograd takes for a view may not be changed in place, as some experts' layers do
         y: torch.Tensor = torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], y_TO.shape[-1]])
@@ -123,7 +139,7 @@ class _LowRank(torch.autograd.Function):
         g_TR = (g_TO @ b_OR).mul_(ctx.scale)
         found = [None, None, None]
         if of_x:
-            found[0] = (g_TO @ weight_OI).addmm_(g_TR, a_RI).view(x.shape)
+            found[0] = (g_TO @ weight_OI).addmm_(g_TR, a_RI).view(ctx.shape)
         if of_a:
             found[1] = g_TR.t() @ x.reshape(-1, x.shape[-1])
         if of_b:

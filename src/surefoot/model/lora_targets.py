@@ -9,7 +9,7 @@ which is the same update under the same names in files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from peft import LoraConfig
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from ..errors import RecipeError
 from .adaptable import ROUTER, Matrix, matrices, names_of_parts
-from .targets import linear_names
+from .targets import endings, linear_names
 
-_KEY = "method.lora.targets"
+LORA = "method.lora.targets"  # the setting that names targets
 # Layers other than linear ones that PEFT can adapt by the name of the module.
 _OTHERS = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
@@ -43,14 +43,18 @@ class Targets:
         starts = tuple(f"{name}." for name, module in model.named_modules() if module in parents)
         kept = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
         if not any(kept):
-            raise RecipeError(f"{_KEY}: none of them is in method.lora.layers")
+            raise RecipeError(f"{LORA}: none of them is in method.lora.layers")
         return Targets(*kept)
 
 
 def choose_targets(
-    model: PreTrainedModel, targets: Collection[str], modules_to_save: Collection[str] = ()
+    model: PreTrainedModel,
+    targets: Collection[str],
+    modules_to_save: Collection[str] = (),
+    key: str = LORA,
 ) -> Targets:
-    """The targets of ``model`` that the recipe names, except in modules that are trained in full.
+    """The targets of ``model`` that ``key`` of the recipe names, except in modules that are trained
+    in full.
     Raises ``RecipeError``: a name that is not in the model, or of what cannot be adapted."""
     known = matrices(model)
     chosen: dict[str, bool] = {}  # by parameter: whether PEFT must take it as a parameter
@@ -58,11 +62,11 @@ def choose_targets(
         if target == "all":
             chosen |= {m.name: m.is_fused for m in known if not m.left_out}
         else:
-            chosen |= _named(target, targets, model, known)
+            chosen |= _named(target, targets, model, known, key)
     saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in modules_to_save]  # as PEFT does
     chosen = {n: fused for n, fused in chosen.items() if not any(p.match(n) for p in saved)}
     if not chosen:
-        raise RecipeError(f"{_KEY}: nothing to adapt: no module in {', '.join(targets)} is left")
+        raise RecipeError(f"{key}: nothing to adapt: no module in {', '.join(targets)} is left")
     layers = {name.split(".")[-2] for name, fused in chosen.items() if not fused}
     converted = {layer for layer in layers if _is_converted(model, layer)}
     split = {n: fused or n.split(".")[-2] in converted for n, fused in chosen.items()}
@@ -77,26 +81,30 @@ def target_patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list
     ``q_proj`` instead of the full name in every layer."""
     modules = [name for name, _ in model.named_modules()]
     parameters = [name for name, _ in model.named_parameters()]
-    return _endings(targets.modules, modules), _endings(targets.parameters, parameters)
+    return endings(targets.modules, modules), endings(targets.parameters, parameters)
 
 
 def _named(
-    target: str, targets: Collection[str], model: PreTrainedModel, known: Sequence[Matrix]
+    target: str,
+    targets: Collection[str],
+    model: PreTrainedModel,
+    known: Sequence[Matrix],
+    key: str,
 ) -> dict[str, bool]:
     """The parameters called ``target`` -> whether PEFT must take them as parameters."""
     found = {}
     for matrix in known:
         if _matches(matrix.target, target):
-            _check_adaptable(matrix, target)
+            _check_adaptable(matrix, target, key)
             found[matrix.name] = matrix.is_fused
     for fused, parts in names_of_parts(model, [m.name for m in known if m.is_fused]).items():
         if target in parts:
-            _check_complete(target, fused, parts, targets)
+            _check_complete(target, fused, parts, targets, key)
             found |= {m.name: True for m in known if _matches(m.name, fused)}
-    return found or _of_others(target, model)
+    return found or _of_others(target, model, key)
 
 
-def _of_others(target: str, model: PreTrainedModel) -> dict[str, bool]:
+def _of_others(target: str, model: PreTrainedModel, key: str) -> dict[str, bool]:
     """The same of layers that are not linear: embeddings, convolutions, routers with a matrix."""
     same = {name: m for name, m in model.named_modules() if _matches(name, target)}
     weights = {name: getattr(module, "weight", None) for name, module in same.items()}
@@ -109,23 +117,25 @@ def _of_others(target: str, model: PreTrainedModel) -> dict[str, bool]:
         return found
     what = "is no linear layer" if same else "is not in the model"
     expected = ", ".join(linear_names(model))
-    raise RecipeError(f"{_KEY}: {target!r} {what}; expected all, or some of {expected}")
+    raise RecipeError(f"{key}: {target!r} {what}; expected all, or some of {expected}")
 
 
 def _matches(name: str, ending: str) -> bool:
     return name == ending or name.endswith(f".{ending}")
 
 
-def _check_adaptable(matrix: Matrix, target: str) -> None:
+def _check_adaptable(matrix: Matrix, target: str, key: str) -> None:
     if not matrix.is_adaptable:
         does = "it computes more than a product" if matrix.left_out == ROUTER else matrix.left_out
-        raise RecipeError(f"{_KEY}: {target} cannot have an adapter in this model: {does}")
+        raise RecipeError(f"{key}: {target} cannot have an adapter in this model: {does}")
 
 
-def _check_complete(target: str, fused: str, parts: set[str], targets: Collection[str]) -> None:
+def _check_complete(
+    target: str, fused: str, parts: set[str], targets: Collection[str], key: str
+) -> None:
     if missing := sorted(parts - {*targets}):
         raise RecipeError(
-            f"{_KEY}: the experts' {target} is one matrix with {', '.join(missing)} in memory; "
+            f"{key}: the experts' {target} is one matrix with {', '.join(missing)} in memory; "
             f"name {' and '.join(sorted(parts))}, or {fused}"
         )
 
@@ -138,17 +148,3 @@ def _is_converted(model: PreTrainedModel, name: str) -> bool:
     except ValueError:  # one of several parts
         return True
     return name not in (config.target_modules or ())
-
-
-def _endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
-    """The shortest endings, of whole parts, that only ``wanted`` names have among ``every``."""
-    wanted = list(wanted)
-    own = set(wanted)
-    others = {ending for name in every if name not in own for ending in _parts(name)}
-    return sorted({next((e for e in _parts(n) if e not in others), n) for n in wanted})
-
-
-def _parts(name: str) -> list[str]:
-    """``a.b.c`` -> ``c``, ``b.c``, ``a.b.c``."""
-    words = name.split(".")
-    return [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]

@@ -28,6 +28,9 @@ class ModelSection:
     """Where a hub id is looked up. ``modelscope`` needs ``pip install modelscope``."""
     adapter: Path | None = None
     """A PEFT adapter to continue training from (with ``method: lora``)."""
+    frozen_adapters: tuple[Path, ...] = ()
+    """PEFT adapters on the base that are not trained (with ``method: lora``). The one that is
+    trained starts from their sum; checkpoints contain all of them, as one adapter of the base."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights. ``auto``: trainable weights in float32, frozen ones as stored
     (float32 on a CPU)."""

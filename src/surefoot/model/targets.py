@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ..errors import ModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
 
@@ -53,3 +55,17 @@ def linear_names(model: nn.Module) -> list[str]:
         if isinstance(module, nn.Linear) and module is not head
     }
     return sorted(found)
+
+
+def endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The shortest endings, of whole parts, that only ``wanted`` names have among ``every``."""
+    wanted = list(wanted)
+    own = set(wanted)
+    others = {ending for name in every if name not in own for ending in _parts(name)}
+    return sorted({next((e for e in _parts(n) if e not in others), n) for n in wanted})
+
+
+def _parts(name: str) -> list[str]:
+    """``a.b.c`` -> ``c``, ``b.c``, ``a.b.c``."""
+    words = name.split(".")
+    return [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]

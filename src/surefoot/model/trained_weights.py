@@ -32,8 +32,9 @@ def coverage(
     """The weights of ``inner``, in its order, the adapter in ``model`` not counted. Only some steps
     train the parameters ``in_turn``, by their names in ``model``."""
     alternates = {p for name, p in model.named_parameters() if name in in_turn}
-    updated = adapted(model) if model is not inner else {}
-    why = _reasons(inner, has_adapter=bool(updated))
+    layers = adapted(model) if model is not inner else {}
+    updated = {name for name, layer in layers.items() if _has_trained(layer)}
+    why = _reasons(inner, has_adapter=bool(layers))
     sizes: dict[tuple[str, str], dict[str, int]] = {}
     for wrapped, parameter in inner.named_parameters():
         if is_added(wrapped):
@@ -58,6 +59,12 @@ def table(rows: Sequence[CoverageRow]) -> str:
     lines += [(row.modules, f"{100 * row.share:.2f} %", row.trained) for row in rows]
     first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
     return "\n".join(f"  {a:<{first}}  {b:>{second}}  {c}" for a, b, c in lines)
+
+
+def _has_trained(layer: nn.Module) -> bool:
+    """Whether PEFT's ``layer`` has an adapter that is trained, not frozen ones only."""
+    own = (p for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+    return any(parameter.requires_grad for parameter in own)
 
 
 def _place(name: str, parameter: nn.Parameter) -> tuple[str, str]:

@@ -37,6 +37,7 @@ class NetworkOptions:
     seed: int = 0  # of the values that the method draws
     heads: Sequence[str] = ()  # outputs that need a head of their own, see ``HEADS``
     is_trainable: bool = True
+    is_new: bool = True  # False if a checkpoint has the values of what the method adds
     is_read: bool = True  # False if a checkpoint has all values, and is loaded afterwards
     weights: Path | None = None  # the folder of the weights, if it is not the model's
     only_generates: bool = False  # ranks of ``dp_shard`` and ``tp`` generate together, in step

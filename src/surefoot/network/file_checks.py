@@ -30,8 +30,9 @@ def checked_files(draft: Draft) -> Iterator[None]:
     error of the block: damaged values may look like a wrong setting.
     """
     options, world = draft.options, draft.world
-    read = [options.weights or draft.base, draft.section.adapter] if options.is_read else []
-    folders = [folder for folder in read if folder is not None]
+    section = draft.section
+    read = [options.weights or draft.base, section.adapter, *section.frozen_adapters]
+    folders = [folder for folder in read if folder is not None] if options.is_read else []
     with ConcurrentCheck(folders, [draft.base], rank=world.rank, num_ranks=world.size) as check:
         try:
             yield
@@ -54,12 +55,12 @@ def check_files(base: Path, section: ModelSection) -> None:
     those in ``base`` contain other tensors than the architecture has. Headers alone are read."""
     with silenced():
         found = init_on_meta(base, section, dtype=training_dtype(section))
-    if section.adapter is not None and has_manifest(section.adapter):
-        report = verify_weights(section.adapter)
-        if not report.ok:
-            raise CheckpointError(report.problems[0])
+    adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
+    for folder in adapters:
+        if has_manifest(folder) and (problems := verify_weights(folder).problems):
+            raise CheckpointError(problems[0])
     paths = sorted(base.glob(WEIGHTS)) if found is None else []
-    for path in [*paths, *([] if section.adapter is None else [section.adapter / ADAPTER_WEIGHTS])]:
+    for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
         try:
             with safe_open(path, "pt"):
                 pass

@@ -143,7 +143,7 @@ def _listed(shapes: Mapping[str, Sequence[int]]) -> str:
 
 def refuse_headless(folder: Path, heads: Sequence[str]) -> None:
     """Raise ``ModelError`` if a model that can only give rewards is to give anything else."""
-    if "values" not in heads and is_sequence_classification(folder):
+    if "values" not in heads and is_sequence_classification(Path(folder)):
         raise ModelError(
             f"{folder}: a reward model (sequence classification), which has no output head for "
             "tokens; name a language model, or train it with stage: rm"

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
+from ..model.adapters.dora import has_exact_lengths, lengths
 from ..model.attention.isolation import PromptSharing
 from ..model.attention.packed import uses_document_attention
 from ..model.pretrained.loading import device
@@ -72,12 +73,13 @@ class MetaModel:
         known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
         with CapturedInit() as drawn:
             policy = method(self.model)
+        _restore_constants(policy, drawn)
         readers: dict[str, Reader] = {}
         for name, tensor in kept_tensors(policy):
             if tensor in known:
                 readers[name] = known[tensor]
             elif (values := drawn.of(tensor)) is not None:
-                readers[name] = partial(_piece, values)
+                readers[name] = partial(piece, values)
         for name, tensor in kept_tensors(policy):
             if name not in readers:
                 readers[name] = _made_of_others(name, tensor, policy, readers)
@@ -276,7 +278,17 @@ class _ResizedEmbedding:
         return self._means[0]
 
 
-def _piece(values: torch.Tensor, box: Box) -> torch.Tensor:
+def _restore_constants(policy: nn.Module, drawn: CapturedInit) -> None:
+    """Put back the values of buffers that the method adds and that are in no file: indices."""
+    for prefix, module in policy.named_modules():
+        for name in module._non_persistent_buffers_set if prefix else ():
+            buffer = module._buffers[name]
+            if buffer is not None and (values := drawn.of(buffer)) is not None:
+                module._buffers[name] = values
+
+
+def piece(values: torch.Tensor, box: Box) -> torch.Tensor:
+    """A reader of a tensor that is in memory."""
     return values[box.slices_in(Box.whole(tuple(values.shape)))]
 
 
@@ -289,7 +301,16 @@ def _made_of_others(
         return readers[original]
     base = name.replace(_MAGNITUDE, _BASE)
     if base in readers and tensor.dim() == 1:
+        module: Any = policy.get_submodule(name.rpartition(".")[0])
         weight = policy.get_parameter(base)
+        if module.fan_in_fan_out:
+            is_exact = has_exact_lengths(module)
+            return partial(
+                _column_lengths,
+                readers[base],
+                tuple(weight.shape),
+                None if is_exact else weight.dtype,
+            )
         return partial(_row_lengths, readers[base], weight.shape[1])
     raise ModelError(f"{name}: no initial values are known")
 
@@ -297,4 +318,14 @@ def _made_of_others(
 def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
     rows = Box((*box.start, 0), (*box.shape, columns))
     blocks = rows.blocks(max(BLOCK, columns))  # of complete rows
-    return torch.cat([torch.linalg.norm(read(block), dim=1) for block in blocks])
+    return torch.cat([lengths(read(block)) for block in blocks])
+
+
+def _column_lengths(
+    read: Reader, shape: tuple[int, ...], dtype: torch.dtype | None, box: Box
+) -> torch.Tensor:
+    """The same of a weight that is stored transposed, as those of GPT-2 and of embeddings; rounded
+    to ``dtype``, as PEFT does those of embeddings."""
+    columns = Box((0, *box.start), (shape[0], *box.shape))
+    found = lengths(read(columns).T)
+    return found if dtype is None else found.to(dtype)

@@ -24,7 +24,7 @@ from ..parallel.world import World
 from .draft import Draft, NetworkOptions
 from .file_checks import checked_files
 from .heads import add_heads, refuse_headless, refuse_heads
-from .layer_steps import fuse_lora, recompute
+from .layer_steps import fuse_lora, initialize_adapter, recompute
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
@@ -205,6 +205,7 @@ ON_THE_MODEL: Sequence[Step] = (
     resize_embeddings,  # before the method, which may train or copy the embeddings
     switch_attention,  # packing is proven on the plain model: an adapter may draw dropout
     apply_method,  # wraps what is there by now
+    initialize_adapter,  # from weights that are as they are in files
     attach_heads,  # after the method: PEFT's all-linear would wrap a head, too, and freeze it
     fuse_lora,  # only now are there PEFT's modules
     compute_in_float8,  # looks at what is trained, which freeze would hide

@@ -211,8 +211,9 @@ def plan_pipeline_stages(
     """Plan the pipeline stages of ``inner``, which is complete. Raises ``RecipeError``."""
     if weights.is_converted:
         raise RecipeError(
-            f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, which "
-            "a pipeline does not support; leave pp at 1 and use parallel.dp_shard"
+            f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, or has "
+            "frozen adapters (model.frozen_adapters, method.lora.init), which a pipeline does not "
+            "support; leave pp at 1 and use parallel.dp_shard"
         )
     of_stages = parameters_of(inner, num_stages)
     learns = [any(p.requires_grad for p in stage) for stage in of_stages]

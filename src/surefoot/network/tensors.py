@@ -19,7 +19,7 @@ from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
-from ..model.pretrained.adapter import attach, attach_empty
+from ..model.pretrained.adapter import add_adapters, attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
@@ -248,15 +248,18 @@ def _read(base: Path, section: ModelSection, weights: Path | None) -> Values | N
 
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Method:
     """What makes the model: the adapter to resume from, the method, or neither."""
-    method = draft.options.method
-    if draft.section.adapter is not None:
-        check_adapter(draft.section)
-        folder = draft.section.adapter
+    method, folder = draft.options.method, draft.section.adapter
+    made: Method = lambda model: cast(nn.Module, model)  # noqa: E731
+    check_adapter(draft.section)
+    if folder is not None:
         attach = lambda model: attach_from(model, folder)  # noqa: E731
-        return attach if method is None else partial(method.attach, attach=attach)
-    if method is not None:
-        return method.apply
-    return lambda model: cast(nn.Module, model)
+        made = attach if method is None else partial(method.attach, attach=attach)
+    elif method is not None:
+        made = method.apply
+    if not draft.section.frozen_adapters:
+        return made
+    is_read = attach_from is not attach_empty
+    return lambda model: add_adapters(made(model), draft.section.frozen_adapters, is_read=is_read)
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:

@@ -15,7 +15,8 @@ MINDFORMERS = (
 )
 LLAMAFACTORY = {  # the settings of its keys
     "model_name_or_path": "model.path",
-    "adapter_name_or_path": "model.adapter",
+    "adapter_name_or_path": "model.adapter; of several only the last is, the others are "
+    "model.frozen_adapters",
     "trust_remote_code": "model.trust_remote_code",
     "quantization_bit": "model.quantization_bit",
     "flash_attn": "model.attention",
@@ -29,6 +30,9 @@ LLAMAFACTORY = {  # the settings of its keys
     "additional_target": "method.lora.modules_to_save",
     "use_rslora": "method.lora.rslora",
     "use_dora": "method.lora.dora",
+    "pissa_init": "method.lora.init: pissa",
+    "pissa_iter": "method.lora.init_iterations; -1 is 0 there",
+    "loraplus_lr_ratio": "optim.adamw.learning_rates: {lora_B: the ratio}",
     "freeze_trainable_layers": "method.freeze.num_layers",
     "dataset": "data.datasets",
     "dataset_dir": "data.dataset_dir",

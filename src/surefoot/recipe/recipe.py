@@ -138,12 +138,14 @@ def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     model, data, train = recipe.model, recipe.data, recipe.train
     path = locate_model(model.path, base_of(("model", "path")))
     adapter = model.adapter and adapter_in(locate(model.adapter, base_of(("model", "adapter"))))
+    below = base_of(("model", "frozen_adapters"))
+    frozen = tuple(adapter_in(locate(one, below)) for one in model.frozen_adapters)
     datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
     return replace(
         recipe,
-        model=replace(model, path=path, adapter=adapter),
+        model=replace(model, path=path, adapter=adapter, frozen_adapters=frozen),
         data=replace(data, dataset_dir=datasets, cache_dir=data_cache),
         train=replace(
             train,

@@ -47,11 +47,12 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
         folder = resolve(recipe.model, weights=weights)
     except ModelError as error:
         problems.append(str(error))
-    try:
-        if recipe.model.adapter is not None:
-            adapter.check(recipe.model.adapter)
-    except ModelError as error:
-        problems.append(f"model.adapter: {error}")
+    own = [] if recipe.model.adapter is None else [("adapter", recipe.model.adapter)]
+    for name, path in [*own, *(("frozen_adapters", path) for path in recipe.model.frozen_adapters)]:
+        try:
+            adapter.check(path)
+        except ModelError as error:
+            problems.append(f"model.{name}: {error}")
     if problems:
         raise ModelError("\n".join([*problems, *problems_of(recipe.data)]))
     return folder

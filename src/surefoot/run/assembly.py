@@ -103,12 +103,13 @@ def build(
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
-    # a checkpoint that contains all values makes reading the base needless, if nothing computes
-    # with it before
-    is_kept = start is not None and start.has_base and recipe.method.saves_base_model
-    is_read = not (is_kept and ahead.found.is_complete)
+    is_new = start is None or not ahead.found.is_complete
+    has_base = start is not None and start.has_base and recipe.method.saves_base_model
+    is_read = is_new or not has_base  # if no checkpoint has all values, or they are needed before
     longest = data_loading.longest_document(recipe, data)
-    policy = open_policy(recipe, base, codec.tokenizer, world, is_read=is_read, longest=longest)
+    policy = open_policy(
+        recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
+    )
     ahead.run(policy)
     saver = build_saver(written, policy, codec, bases.policy, world)
     end_with_responses(policy, codec)  # the files beside the weights have their own

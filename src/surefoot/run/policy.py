@@ -53,11 +53,13 @@ def open_policy(
     world: World = ALONE,
     *,
     is_read: bool = True,
+    is_new: bool = True,
     longest: int = 0,
 ) -> Network:
     """The model that a recipe trains; on the meta device if a checkpoint has all of its weights.
-    ``longest`` are the tokens of the longest document in packed rows."""
-    options = options_of(recipe, is_read=is_read, longest=longest)
+    ``is_new`` is False if a checkpoint has the values of what the method adds. ``longest`` are the
+    tokens of the longest document in packed rows."""
+    options = options_of(recipe, is_read=is_read, is_new=is_new, longest=longest)
     made = open_network(base, recipe.model, tokenizer, world, options)
     share = made.num_trainable / made.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
@@ -66,7 +68,9 @@ def open_policy(
     return made
 
 
-def options_of(recipe: Recipe, *, is_read: bool = True, longest: int = 0) -> NetworkOptions:
+def options_of(
+    recipe: Recipe, *, is_read: bool = True, is_new: bool = True, longest: int = 0
+) -> NetworkOptions:
     """The options for the model of a recipe."""
     return NetworkOptions(
         method=recipe.method,
@@ -77,6 +81,7 @@ def options_of(recipe: Recipe, *, is_read: bool = True, longest: int = 0) -> Net
         seed=recipe.train.seed,
         heads=recipe.stage.heads,
         is_read=is_read,
+        is_new=is_new,
     )
 
 

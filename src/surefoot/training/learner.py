@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.state.protocols import ShardedState
+from ..model.adaptable import is_added
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
@@ -56,7 +57,8 @@ class Learner:
     def num_saved_bytes(self) -> int:
         """About the bytes of this rank's part of a checkpoint, once the optimizer has a state."""
         is_full = self.weights.kind == "full"
-        kept = [p for p in self.module.parameters() if is_full or p.requires_grad]
+        named = self.module.named_parameters()
+        kept = [p for name, p in named if is_full or p.requires_grad or is_added(name)]
         states = self.step.optimizer.state.values()
         held = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
         return sum(local(tensor).nbytes for tensor in [*kept, *held])

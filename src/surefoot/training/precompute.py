@@ -263,7 +263,7 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     """The model of an auxiliary one: the policy, or another one."""
     if auxiliary.model is None:
         return policy
-    changes = {"revision": None, "adapter": None, "quantization_bit": None}
+    changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
     return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
 
 
@@ -277,7 +277,8 @@ def identity_of(
 
 
 def _model_identity(role: str, model: ModelSection, base: Path) -> list[object]:
-    folders = [base] if model.adapter is None else [base, model.adapter]
+    adapters = [*model.frozen_adapters, *([model.adapter] if model.adapter else [])]
+    folders = [base, *adapters]
     settings = (
         *(model.dtype, model.quantization_bit, model.quantization_type, model.double_quantization),
         model.attention,

@@ -221,10 +221,11 @@ def test_the_stage_is_told_that_needs_most(project):
     assert later.memory.activations > found.memory.activations
 
 
-def test_pairs_are_planned_before_anybody_is_asked_about_them(tmp_path):
+@pytest.mark.parametrize("stage", ["dpo", "rm"])
+def test_pairs_are_planned_before_anybody_is_asked_about_them(stage, tmp_path):
     data = {"datasets": ["pairs"], "cache_dir": str(tmp_path / "cache")}
     train = {"global_batch_size": 3, "micro_batch_size": 3, "max_steps": 2}
-    pairs = Project(tmp_path / "project", stage="dpo", data=data, train=train)
+    pairs = Project(tmp_path / "project", stage=stage, data=data, train=train)
     planned = plan(pairs)
     assert planned.not_known is None
     assert not (tmp_path / "cache").exists()

@@ -75,7 +75,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 def is_sequence_classification(folder: Path) -> bool:
     """Whether ``folder`` has a reward model, or another classifier, of transformers."""
-    path = folder / "config.json"
+    path = Path(folder) / "config.json"
     if not files.exists(path):
         return False
     names = strict_json.read_object(path).get("architectures")

@@ -113,4 +113,5 @@ def unshared(batch: Batch) -> Batch:
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         branches=None,
         at=None,
+        at_ends=None,
     )

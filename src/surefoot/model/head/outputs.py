@@ -86,7 +86,7 @@ def compute(
 
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
-    at = ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
+    at = batch.at_ends or ends(batch) if spec.at == "ends" else batch.at or trained_positions(batch)
     router: list[torch.Tensor | None] = []
 
     def run() -> torch.Tensor:

@@ -1,25 +1,37 @@
-"""A PEFT adapter on a loaded model: checked against the model before any weight is read."""
+"""PEFT adapters on a loaded model: checked against the model before any weight is read."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ModelError, counted
+from ..adaptable import is_linear
+from ..adapters.frozen import add_frozen, stacked_layers
 from .weights import AdapterWeights
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+if TYPE_CHECKING:  # slow to import, and here only a name
+    from peft import PeftConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What PEFT raises for values of a wrong type, and for an adapter that does not fit.
 _OF_VALUES = (TypeError, AttributeError, IndexError, ArithmeticError, AssertionError, ImportError)
 _OF_FIT = (RuntimeError, ValueError, KeyError)
+# Starts for which PEFT subtracts a part of the base whenever it opens the adapter.
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What adds more to a layer's output than a product of two matrices.
+_MORE = (
+    *("use_dora", "modules_to_save", "target_parameters", "trainable_token_indices"),
+    *("lora_bias", "layer_replication", "use_qalora", "alora_invocation_tokens", "megatron_config"),
+)
 
 
 def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> nn.Module:
@@ -29,30 +41,127 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
 
     check(folder)
     config = _config_of(folder)
-    try:
-        with _fitting(folder, model):
-            wrapped: nn.Module = PeftModel.from_pretrained(
-                model, str(folder), is_trainable=trainable, config=config
-            )
-    except SafetensorError as error:
-        raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
+    if next(model.parameters()).is_meta:  # whose values are read as they are in files
+        _refuse_changed_base(folder, "model.adapter")
+    with _reading(folder, model.name_or_path):
+        wrapped: nn.Module = PeftModel.from_pretrained(
+            model, str(folder), is_trainable=trainable, config=config
+        )
     _check_names(wrapped, folder, model.name_or_path)
     return wrapped
+
+
+@contextmanager
+def _reading(folder: Path, base: str) -> Iterator[None]:
+    """A block in which PEFT reads the adapter in ``folder`` for the model ``base``, with its errors
+    in a sentence."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters of them is checked afterwards
+            yield
+    except SafetensorError as error:
+        raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
+    except _OF_VALUES as error:
+        raise ModelError(_unusable(folder, error)) from None
+    except _OF_FIT as error:
+        lines = _lines(error)
+        detail = next((line for line in lines if "mismatch" in line or "not found" in line), None)
+        raise ModelError(
+            f"{folder}: this is an adapter of another model, not of {base}: {detail or lines[0]}"
+        ) from None
+
+
+def _unusable(folder: Path, error: Exception) -> str:
+    return f"{folder / CONFIG}: PEFT cannot use its values: {_lines(error)[0]}"
+
+
+def _lines(error: Exception) -> list[str]:
+    found = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return found or [type(error).__name__]
 
 
 def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
     """``model`` wrapped by an adapter like the one in ``folder``, whose values are not read."""
     from peft import get_peft_model
 
-    _check_config(folder)
-    config = _config_of(folder)
-    config.inference_mode = config.init_lora_weights = False
-    with _fitting(folder, model):
+    config = _config_without_values(folder)
+    with _reading(folder, model.name_or_path):
         wrapped: nn.Module = get_peft_model(model, config)
     return wrapped
 
 
-def _config_of(folder: Path) -> Any:
+def add_adapters(model: nn.Module, folders: Sequence[Path], *, is_read: bool) -> nn.Module:
+    """``model``, which may have an adapter, with those in ``folders``; ``is_read``: with their
+    values. Raises ``ModelError`` if one is no plain LoRA adapter of linear layers."""
+    if isinstance(model, PreTrainedModel):
+        first, *folders = folders
+        _refuse_more(_config_without_values(first), first)
+        model = attach(model, first) if is_read else attach_empty(model, first)
+    for number, folder in enumerate(folders):
+        _refuse_more(config := _config_without_values(folder), folder)
+        _check_trained(model)
+        name = f"frozen_{number}"
+        base = str(getattr(model, "name_or_path", "the model"))
+        if not is_read:
+            with _reading(folder, base):
+                add_frozen(model, name, config)
+            continue
+        check(folder)
+        with _reading(folder, base):
+            add_frozen(model, name, config)
+            model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
+        _check_names(model, folder, base, name)
+    for found in stacked_layers(model):
+        if not is_linear(found.layer.get_base_layer()):
+            raise ModelError(
+                f"model.frozen_adapters: one adapts {found.name}, which is no linear layer; merge "
+                "it into the model first with `surefoot export`"
+            )
+    return model
+
+
+def _refuse_more(config: Any, folder: Path) -> None:
+    where = f"model.frozen_adapters: {folder}"
+    _refuse_changed_base(folder, "model.frozen_adapters")
+    if config.peft_type != "LORA":
+        raise ModelError(f"{where}: expected a LoRA adapter, found {config.peft_type}")
+    more = [name for name in _MORE if getattr(config, name, None)]
+    if more or config.bias != "none":
+        raise ModelError(
+            f"{where}: an adapter with {more[0] if more else 'bias'} is no sum with others; merge "
+            "it into the model first with `surefoot export`"
+        )
+
+
+def _check_trained(model: nn.Module) -> None:
+    config: Any = model.peft_config["default"]  # type: ignore[index]
+    for name, is_on in (("dora", config.use_dora), ("targets", bool(config.target_parameters))):
+        if is_on:
+            why = "has magnitudes" if name == "dora" else "adapts experts as a parameter"
+            raise ModelError(
+                f"model.frozen_adapters: the adapter that is trained {why} (method.lora.{name}), "
+                "and is no sum with others; merge them into the model first with `surefoot export`"
+            )
+
+
+def _refuse_changed_base(folder: Path, key: str) -> None:
+    init = str(json.loads((folder / CONFIG).read_bytes()).get("init_lora_weights")).lower()
+    if init.startswith(_CHANGED_BASE):
+        raise ModelError(
+            f"{key}: {folder}: init_lora_weights {init} changed the base at the start of training; "
+            "convert the adapter with peft's path_initial_model_for_weight_conversion first"
+        )
+
+
+def _config_without_values(folder: Path) -> PeftConfig:
+    """The configuration in ``folder``, for an adapter whose values are not initialized."""
+    _check_config(folder)
+    config = _config_of(folder)
+    config.inference_mode = config.init_lora_weights = False
+    return config
+
+
+def _config_of(folder: Path) -> PeftConfig:
     """PEFT's configuration of an adapter. Raises ``ModelError``: PEFT makes none of the file."""
     from peft import PeftConfig
 
@@ -73,38 +182,11 @@ def _check_tokens(found: object) -> None:
         raise TypeError(f"trainable_token_indices is {found}, expected lists of token ids")
 
 
-@contextmanager
-def _fitting(folder: Path, model: PreTrainedModel) -> Iterator[None]:
-    """A block in which PEFT puts the adapter in ``folder`` on ``model``. Raises ``ModelError``."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what matters of them is checked afterwards
-            yield
-    except _OF_VALUES as error:
-        raise ModelError(_unusable(folder, error)) from None
-    except _OF_FIT as error:
-        lines = _lines(error)
-        detail = next((line for line in lines if "mismatch" in line or "not found" in line), None)
-        raise ModelError(
-            f"{folder}: this is an adapter of another model, not of {model.name_or_path}: "
-            f"{detail or lines[0]}"
-        ) from None
-
-
-def _unusable(folder: Path, error: Exception) -> str:
-    return f"{folder / CONFIG}: PEFT cannot use its values: {_lines(error)[0]}"
-
-
-def _lines(error: Exception) -> list[str]:
-    found = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return found or [type(error).__name__]
-
-
-def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
+def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
     with safe_open(folder / WEIGHTS, "pt") as file:
         found = set(file.keys())
-    wanted = AdapterWeights(wrapped).state_dict().keys()
+    wanted = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
     missing = sorted(wanted - found)
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())
     if missing or unexpected:
@@ -118,7 +200,7 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str) -> None:
 
 
 def _check_config(folder: Path) -> None:
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / CONFIG).is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         of = f"; it contains several ({', '.join(inside)}): name one" if inside else ""
         raise ModelError(
@@ -133,7 +215,7 @@ def _check_config(folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise ``ModelError`` if the files of an adapter are not in ``folder``."""
+    """Raise ``ModelError`` if ``folder`` has no adapter that can be read."""
     _check_config(folder)
     if not (folder / WEIGHTS).is_file():
         found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""

@@ -70,6 +70,9 @@ class BaseModel:
         if self.adapter is not None:
             of_adapter = _files(self.adapter, has_weights=self.has_adapter_weights)
             found |= {f"adapter/{name}": path for name, path in of_adapter.items()}
+        for number, folder in enumerate(self.section.frozen_adapters):
+            of_adapter = _files(folder, has_weights=True)
+            found |= {f"adapter/frozen_{number}/{n}": p for n, p in of_adapter.items()}
         return dict(sorted(found.items()))
 
     def at_commit(self) -> ModelSection:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters.frozen import has_frozen, together
 from ..section import ModelSection
 
 STRAY = ("is_local", "local_files_only")  # what transformers leaks into tokenizer_config.json
@@ -61,7 +62,7 @@ def model_files(
 
 def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:
     """``adapter_config.json`` as PEFT writes it, but sorted, so that equal runs write equal bytes;
-    and ``config.json`` of a base whose positions are extended.
+    and ``config.json`` of a base whose positions are extended. Frozen adapters are part of it.
 
     ``base`` names the model as the user did: a hub id rather than the folder of its download.
     """
@@ -77,6 +78,8 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
     for name in ("target_modules", "target_parameters", "modules_to_save"):
         if isinstance(plain.get(name), list):
             plain[name] = sorted(plain[name])
+    if has_frozen(model):
+        plain = together(plain, model)
     found = {"adapter_config.json": _json(plain)}
     if base is not None and base.max_positions is not None:
         inner: Any = model.get_base_model()  # type: ignore[operator]

@@ -123,9 +123,11 @@ def extension_of(adapter: Path) -> dict[str, Any]:
 
 def check_adapter(section: ModelSection) -> None:
     """Raise ``ModelError`` if an adapter was trained on a base with other positions."""
-    found = {} if section.adapter is None else extension_of(section.adapter)
-    if any(getattr(section, name) != value for name, value in found.items()):
-        settings = " ".join(f"model.{name}={value}" for name, value in found.items())
-        raise ModelError(
-            f"model.adapter: {section.adapter} was trained on an extended base; set {settings}"
-        )
+    named = [("adapter", section.adapter)] if section.adapter else []
+    for key, folder in (*named, *(("frozen_adapters", one) for one in section.frozen_adapters)):
+        found = extension_of(folder)
+        if any(getattr(section, name) != value for name, value in found.items()):
+            settings = " ".join(f"model.{name}={value}" for name, value in found.items())
+            raise ModelError(
+                f"model.{key}: {folder} was trained on an extended base; set {settings}"
+            )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from importlib.util import find_spec
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,6 +60,19 @@ def disable_relayout(model: nn.Module) -> None:
     for module in model.modules():
         if "support_avx512bf16_for_cpu" in vars(module):
             vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def dequantized(layer: Any) -> torch.Tensor:
+    """A linear layer's weight, in values. PEFT's own function also moves an 8-bit weight, which
+    loses its scales if it is on a CPU."""
+    from peft.utils.integrations import dequantize_bnb_weight, dequantize_module_weight
+
+    weight: torch.Tensor = layer.weight
+    if type(weight).__name__ in ("Params4bit", "Int8Params"):
+        weight = dequantize_bnb_weight(weight, state=getattr(layer, "state", None))
+    else:
+        weight = dequantize_module_weight(layer)
+    return weight.detach()
 
 
 def num_elements(parameter: nn.Parameter) -> int:

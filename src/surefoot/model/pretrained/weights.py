@@ -120,6 +120,7 @@ class AdapterWeights:
 
     model: nn.Module
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name, of what is spread
+    adapter: str = "default"  # which of the model's
     kind: ClassVar[Literal["full", "adapter"]] = "adapter"
     is_adapter: ClassVar[bool] = True
     is_converted: ClassVar[bool] = False
@@ -156,7 +157,7 @@ class AdapterWeights:
         from peft import get_peft_model_state_dict
 
         state: dict[str, torch.Tensor] = get_peft_model_state_dict(
-            self.model, save_embedding_layers=False
+            self.model, adapter_name=self.adapter, save_embedding_layers=False
         )
         return state
 
@@ -165,7 +166,7 @@ class AdapterWeights:
         from peft import set_peft_model_state_dict
 
         _check_names(state, self.state_dict())
-        set_peft_model_state_dict(self.model, dict(state))
+        set_peft_model_state_dict(self.model, dict(state), adapter_name=self.adapter)
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,0 +1,137 @@
+"""The weights of an adapter that is stored together with frozen ones, as one adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...checkpoint.state.local_box import local_box_of
+from ...errors import CheckpointError, counted
+from ...geometry.box import Box
+from ...geometry.sharding import Cuts, axes
+from ...model.adapters.frozen import StackedLayer, stacked_layers
+from ...model.pretrained.companions import adapter_files
+from ...model.pretrained.weights import AdapterWeights
+from ...model.section import ModelSection
+
+Tensors = Mapping[str, torch.Tensor]
+_ALONG = {"lora_A": 0, "lora_B": 1}  # the dimension along which matrices are joined
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """Each layer's adapters in one pair of matrices, which are made for each save."""
+
+    model: nn.Module
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name in the model, of factors
+    kind: ClassVar[Literal["full", "adapter"]] = "adapter"
+    is_adapter: ClassVar[bool] = True
+    is_converted: ClassVar[bool] = True
+
+    def without(self, _names: Collection[str]) -> StackedWeights:
+        """An adapter's files have none of the model's own tensors."""
+        return self
+
+    def sharded(self, cuts: Mapping[str, Cuts]) -> StackedWeights:
+        """The same weights after their tensors were sharded."""
+        return replace(self, cuts=cuts)
+
+    def small_files(
+        self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
+    ) -> dict[str, bytes]:
+        """``adapter_config.json`` of all adapters together."""
+        return adapter_files(self.model, section)
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """The sharding of a tensor; joined matrices are complete on every rank."""
+        return self.cuts.get(name)
+
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The joined matrices, and the live tensors that are no factors. A collective call if the
+        model is sharded."""
+        state = AdapterWeights(self.model).state_dict()
+        for name, joined in self._joined().items():
+            parts = [(self._complete(n, p), ratio) for n, p, ratio in joined.parts]
+            scaled = [part if ratio == 1 else part * ratio for part, ratio in parts]
+            state[name] = torch.cat(scaled, joined.dim)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Tensors) -> None:
+        """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
+        live, joined = AdapterWeights(self.model).state_dict(), self._joined()
+        wanted = live.keys() | joined.keys()
+        if odd := sorted(wanted ^ state.keys()):
+            raise CheckpointError(
+                f"weights of another model: {counted(len(odd), 'tensor differs', 'tensors differ')}"
+                f", for example {odd[0]}"
+            )
+        for name, tensor in state.items():
+            if name in joined:
+                self._divide(joined[name], tensor)
+            elif tensor is not live[name]:
+                live[name].copy_(tensor)
+
+    def _joined(self) -> dict[str, _Joined]:
+        """By name in files."""
+        return {
+            f"{found.name}.{part}.weight": _joined(found, part)
+            for found in stacked_layers(self.model)
+            for part in _ALONG
+        }
+
+    def _complete(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """All values of a factor, on every rank."""
+        own = local_box_of(name, parameter.detach(), self.cuts.get(name))
+        if not isinstance(parameter, DTensor):
+            return own.values
+        found = torch.zeros(own.shape, dtype=own.values.dtype, device=own.values.device)
+        if own.box.size:
+            found[own.box.slices_in(Box.whole(own.shape))] = own.values
+        bits = found.view(torch.uint8)  # whose sum with zeros has all bits, the sign of 0 included
+        for axis in sorted(axes(self.cuts.get(name, ()))):
+            dist.all_reduce(bits, group=parameter.device_mesh.get_group(axis))
+        return found
+
+    def _divide(self, joined: _Joined, values: torch.Tensor) -> None:
+        """Copy the parts of a joined matrix to their factors; those of frozen adapters that have
+        other scales in files are never loaded from there."""
+        start = 0
+        for name, parameter, ratio in joined.parts:
+            length = parameter.shape[joined.dim]
+            own = local_box_of(name, parameter.detach(), self.cuts.get(name))
+            if own.box.size and ratio == 1:
+                part = values.narrow(joined.dim, start, length)
+                own.values.copy_(part[own.box.slices_in(Box.whole(own.shape))])
+            start += length
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A matrix in files, made of several."""
+
+    parts: Sequence[tuple[str, nn.Parameter, float]]  # with the factor to the scale of the first
+    dim: int
+
+
+def _joined(found: StackedLayer, part: str) -> _Joined:
+    scales = found.layer.scaling
+    ratios = [scales[one] / found.scale if part == "lora_B" else 1.0 for one in found.adapters]
+    named = found.factors(part).items()
+    parts = [(name, p, ratio) for (name, p), ratio in zip(named, ratios, strict=True)]
+    return _Joined(parts, _ALONG[part])

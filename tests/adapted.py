@@ -1,0 +1,40 @@
+"""What tests of adapters do with a network: compute, train a little, save as PEFT does."""
+
+import torch
+from safetensors.torch import save_file
+
+from surefoot.methods import METHODS
+from surefoot.model.section import ModelSection
+
+SMALL = {"oft": {"block_size": 16}}  # what methods need to fit tiny models
+IDS = torch.arange(40).view(2, 20) % 60 + 3
+
+
+def method_of(name):
+    """The method ``name`` for a tiny model."""
+    return METHODS[name](**SMALL.get(name, {}))
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def trained(network, steps=3):
+    """The network after some steps that change every trainable value."""
+    optimizer = torch.optim.AdamW(network.named.values(), lr=1e-2)
+    for _ in range(steps):
+        network.module(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return network
+
+
+def saved(network, folder):
+    folder.mkdir()
+    tensors = {name: t.contiguous() for name, t in network.weights.state_dict().items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    for name, content in network.weights.small_files(ModelSection(path="base"), None, ()).items():
+        (folder / name).write_bytes(content)
+    return folder

@@ -1,0 +1,104 @@
+"""Rotations through PEFT: they start as the base, are saved as PEFT's, and continue."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import folders
+import ranks
+import tiny
+from adapted import logits, saved, trained
+from spread import learn, resume, save
+from surefoot.errors import CheckpointError, RecipeError
+from surefoot.inference.exporting.exported import export
+from surefoot.methods.lora import LoRA
+from surefoot.methods.oft import OFT
+from surefoot.model.section import ModelSection
+from surefoot.network.draft import NetworkOptions
+from surefoot.network.open import open_network
+from surefoot.parallel.world import ALONE
+from test_experts import in_files
+from test_startup import begun
+
+METHOD = OFT(block_size=4, dropout=0.3)
+CLOSE = {"atol": 1e-6, "rtol": 1e-5}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folders.save_model(tmp_path_factory.mktemp("oft"), num_hidden_layers=2)
+
+
+def opened(folder, method, **section):
+    section = ModelSection(path=str(folder), **section)
+    return open_network(folder, section, None, ALONE, NetworkOptions(method=method))
+
+
+def same(one, other):
+    one, other = in_files(one), in_files(other)
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_it_starts_as_the_base_opens_in_peft_and_continues(folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    network = opened(folder, OFT(block_size=4, modules_to_save=("lm_head",)))
+    torch.testing.assert_close(logits(network.module), logits(base), **CLOSE)
+    assert {row.trained for row in network.coverage} >= {"yes, by an adapter", "yes"}
+    now = logits(trained(network).module)
+    assert (now - logits(base)).abs().max() > 0.01
+    adapter = saved(network, tmp_path / "adapter")
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(base, adapter)), now, **CLOSE)
+    again = opened(folder, OFT(block_size=4), adapter=adapter)
+    torch.testing.assert_close(logits(again.module), now, **CLOSE)
+    with pytest.raises(RecipeError, match=r"method: lora, but model.adapter is .*OFT; name that"):
+        opened(folder, LoRA(), adapter=adapter)
+    with pytest.raises(CheckpointError, match=r"OFT cannot be merged.*merge_and_unload"):
+        export(adapter, tmp_path / "merged", base=str(folder))
+
+
+def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(folder, tmp_path):
+    method = OFT(block_size=4)
+    alone = begun(ALONE, folder, method=method)
+    expected = learn(alone, 2)
+
+    def work(world):
+        made = begun(world, folder, method=method)
+        figures = learn(made, 2)
+        halfway = save(made, tmp_path / "two")
+        learn(made, 1)
+        end = save(made, tmp_path / "two")
+        other = resume(begun(world, folder, method=method), halfway)
+        learn(other, 1)
+        return figures, end, save(other, tmp_path / "resumed")
+
+    figures, end, resumed = ranks.run(2, work, dp_shard=2)[0]
+    assert same(resumed, end)
+    for ours, theirs in zip(figures, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (OFT(block_size=5), "block_size: 5, but .* has 32 inputs; choose a divisor"),
+        (OFT(targets=("embed_tokens",)), r"oft\.targets: .*embed_tokens is no linear layer"),
+        (OFT(targets=("q_prj",)), r"^method\.oft\.targets: 'q_prj' is not in the model"),
+        (OFT(modules_to_save=("head",)), r"oft\.modules_to_save: no module 'head'"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused(method, words):
+    with pytest.raises(RecipeError, match=words):
+        method.apply(tiny.model())
+
+
+def test_experts_stay_as_they_are():
+    found = OFT(block_size=4).apply(tiny.model("mixtral"))
+    assert {
+        n.split(".oft_R")[0].rpartition(".")[2]
+        for n, p in found.named_parameters()
+        if p.requires_grad
+    } == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(RecipeError, match="is a parameter, which PEFT cannot rotate"):
+        OFT(targets=("gate_up_proj",)).apply(tiny.model("mixtral"))
