@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from .terminal_text import visible
@@ -35,6 +37,18 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
     @property
     def stream(self) -> TextIO:
         return sys.stderr
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """A block without log lines: of something that is tried, and done again later."""
+    root = logging.getLogger("surefoot")
+    before = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
 
 
 def configure(handler: logging.Handler | None = None, *, verbose: bool = False) -> None:

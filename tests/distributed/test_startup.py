@@ -288,7 +288,7 @@ def test_each_process_reads_what_it_holds_and_no_more(count, parallel, tmp_path,
     numel = sum(p.numel() for p in begun(ALONE, tmp_path).policy.module.parameters())
 
     def work(world):
-        monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+        monkeypatch.setattr(files, "os", counting := Counting(tmp_path / "model.safetensors"))
         made = begun(world, tmp_path)
         held = sum(p.to_local().numel() for p in made.policy.module.parameters())
         assert counting.count == head(tmp_path) + 2 * held  # bytes of bfloat16
@@ -303,7 +303,7 @@ def test_only_what_is_left_in_the_model_is_read(tmp_path, monkeypatch):
     folders.save_model(tmp_path, **UNEVEN)
     section = ModelSection(path=str(tmp_path))
     whole = load_model(tmp_path, section, dtype=torch.float32)
-    monkeypatch.setattr(files, "os", counting := Counting(tmp_path))
+    monkeypatch.setattr(files, "os", counting := Counting(tmp_path / "model.safetensors"))
     start = init_on_meta(tmp_path, section, dtype=torch.float32)
     del start.model.model.layers[0], start.model.model.embed_tokens
     policy, values = start.apply(Full().apply)

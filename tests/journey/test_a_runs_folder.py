@@ -10,6 +10,7 @@ import surefoot
 from folders import save_model, save_recipe
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
+from surefoot.inference import open_model
 from surefoot.recipe.recipe import load
 
 
@@ -61,6 +62,21 @@ def test_an_adapter_is_continued_from_the_folder_of_its_run(run, tmp_path):
     assert load(recipe, later).model.adapter == run / "checkpoint-2", "the latest valid one"
     (tmp_path / "moved").rename(run / "checkpoint-4/adapter_model.safetensors")
     (run / "recipe.yaml").write_text(text)
+
+
+def test_an_adapter_with_a_flipped_bit_is_passed_over_as_by_chat(run, tmp_path, caplog):
+    shutil.copytree(run, tmp_path / "run")
+    text = (run / "recipe.yaml").read_text().replace("at_end: true", "at_end: false")
+    (tmp_path / "run/recipe.yaml").write_text(text)
+    path = tmp_path / "run/checkpoint-4/adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 64
+    path.write_bytes(data)
+    overrides = [f"model.adapter={tmp_path / 'run'}", "train.output_dir=other"]
+    found = load(run.parent / "recipe.yaml", overrides).model.adapter
+    assert found == tmp_path / "run/checkpoint-2" == open_model(tmp_path / "run").folder
+    assert "checkpoint-4 is skipped: " in caplog.text
+    assert "has changed since it was saved" in caplog.text
 
 
 def test_a_damaged_best_checkpoint_of_an_adapter_is_passed_over_and_said(run, tmp_path, caplog):

@@ -237,6 +237,19 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path):
     assert project.run.read_text() == "mine"
 
 
+def test_a_missing_model_is_said_together_with_what_else_is_missing(tmp_path):
+    project = Project(tmp_path)
+    adapter = str(tmp_path / "no-adapter")
+    edit(model={"path": "./nowhere", "adapter": adapter}, data={"datasets": ["nothing"]})(project)
+    edit(method="lora")(project)
+    for command in ("train", "preview", "plan", "encode"):
+        found = CliRunner().invoke(main, [command, str(project.recipe)])
+        assert found.exit_code == 2, found.output
+        assert "model.path: no folder" in found.stderr, command
+        assert f"model.adapter: {adapter}: no adapter_config.json" in found.stderr
+        assert "dataset 'nothing'" in found.stderr
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     import fcntl
 

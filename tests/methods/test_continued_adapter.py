@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from folders import save_adapter, save_model, save_recipe
+import surefoot
+from folders import save_adapter, save_data, save_model, save_recipe
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.model.adaptable import adapted
@@ -102,6 +103,15 @@ def opened(folder, adapter, method):
     section = read(recipe_of(folder, adapter=adapter)).model
     options = NetworkOptions(method=method)
     return open_network(folder / "model", section, None, ALONE, options).module
+
+
+def test_what_is_continued_is_said_once(folder, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    train = {"train": {"output_dir": str(tmp_path), "max_steps": 1, "eval_steps": None}}
+    save_data(folder / "data")
+    path = save_recipe(folder, **recipe_of(folder, adapter="usual"))
+    surefoot.train(path, **train)
+    assert caplog.text.count("continuing an adapter: rank 16") == 1
 
 
 def test_targets_may_have_other_names_for_the_same_parameters(folder, caplog):

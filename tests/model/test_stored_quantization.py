@@ -1,5 +1,6 @@
 """Bases whose files are quantized: read as what they mean, or refused by name."""
 
+import json
 from math import ceil
 
 import peft
@@ -7,17 +8,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 import folders
+import packed_weights
 import surefoot
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
+from surefoot.geometry.box import Box
 from surefoot.inference.model_loading import open_model
 from surefoot.model.pretrained.positions import read_config
 from surefoot.model.pretrained.stored_quantization import dequantization
 from surefoot.model.section import ModelSection
+from surefoot.network.meta import init_on_meta
+from surefoot.parallel.world import ALONE
 
 IDS = torch.arange(3, 19)[None]
 BLOCK = 32
@@ -54,31 +58,93 @@ def quantize_blocks(weight):
     return stored, scales, meant
 
 
+def blocks_of_fp8(weight):
+    stored, scales, meant = quantize_blocks(weight)
+    return {"weight": stored, "weight_scale_inv": scales}, meant
+
+
+def ordered_gptq(weight):
+    outputs, inputs = weight.shape
+    order = [i * 5 % (inputs // 16) for i in range(inputs)]
+    return packed_weights.gptq(outputs, inputs, size=16, order=order, seed=outputs + inputs)
+
+
+def gemm_awq(weight):
+    return packed_weights.awq(*weight.shape, seed=sum(weight.shape))
+
+
+def integers(weight):
+    tensors, meant = packed_weights.packed_integers(*weight.shape, seed=sum(weight.shape))
+    return {**tensors, "input_scale": torch.ones(1)}, meant
+
+
+def floats(weight):
+    scales = weight.abs().amax(1, keepdim=True) / 448
+    stored = (weight / scales).to(torch.float8_e4m3fn)
+    tensors = {"weight": stored, "weight_scale": scales.half()}
+    return tensors, (stored.float() * tensors["weight_scale"].float()).half()
+
+
+def schemes(form, **weights):
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    ignored = {"ignore": ["lm_head"], "quant_method": "compressed-tensors"}
+    return {**ignored, "format": form, "config_groups": groups}
+
+
+FORMS = {
+    "fp8": (blocks_of_fp8, FP8),
+    "gptq": (
+        ordered_gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False},
+    ),
+    "awq": (gemm_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM"}),
+    "pack-quantized": (
+        integers,
+        schemes("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16),
+    ),
+    "float-quantized": (
+        floats,
+        schemes("float-quantized", num_bits=8, type="float", strategy="channel"),
+    ),
+}
+
+
+def made(folder, form, kind="llama", **changes):
+    """A project on a quantized base, and the plain model that the base means."""
+    quantize, settings = FORMS[form]
+    base = folders.save_model(folder / "model", kind, intermediate_size=64, **changes)
+    folders.save_data(folder / "data")
+    plain = load_file(base / "model.safetensors")
+    tensors = dict(plain)
+    for name in [name for name in plain if name.endswith("proj.weight")]:
+        stored, meant = quantize(tensors.pop(name))
+        plain[name] = meant.float()
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.{role}": tensor for role, tensor in stored.items()}
+    save_file(plain, base / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    folders.edit_json(base / "config.json", quantization_config=settings)
+    return folder, model
+
+
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory):
-    """A project on an fp8 base, and the plain model that the base means."""
-    folder = tmp_path_factory.mktemp("fp8")
-    folders.save_model(folder / "model", intermediate_size=64)
-    folders.save_data(folder / "data")
-    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tensors = load_file(folder / "model" / "model.safetensors")
-    with torch.no_grad():
-        for name, module in plain.named_modules():
-            if isinstance(module, nn.Linear) and name != "lm_head":
-                stored, scales, meant = quantize_blocks(module.weight)
-                tensors |= {f"{name}.weight": stored, f"{name}.weight_scale_inv": scales}
-                module.weight.copy_(meant)
-    save_file(tensors, folder / "model" / "model.safetensors", {"format": "pt"})
-    folders.edit_json(folder / "model" / "config.json", quantization_config=FP8)
-    return folder, plain.eval()
+    """The project on an fp8 base."""
+    return made(tmp_path_factory.mktemp("fp8"), "fp8")
+
+
+LONG = [pytest.param(form, marks=pytest.mark.proof) for form in ("awq", "float-quantized")]
 
 
 @torch.no_grad()
-def test_an_adapter_is_trained_on_what_fp8_weights_mean_and_peft_opens_it(fp8, tmp_path):
-    folder, plain = fp8
+@pytest.mark.parametrize("form", ["fp8", "gptq", "pack-quantized", *LONG])
+def test_an_adapter_is_trained_on_what_quantized_weights_mean_and_peft_opens_it(form, tmp_path):
+    folder, plain = made(tmp_path, form)
     expected = plain(IDS).logits
     assert torch.allclose(open_model(folder / "model").model(IDS).logits, expected, atol=1e-5)
     recipe = folders.save_recipe(folder, method={"lora": {"rank": 2}})
+    assert CliRunner().invoke(main, ["plan", str(recipe)]).exit_code == 0
     run = tmp_path / "run"
     with torch.enable_grad():
         surefoot.train(recipe, **{"train.output_dir": str(run), "train.max_steps": 2})
@@ -86,10 +152,63 @@ def test_an_adapter_is_trained_on_what_fp8_weights_mean_and_peft_opens_it(fp8, t
     adapted = peft.PeftModel.from_pretrained(plain, run / "checkpoint-4")
     expected = adapted(IDS).logits
     assert torch.allclose(open_model(run).model(IDS).logits, expected, atol=1e-5)
-    assert "neither cast nor merged with an adapter" in refused(
-        ["export", str(run), str(tmp_path / "out")]
-    )
-    assert not (tmp_path / "out").exists()
+    words, out = ["export", str(run), str(tmp_path / "out"), "--dtype", "float32"], tmp_path / "out"
+    if form == "fp8":
+        assert "neither cast nor merged with an adapter" in refused(words)
+        assert not out.exists()
+        return
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    exported = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.allclose(exported(IDS).logits, expected, atol=2e-3)  # merged in float16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8"])
+def test_ranks_read_their_shards_of_what_is_quantized(form, tmp_path):
+    folder, plain = made(tmp_path, form)
+    section = ModelSection(path=str(folder / "model"))
+    start = init_on_meta(folder / "model", section, dtype=torch.float32)
+    model, values = start.apply(lambda model: model)
+    name = "model.layers.0.mlp.down_proj.weight"
+    part = values.readers[name](Box((8, 16), (4, 32)))
+    assert torch.equal(part, plain.get_parameter(name)[8:12, 16:48])
+    values.fill(model, {}, ALONE)
+    assert torch.equal(model.eval()(IDS).logits, plain(IDS).logits)
+    assert torch.equal(open_model(folder / "model").model(IDS).logits, plain(IDS).logits)
+
+
+@torch.no_grad()
+def test_experts_are_read_one_by_one(tmp_path):
+    sizes = {"moe_intermediate_size": 32, "num_hidden_layers": 1}
+    folder, plain = made(tmp_path, "gptq", "qwen3_moe", **sizes)
+    assert torch.equal(open_model(folder / "model").model(IDS).logits, plain(IDS).logits)
+
+
+@torch.no_grad()
+def test_biases_of_zeros_that_a_writer_has_added_are_left_out(tmp_path):
+    folder, plain = made(tmp_path, "gptq")
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(".scales")]:
+        bias = tensors[f"{name.removesuffix('scales')}bias"] = torch.zeros(tensors[name].shape[1])
+    save_file(tensors, path, {"format": "pt"})
+    assert torch.equal(open_model(folder / "model").model(IDS).logits, plain(IDS).logits)
+    bias[0] = 1e-3
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 tensor unexpected .*bias"):
+        open_model(folder / "model")
+
+
+def test_a_wrong_part_is_said_before_any_row_is_encoded(tmp_path, monkeypatch):
+    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    folder, _ = made(tmp_path, "gptq")
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("model.layers.1.mlp.up_proj.qzeros")
+    save_file(tensors, path, {"format": "pt"})
+    said = refused(["train", str(folders.save_recipe(folder, method="lora"))])
+    assert f"{folder / 'model'}: model.layers.1.mlp.up_proj.qzeros is missing" in said
 
 
 def test_what_would_be_saved_wrongly_is_refused_before_slow_work(fp8, tmp_path):
@@ -120,7 +239,7 @@ def test_blocks_that_transformers_would_misread_are_refused(fp8, tmp_path):
         open_model(tmp_path)
 
 
-@pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors", "bitsandbytes", "new"])
+@pytest.mark.parametrize("form", ["hqq", "bitsandbytes", "new"])
 def test_other_forms_are_refused_by_name(form, tmp_path):
     folders.save_model(tmp_path / "model")
     folders.save_data(tmp_path / "data")
@@ -129,8 +248,20 @@ def test_other_forms_are_refused_by_name(form, tmp_path):
     recipe = str(folders.save_recipe(tmp_path, method="lora"))
     for command in ("train", "plan"):
         said = refused([command, recipe])
-        assert f"quantized ({form}), which is not read; fp8 and mxfp4 are" in said
+        assert f"quantized ({form}), which is not read; gptq, awq, compressed-tensors, fp8" in said
         assert "Traceback" not in said
+
+
+def test_a_form_that_is_read_is_refused_by_the_setting_that_is_not(tmp_path):
+    folders.save_model(tmp_path / "model")
+    folders.save_data(tmp_path / "data")
+    stored = {"quant_method": "gptq", "bits": 3}
+    folders.edit_json(tmp_path / "model" / "config.json", quantization_config=stored)
+    recipe = str(folders.save_recipe(tmp_path, method="lora"))
+    for command in ("train", "plan"):
+        said = refused([command, recipe])
+        assert "quantized (gptq) in a way that is not read: quantization_config.bits is 3" in said
+        assert "Take the model that they were made from" in said
 
 
 @torch.no_grad()

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import ranks
 import surefoot
-from folders import save_recipe
+from folders import save_adapter, save_recipe, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.forecast.bench.measurement import measure
 from surefoot.methods.full import Full
@@ -77,6 +78,57 @@ def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkey
     recipe = load(project, {"model.attention": "flash_attention_2"})
     with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
         act(recipe)
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def with_more_tokens(folder):
+    tokenizer(extra=("<new>",)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (truncated, r"model\.safetensors: (damaged or truncated|.* bytes)"),
+        (without_a_tensor, r"1 tensor missing \(model\.norm\.weight\)"),
+        (with_more_tokens, r"the tokenizer in .* has more tokens than the model has embeddings"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_said_before_any_row_is_encoded(
+    damage, words, project, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    shutil.copytree(project.parent / "model", tmp_path / "model")
+    damage(tmp_path / "model")
+    more = {"model.path": str(tmp_path / "model"), "train.output_dir": str(tmp_path / "run")}
+    with pytest.raises((ModelError, RecipeError), match=words):
+        surefoot.train(project, method="lora", **more)
+
+
+def test_the_files_of_a_reference_and_of_an_adapter_are_looked_at_too(
+    project, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    base = project.parent / "model"
+    shutil.copytree(base, tmp_path / "reference")
+    truncated(tmp_path / "reference")
+    more = {"train.output_dir": str(tmp_path / "run")}
+    with pytest.raises(ModelError, match=r"reference/model\.safetensors: "):
+        surefoot.train(project, stage={"dpo": {"reference": str(tmp_path / "reference")}}, **more)
+    save_adapter(base, tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors: damaged or truncated"):
+        surefoot.train(project, method="lora", model={"adapter": str(tmp_path / "adapter")}, **more)
 
 
 def test_every_rank_is_told_what_is_refused(project):

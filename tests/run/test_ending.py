@@ -61,6 +61,18 @@ def test_a_finished_run_is_left_alone(project, caplog):
     assert "this run is complete: 3 of 3 steps" in caplog.text
 
 
+@pytest.mark.parametrize("left", [b"", b'{"step": 1, "lo', None], ids=["empty", "torn", "gone"])
+def test_the_metrics_of_a_finished_run_come_back(left, project):
+    path = project.run / "metrics.jsonl"
+    expected = losses(project.run)
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(left)
+    surefoot.train(project.recipe)
+    assert losses(project.run) == expected
+
+
 def test_a_signal_in_the_last_step_leaves_a_finished_run(project, tmp_path):
     recipe = load(project.recipe, {"train.output_dir": str(tmp_path / "run")})
     outcome = run(recipe, callbacks=[Interrupt(3)])

@@ -358,11 +358,12 @@ def test_an_object_where_a_value_belongs_is_named_by_its_key(project):
 @pytest.mark.parametrize(("packing", "method"), [(True, "full"), (False, "lora")])
 def test_the_model_generates_in_a_callback_and_afterwards(project, tmp_path, packing, method):
     class Speaker(TrainerCallback):
-        said = None
+        said = ends = None
 
         def on_step_end(self, args, state, control):
             if state.global_step == 2:
                 self.said = speak(args.model)
+                self.ends = args.model.generation_config.eos_token_id
 
     def speak(model):
         ids = torch.arange(60, 76)[None]
@@ -384,6 +385,7 @@ def test_the_model_generates_in_a_callback_and_afterwards(project, tmp_path, pac
     assert torch.equal(speak(found.model), speak(open_model(tmp_path / "a/run").model))
     ends = found.model.generation_config.eos_token_id
     assert found.tokenizer.convert_tokens_to_ids("<|im_end|>") in ends
+    assert speaker.ends == ends, "a response ends in a callback where it ends afterwards"
 
 
 def test_a_run_that_is_complete_gives_its_best_model(project, tmp_path):

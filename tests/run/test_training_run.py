@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surefoot
 import tiny
 from project import Project, losses
-from surefoot.errors import CheckpointError, RecipeError
+from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.prepared_model import compare_prepared
@@ -169,7 +169,7 @@ def test_an_adapter_that_cannot_be_read_is_named(broken, tmp_path):
     else:
         weights.rename(folder / ("adapter_model.bin" if broken == "pickle" else "other"))
     options = {"model": {"adapter": str(folder)}, "train": {"output_dir": str(tmp_path / "x")}}
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+    with pytest.raises((CheckpointError, ModelError), match=r"adapter_model\.safetensors"):
         surefoot.train(project.recipe, **options)
 
 

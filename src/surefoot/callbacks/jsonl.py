@@ -25,6 +25,7 @@ NAME = "metrics.jsonl"
 OF_THE_CLOCK = ("tokens_per_second", "elapsed")  # figures that no resume can repeat
 Record = Mapping[str, float | None]
 Key = tuple[int, bool]  # step, and whether the line is of an evaluation
+Lines = dict[Key, tuple[int, Record]]  # where each line begins, and its content
 
 
 @dataclass
@@ -32,20 +33,12 @@ class Jsonl(TrainerCallback):
     """Appends every log to ``path``."""
 
     path: Path
-    _lines: dict[Key, tuple[int, Record]] = field(default_factory=dict)
+    _lines: Lines = field(default_factory=dict)
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Read the existing lines, and restore those that the log of the run has in addition; an
         incomplete last line after a crash is deleted."""
-        with raising(RunError, "metrics"):
-            make_folder(self.path.parent)
-            content = self.path.read_bytes() if self.path.exists() else b""
-            records = _restored(list(_records(content)), state.log_history)
-            lines = [f"{json.dumps(record)}\n".encode() for record in records]
-            if (text := b"".join(lines)) != content:
-                write_aside(self.path, text)
-        offsets = itertools.accumulate((len(line) for line in lines), initial=0)
-        self._lines = {_key(r): (at, r) for at, r in zip(offsets, records, strict=False)}
+        self._lines = restore(self.path, state.log_history)
 
     def on_log(
         self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
@@ -63,6 +56,20 @@ class Jsonl(TrainerCallback):
         self._lines[key] = (offset, record)
         with raising(RunError, "metrics"):
             append_line(self.path, json.dumps(record))
+
+
+def restore(path: Path, history: Sequence[Metrics]) -> Lines:
+    """Give the file at ``path`` the lines of a run's ``history`` that it lacks; returns all lines.
+    An incomplete last line is deleted."""
+    with raising(RunError, "metrics"):
+        make_folder(path.parent)
+        content = path.read_bytes() if path.exists() else b""
+        records = _restored(list(_records(content)), history)
+        lines = [f"{json.dumps(record)}\n".encode() for record in records]
+        if (text := b"".join(lines)) != content:
+            write_aside(path, text)
+    offsets = itertools.accumulate((len(line) for line in lines), initial=0)
+    return {_key(r): (at, r) for at, r in zip(offsets, records, strict=False)}
 
 
 def _records(content: bytes) -> Iterator[Record]:

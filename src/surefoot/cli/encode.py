@@ -21,12 +21,11 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    from ..model.pretrained.loading import resolve
     from ..recipe.recipe import load
-    from ..recipe.recipe_data import encode_datasets
+    from ..recipe.recipe_data import encode_datasets, find_base
     from ..run.policy import build_codec
 
     loaded = load(recipe, overrides)
-    codec = build_codec(loaded, resolve(loaded.model, weights=False))
+    codec = build_codec(loaded, find_base(loaded, weights=False))
     for line in encode_datasets(loaded, codec).lines():
         click.echo(visible(line))

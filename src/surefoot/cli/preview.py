@@ -60,10 +60,10 @@ def preview(
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
         from ..inference.preview import as_data, preview_data
-        from ..model.pretrained.loading import resolve
+        from ..recipe.recipe_data import find_base
         from ..run.policy import build_codec
 
-    codec = build_codec(loaded, resolve(loaded.model))
+    codec = build_codec(loaded, find_base(loaded))
     found = preview_data(
         loaded,
         codec,

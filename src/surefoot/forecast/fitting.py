@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import RecipeError
-from ..model.pretrained.loading import resolve
 from ..model.section import Recomputation
 from ..parallel.world import World
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import find_base
 from ..run.code_files import code_of
 from ..run.policy import build_codec
 from ..storage.memory import free_memory
@@ -142,7 +142,7 @@ class _Trial:
         recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
         per_rank = max(1, recipe.train.global_batch_size // ranks)
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        base = resolve(recipe.model, weights=False)
+        base = find_base(recipe, weights=False)
         codec = build_codec(recipe, base)
         dataset = examples_of(recipe, codec).dataset
         lengths, trained = token_counts(recipe, dataset), trained_counts(dataset)

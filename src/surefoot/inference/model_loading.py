@@ -32,7 +32,7 @@ from ..network.open import open_network
 from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import open_codec
+from ..recipe.recipe_data import find_base, open_codec
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
 from .model_location import ModelLocation, locate
 
@@ -154,7 +154,7 @@ def open_start(
             f"{world.size}; leave it unset, and shard the weights"
         )
     with world.main_first():
-        folder = resolve(recipe.model)
+        folder = find_base(recipe)
     codec = open_codec(recipe, folder)
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
     network = _open(parts, recipe.model, codec.tokenizer, world, parallel)

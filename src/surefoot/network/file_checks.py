@@ -1,14 +1,25 @@
-"""Check the files that a model is made of against their manifests, while they are read."""
+"""Check the files that a model is made of: their headers in advance, and all of them against their
+manifests while they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
+from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.reading.concurrent_check import ConcurrentCheck
-from ..errors import DamagedFileError, SurefootError
+from ..checkpoint.reading.verification import verify_weights
+from ..errors import CheckpointError, DamagedFileError, ModelError, SurefootError
+from ..log import silenced
+from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from ..model.pretrained.loading import WEIGHTS, training_dtype
+from ..model.section import ModelSection
 from ..parallel.world import World
 from .draft import Draft
+from .meta import init_on_meta
 
 
 @contextmanager
@@ -37,3 +48,23 @@ def _raise_first(damage: DamagedFileError | None, world: World) -> None:
     for one in found:
         if one is not None:
             raise DamagedFileError(*one)
+
+
+def check_files(base: Path, section: ModelSection) -> None:
+    """Raise ``ModelError`` if a file of weights in ``base`` or of the adapter is truncated, or if
+    those in ``base`` contain other tensors than the architecture has. Headers alone are read."""
+    with silenced():
+        found = init_on_meta(base, section, dtype=training_dtype(section))
+    adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
+    for folder in adapters:
+        if has_manifest(folder) and (problems := verify_weights(folder).problems):
+            raise CheckpointError(problems[0])
+    paths = sorted(base.glob(WEIGHTS)) if found is None else []
+    for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path}: damaged or truncated file: {error}; fetch the model again"
+            ) from None

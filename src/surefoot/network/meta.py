@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import open_named
+from ..checkpoint.sources.computed import ComputedSource
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import BLOCK, local_box_of
@@ -39,7 +40,10 @@ from ..model.pretrained.meta import (
     names_stored,
     why_not_empty,
 )
+from ..model.pretrained.positions import read_config
+from ..model.pretrained.stored_quantization import as_dequantized, form_of
 from ..model.pretrained.weights import place
+from ..model.quantization.form import QuantizedWeight
 from ..model.section import ModelSection
 from ..parallel.world import World
 
@@ -106,7 +110,7 @@ def init_on_meta(
     try:
         why = why_not_empty(base, section)
         # ``checked_files`` checks the values, of which each rank reads its boxes only
-        source = None if why else open_named(weights or base, base, is_checked=True)
+        source = None if why else open_base(base, section, weights, is_checked=True)
     except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
         why, source = str(error), None
     if source is not None:
@@ -127,6 +131,60 @@ def init_on_meta(
         )
     logger.info("%s: every rank loads the full model before sharding: %s", base, why)
     return None
+
+
+def open_base(
+    base: Path, section: ModelSection, weights: Path | None = None, *, is_checked: bool = False
+) -> TensorSource:
+    """The tensors of the model in ``base``, with the values in ``weights`` if that is given; those
+    that are stored in one of the ``FORMS`` of quantized weights dequantized. ``is_checked`` as in
+    ``FolderSource``. Raises ``ModelError`` if a part of a quantized weight is wrong."""
+    source = open_named(weights or base, base, is_checked=is_checked)
+    form = form_of(read_config(base, section), base)
+    if form is None:
+        return source
+    dtypes = source.dtypes()
+    kinds = {name: (shape, dtypes[name]) for name, shape in source.shapes().items()}
+    try:
+        quantized = form.weights(kinds, partial(read_whole, source))
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
+    return ComputedSource(source, _without_zero_biases(quantized, source, base, section))
+
+
+def _without_zero_biases(
+    quantized: Mapping[str, QuantizedWeight],
+    source: TensorSource,
+    base: Path,
+    section: ModelSection,
+) -> dict[str, QuantizedWeight]:
+    """``quantized`` with the biases that some writers add to layers without one, all zeros, among
+    what is not used."""
+    biases = {name: f"{name.removesuffix('weight')}bias" for name in quantized}
+    added = {name: bias for name, bias in biases.items() if bias in source.shapes()}
+    if not added:
+        return dict(quantized)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(as_dequantized(read_config(base, section)))
+    own = {name for name, _ in model.named_parameters()}
+    needless = {
+        name: replace(quantized[name], unused=(*quantized[name].unused, bias))
+        for name, bias in added.items()
+        if bias not in own and not read_whole(source, bias).any()
+    }
+    return {**quantized, **needless}
+
+
+def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[str, torch.Tensor]:
+    """All tensors of ``open_base``, in memory. Raises ``ModelError`` for a model with code of its
+    own, which could not be given them."""
+    if why := why_not_empty(base, section):
+        raise ModelError(f"{base}: {why}, so its quantized weights are not read")
+    source = open_base(base, section, weights)
+    try:
+        return {name: read_whole(source, name) for name in source.shapes()}
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
 
 
 def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
@@ -176,7 +234,7 @@ class ShardLoader:
         try:
             with ThreadPoolExecutor(_READERS) as pool:
                 list(pool.map(fill, self.readers))
-        except CheckpointError as error:
+        except (CheckpointError, ModelError) as error:
             problem = str(error)
         if problem := world.first_of(problem):
             raise ModelError(problem)

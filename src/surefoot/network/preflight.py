@@ -10,12 +10,15 @@ from math import prod
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError
 from ..geometry.sharding import AxisShard
+from ..log import silenced
 from ..model.adaptable import refuse_read_weights
 from ..model.expansion.new_tokens import refuse_divided
 from ..model.pipeline_stages import parameters_of
+from ..model.pretrained.loading import resolve
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.entries import check_entries
@@ -27,6 +30,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions
+from .file_checks import check_files
 from .network import Network
 from .open import open_network
 from .tensors import MetaTensors
@@ -43,15 +47,22 @@ def refuse_early(
     *,
     num_processes: int,
     output_dir: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    others: Sequence[ModelSection] = (),
 ) -> None:
     """Raise the errors that opening the model in ``base`` and its first save would raise, as far as
-    they are known: ``ModelError``, ``RecipeError`` or ``RunError``."""
+    they are known: ``ModelError``, ``RecipeError`` or ``RunError``. The model gets rows for tokens
+    that only ``tokenizer`` has; of ``others``, such as a reference, the files are checked."""
     check_device(section)
     check_alone(section, num_processes)
     quantization(section)
+    check_files(base, section)
+    for other in others:
+        check_files(resolve(other), other)
     parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
-        network = open_network(base, section, None, ALONE, plain, MetaTensors())
+        with silenced():
+            network = open_network(base, section, tokenizer, ALONE, plain, MetaTensors())
     except NOT_ON_META:  # an architecture that needs values when it is made
         return
     refuse_divided(network.module, tp=parallel.tp, pp=parallel.pp)

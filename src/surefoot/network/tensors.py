@@ -6,7 +6,7 @@ A model is made ready by the same steps whatever its tensors are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
@@ -25,7 +25,9 @@ from ..model.pretrained.loading import device, load_model, training_dtype
 from ..model.pretrained.positions import check_adapter, read_config
 from ..model.pretrained.quantized import check_alone
 from ..model.pretrained.stored_quantization import (
+    as_dequantized,
     dequantization,
+    form_of,
     quantization_of,
     refuse_own_weights,
     refuse_uneven_blocks,
@@ -37,11 +39,12 @@ from ..parallel.sharded_model import shard
 from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from .draft import Draft
 from .heads import stored_heads
-from .meta import Reader, ShardLoader, init_on_meta
+from .meta import Reader, ShardLoader, init_on_meta, read_base
 from .pipelined import to_pipeline
 from .runner import ModelForward
 
 Method = Callable[[PreTrainedModel], nn.Module]
+Values = Mapping[str, torch.Tensor]
 
 
 class Tensors(Protocol):
@@ -91,10 +94,7 @@ class RealTensors:
         if draft.start is not None:
             draft.inner = draft.start.model
             return
-        if quantization_of(config := read_config(base, section)) is not None:
-            refuse_uneven_blocks(config, open_folder(base).shapes(), base)
-        weights = options.weights
-        stored = scattered(base) if weights is None else read_named(weights, base)
+        stored = _read(base, section, options.weights)
         draft.inner = load_model(base, section, dtype=dtype, weights=stored)
 
     def adapt(self, draft: Draft) -> None:
@@ -205,7 +205,7 @@ def from_config(
     """The model that ``config.json`` in ``base`` describes, on torch's default device, of ``dtype``
     or else of its configuration's. Raises ``ModelError`` if it describes none."""
     try:
-        config = read_config(base, section)
+        config = as_dequantized(read_config(base, section))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype or config.dtype or torch.float32,
@@ -234,6 +234,16 @@ def read_heads(draft: Draft) -> None:
         return
     for name, p in new.items():
         p.detach().copy_(readers[name](Box.whole(tuple(p.shape))))
+
+
+def _read(base: Path, section: ModelSection, weights: Path | None) -> Values | None:
+    """The tensors of a model, if transformers cannot read them itself."""
+    config = read_config(base, section)
+    if form_of(config, base) is not None:
+        return read_base(base, section, weights)
+    if quantization_of(config) is not None:
+        refuse_uneven_blocks(config, open_folder(base).shapes(), base)
+    return scattered(base) if weights is None else read_named(weights, base)
 
 
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Method:

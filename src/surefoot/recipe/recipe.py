@@ -28,7 +28,7 @@ from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import read_adapter, read_text, recipe_in
+from .files import ADAPTER, read_adapter, read_text, recipe_in
 from .other_yaml import check_recipe
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
@@ -111,7 +111,11 @@ def with_adapter_settings(
     adapter = None if recipe.model.adapter is None else read_adapter(recipe.model.adapter)
     if adapter is None:
         return recipe
-    found = replace(recipe, method=recipe.method.continued(adapter))
+    try:
+        found = replace(recipe, method=recipe.method.continued(adapter))
+    except (ValueError, TypeError) as error:
+        said = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
+        raise fail([Problem(("model", "adapter"), said)]) from None
     usual = replace(recipe, method=type(recipe.method)())
     own = {change.path for change in changes(recipe, usual)}
     problems = [

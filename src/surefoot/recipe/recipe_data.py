@@ -20,7 +20,9 @@ from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.templates import load_template
-from ..errors import RecipeError, TemplateError
+from ..errors import ModelError, RecipeError, TemplateError
+from ..model.pretrained import adapter
+from ..model.pretrained.loading import resolve
 from ..model.pretrained.positions import (
     CONFIG,
     UnreadableConfigError,
@@ -35,6 +37,25 @@ from .recipe import Recipe
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
 # among the keys behind the query, too.
 KEPT_KEYS = "keep_window_size"
+
+
+def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
+    """The folder of the recipe's model; see ``resolve``. Raises ``ModelError`` if there is none, or
+    no adapter where the recipe has one. The error says what is wrong with the data, too."""
+    problems, folder = [], Path()
+    try:
+        folder = resolve(recipe.model, weights=weights)
+    except ModelError as error:
+        problems.append(str(error))
+    own = [] if recipe.model.adapter is None else [("adapter", recipe.model.adapter)]
+    for name, path in [*own, *(("frozen_adapters", path) for path in recipe.model.frozen_adapters)]:
+        try:
+            adapter.check(path)
+        except ModelError as error:
+            problems.append(f"model.{name}: {error}")
+    if problems:
+        raise ModelError("\n".join([*problems, *problems_of(recipe.data)]))
+    return folder
 
 
 def open_codec(recipe: Recipe, base: Path) -> Codec:

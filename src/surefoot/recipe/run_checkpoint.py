@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.disk import trainer_state
 from ..checkpoint.disk.commit import named
-from ..checkpoint.reading.verification import verify
+from ..checkpoint.reading.verification import verify_weights
 from ..errors import CheckpointError, RecipeError
 from .files import RUN_RECIPE, read_text
 from .yaml import parse
@@ -27,7 +27,7 @@ def checkpoint_of(run: Path, damaged: Damaged = NONE_DAMAGED) -> Path:
     best = newest if name is None else newest.with_name(name)
     if not best.is_dir():
         return newest
-    if best in damaged or not verify(best, full=False).ok:
+    if best in damaged or not verify_weights(best).ok:
         logger.warning("the best checkpoint, %s, is damaged: using %s", best.name, newest.name)
         return newest
     return best
@@ -54,7 +54,7 @@ def _newest(run: Path, damaged: Damaged) -> Path:
         if folder in damaged:
             reasons.append(damaged[folder])
             continue
-        report = verify(folder, full=False)
+        report = verify_weights(folder)
         if report.ok:
             return folder
         reasons.append(report.problems[0])

@@ -23,7 +23,14 @@ from .auxiliary import open_ahead
 from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
-from .policy import Around, build_codec, check_early, open_policy, settle_packing
+from .policy import (
+    Around,
+    build_codec,
+    check_early,
+    end_with_responses,
+    open_policy,
+    settle_packing,
+)
 from .prepared_model import compare_prepared
 from .recipe_callbacks import standard_callbacks
 from .saving import build_saver
@@ -79,18 +86,18 @@ def build(
     ``parts`` in place of the stage's. ``trial`` is for measurements of speed: it wraps forward and
     backward, auxiliary models compute nothing, and there are no callbacks except the given ones."""
     start = Start.of(resume, world) if isinstance(resume, Path) else resume
-    if start is None:
-        world.on_main(partial(check_early, recipe, world))
-    seed_everything(recipe.train.seed)
     use_deterministic_kernels(recipe.train.deterministic)
     keep_freed_memory()
     code = code_of(recipe, parts)
     bases = find_bases(recipe, None if start is None or start.writer is not None else start.folder)
-    code |= bases.record() if trial is None and world.is_main else {}
     base = bases.policy.folder
     written = settled(recipe, base)  # by its checkpoints
     recipe = replace(written, stage=parts.of(written.stage))
     codec = build_codec(recipe, base)
+    if start is None:
+        world.on_main(partial(check_early, recipe, world, codec))
+    seed_everything(recipe.train.seed)
+    code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
     ahead = open_ahead(recipe, bases.folders, codec, data, world)
     if trial is not None:
@@ -105,6 +112,7 @@ def build(
     )
     ahead.run(policy)
     saver = build_saver(written, policy, codec, bases.policy, world)
+    end_with_responses(policy, codec)  # the files beside the weights have their own
     saver = replace(
         saver,
         resumed_from=None if start is None else start.folder,

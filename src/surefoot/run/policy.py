@@ -26,6 +26,7 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..training.learner import Learner
+from ..training.precompute import model_of
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
@@ -84,10 +85,11 @@ def options_of(
     )
 
 
-def check_early(recipe: Recipe, world: World) -> None:
+def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
     if "tensorboard" in recipe.train.report_to:
         check_packages(["tensorboard"], "train.report_to: tensorboard")
+    auxiliary = [one for one in recipe.stage.auxiliary.values() if one.model is not None]
     refuse_early(
         resolve(recipe.model),
         recipe.model,
@@ -95,6 +97,8 @@ def check_early(recipe: Recipe, world: World) -> None:
         recipe.optim,
         num_processes=world.size,
         output_dir=recipe.train.folder,
+        tokenizer=codec.tokenizer,
+        others=[model_of(one, recipe.model) for one in auxiliary],
     )
 
 
@@ -117,6 +121,14 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
         kernels.packed_attention = selection.use(inner, world.from_main(known))
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
     kernels.shared_prompts = sharing
+
+
+def end_with_responses(policy: Network, codec: Codec) -> None:
+    """Let ``generate`` of the model, in a callback or after the run, end where responses do."""
+    config = policy.inner.generation_config
+    if policy.inner.can_generate() and config is not None:
+        config.eos_token_id = list(dict.fromkeys([*policy.own_stops, *codec.stop_token_ids]))
+        config.pad_token_id = codec.tokenizer.pad_token_id
 
 
 def build_learner(

@@ -12,14 +12,16 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
+from ..callbacks.jsonl import NAME as METRICS
+from ..callbacks.jsonl import restore
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..model.pretrained.loading import device, resolve
+from ..model.pretrained.loading import device
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
-from ..recipe.recipe_data import settled
+from ..recipe.recipe_data import find_base, settled
 from ..storage.files import raising, write_aside
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
@@ -106,7 +108,7 @@ def run(
             logger.info("%s", note)
         code_of(recipe)  # what is missing is an error before anything is loaded
         with world.main_first():  # which may download
-            recipe = settled(recipe, resolve(recipe.model, weights=False))
+            recipe = settled(recipe, find_base(recipe, weights=False))
         return _run(recipe, world, callbacks, trust_pickle, parts, choose)
 
 
@@ -155,6 +157,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
             state.max_steps,
         )
         if trainer.world.is_main:
+            restore(trainer.section.folder / METRICS, state.log_history)
             _load_best(trainer)
         return outcome_of(trainer)
     if state.is_complete:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..errors import SurefootError
 
@@ -30,16 +31,32 @@ _REASONS = {
 }
 
 
+_NO_INODES = (
+    "the disk has no inodes left for more files; remove some files or choose another folder"
+)
+
+
 def explain(error: OSError) -> str:
     """One sentence for people: which file, what happened, what to do."""
     said = error.strerror or str(error)
-    reason = _REASONS.get(error.errno or 0)
+    reason = _NO_INODES if _lacks_inodes(error) else _REASONS.get(error.errno or 0)
     if reason is None:
         reason = said
     elif said != os.strerror(error.errno or 0):
         reason = f"{reason} ({said})"
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     return f"{where}{reason}"
+
+
+def _lacks_inodes(error: OSError) -> bool:
+    """Whether a file could not be made on a disk that has space, but no room for another file."""
+    if error.errno != errno.ENOSPC or not isinstance(error.filename, str | bytes | os.PathLike):
+        return False
+    try:
+        found = os.statvfs(Path(os.fsdecode(error.filename)).absolute().parent)
+    except OSError:
+        return False
+    return found.f_files > 0 and not found.f_favail and found.f_bavail > 0
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ def configs(
             "neither cast nor merged with an adapter; open both with PEFT, or pass the model that "
             "they were made from as --base"
         )
+    config.pop("quantization_config", None)  # None: the weights were dequantized
     inner = config.get("text_config")
     if isinstance(inner, dict):
         inner.update({name: value for name, value in changes.items() if name in inner})

@@ -23,7 +23,8 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
     ``CheckpointError`` if ``target`` exists (with ``may_be_empty``: and is not an empty folder), or
     the disk fails.
     """
-    with files.raising(CheckpointError, f"cannot write {target}"):
+    said = f"cannot write {target}"
+    with files.raising(CheckpointError, said):
         if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
             refuse_taken(target)
         files.make_folder(target.parent)
@@ -32,10 +33,11 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
         folder = held.path
         with held:
             try:
-                yield folder
-                files.sync_folder(folder)
-                files.rename(folder, target)
-                files.sync_folder(target.parent)
+                with files.raising(CheckpointError, said):  # while the disk is as it was found
+                    yield folder
+                    files.sync_folder(folder)
+                    files.rename(folder, target)
+                    files.sync_folder(target.parent)
             except BaseException:
                 files.remove_tree(folder)
                 raise

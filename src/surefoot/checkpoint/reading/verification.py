@@ -12,7 +12,8 @@ from ..disk import strict_json
 from ..disk.commit import named, step_of
 from ..disk.folder import CheckpointFolder, is_download, open_checkpoint
 from ..disk.manifest import MANIFEST, is_safetensors
-from ..layouts.detection import detect_layout, open_weights
+from ..layouts.detection import detect_layout, has_manifest, open_weights
+from ..state.roles import FileRole, role_of
 
 PLAIN_JSON = ("config.json", "adapter_config.json", "generation_config.json")
 
@@ -77,6 +78,22 @@ def verify_checkpoint(folder: Path, *, full: bool, progress: Progress | None = N
         return Report(folder, problems, notes, checked)
     except CheckpointError as error:
         return Report(folder, [str(error)])
+
+
+def verify_weights(folder: Path) -> Report:
+    """Check what a reader of the weights in ``folder`` needs: lengths, headers and small files; of
+    the adapter in a Surefoot checkpoint, which is small, every byte of its weights as well."""
+    report = verify(folder, full=False)
+    if not report.ok or not has_manifest(folder):
+        return report
+    checkpoint = open_checkpoint(folder)
+    names = [
+        name
+        for name, pieces in checkpoint.manifest.pieces_of_file.items()
+        if checkpoint.manifest.is_adapter and FileRole(role_of(pieces[0].tensor)).is_weights
+    ]
+    report.problems.extend(problem for name in names for problem in problems_in(checkpoint, name))
+    return report
 
 
 def expect_valid(folder: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from threading import Lock
@@ -19,12 +20,12 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ...batch import IGNORE_INDEX, Features
-from ...errors import TemplateError
+from ...errors import TemplateError, TemplateLimitError, counted
 from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
-from .templates import Template
+from .templates import Template, deadline
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
@@ -57,7 +58,7 @@ class Codec:
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
         """Ids and labels of each conversation within ``cutoff_len``, or why it is dropped."""
         with self._lock:
-            drafts = [self._draft(example) for example in examples]
+            drafts = [self._drafted(example) for example in examples]
             chat = self._chat
         tokens = iter(chat.encode([d.text for d in drafts if isinstance(d, RenderedConversation)]))
         with self._lock:
@@ -95,7 +96,7 @@ class Codec:
             if messages and messages[-1].role == "assistant":
                 messages.pop()
             try:
-                with self._lock:
+                with self._lock, self._naming(example):
                     ids = self.encode_prompt(messages, example.tools)
             except TemplateError as error:
                 found.append(Dropped(str(error)))
@@ -200,6 +201,22 @@ class Codec:
             return self.section.train_on_prompt
         later = (message.role == "assistant" for message in messages[index + 1 :])
         return not self.section.mask_history or not any(later)
+
+    def _drafted(self, example: Example) -> RenderedConversation | Dropped:
+        with self._naming(example):
+            return self._draft(example)
+
+    @contextmanager
+    def _naming(self, example: Example) -> Iterator[None]:
+        """A block whose ``TemplateLimitError`` names the template and the row."""
+        try:
+            yield
+        except TemplateLimitError:
+            raise TemplateLimitError(
+                f"{example.origin or 'a row'}: the chat template ({self.template.name}) does not "
+                f"end within {counted(deadline.SECONDS, 'second')} for this row; remove the row, "
+                "or choose another data.template"
+            ) from None
 
     def _draft(self, example: Example) -> RenderedConversation | Dropped:
         """Render a conversation up to the last trained message."""

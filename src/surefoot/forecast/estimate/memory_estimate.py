@@ -13,10 +13,10 @@ from ...callbacks.jsonl import NAME as METRICS
 from ...data.text.codec import Codec
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
-from ...model.pretrained.loading import resolve
 from ...model.pretrained.quantized import check_alone
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import find_base
 from ...run.code_files import code_of
 from ...run.policy import build_codec
 from ..other_settings import changes
@@ -123,7 +123,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     recipe, note = with_batch_sizes(recipe, mesh.num_data_ranks)
     if note is not None:
         logger.info("%s", note)
-    base = resolve(recipe.model, weights=False)
+    base = find_base(recipe, weights=False)
     codec = build_codec(recipe, base)
     examples = examples_of(recipe, codec)
     added = recipe.stage.max_new_tokens  # to each example; in a run they may be fewer

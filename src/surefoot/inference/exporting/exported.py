@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.converting.model_files import configs
 from ...checkpoint.converting.targets.huggingface import refuse_taken
@@ -27,13 +26,14 @@ from ...checkpoint.sources.source import Renamed, TensorSource
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
-from ...errors import CheckpointError, ModelError
+from ...errors import CheckpointError
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...model.section import ModelSection
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
+from .base_model import base_weights, meta_model
 from .resized import Grown
 from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
 
@@ -137,20 +137,21 @@ class _Names:
 
 
 def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
-    base = open_folder(parts.model)
+    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    base, dequantized = base_weights(parts.model, section)
     if parts.adapter is None:
-        return _Whole(base, {})
+        return _Whole(base, dequantized)
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    model = _meta(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code)
     names = _names(model)
     old = base.shapes().get(names.embed, (0,))[0]
     grown = _grow(base, names, len(tokenizer))
     updated = updated_tensors(model, parts.adapter)
     source, is_untied = _merge(grown, parts.adapter, names, updated)
     rows = source.shapes().get(names.embed, (0,))[0]
-    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
     section = replace(section, **extension_of(parts.adapter))
-    changes = changed_config(parts.model, section) | ({"vocab_size": rows} if rows != old else {})
+    changes = {**dequantized, **changed_config(parts.model, section)}
+    changes |= {"vocab_size": rows} if rows != old else {}
     if is_untied:
         changes["tie_word_embeddings"] = False
     return _Whole(source, changes, _stop_token_ids(tokenizer))
@@ -172,23 +173,10 @@ def _scored(
             "nothing" if pad is None else repr(tokenizer.pad_token),
         )
         pad = None
-    model = _meta(parts.model, trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code)
     source, changes = as_sequence_classification(whole.source, head, model)
     changes = {**whole.changes, **changes, "pad_token_id": pad}
     return _Whole(source, changes, whole.stop_token_ids)
-
-
-def _meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
-    """The model in ``folder`` without its values."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            )
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
-    return model
 
 
 def _names(model: PreTrainedModel) -> _Names:

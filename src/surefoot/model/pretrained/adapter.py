@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # slow to import, and here only a name
     from peft import PeftConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What PEFT raises for values of a wrong type, and for an adapter that does not fit.
+_OF_VALUES = (TypeError, AttributeError, IndexError, ArithmeticError, AssertionError, ImportError)
+_OF_FIT = (RuntimeError, ValueError, KeyError)
 # Starts for which PEFT subtracts a part of the base whenever it opens the adapter.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # What adds more to a layer's output than a product of two matrices.
@@ -36,11 +39,14 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
     there, a damaged one, or one that was made for another model."""
     from peft import PeftModel
 
-    _check(folder)
+    check(folder)
+    config = _config_of(folder)
     if next(model.parameters()).is_meta:  # whose values are read as they are in files
         _refuse_changed_base(folder, "model.adapter")
     with _reading(folder, model.name_or_path):
-        wrapped: nn.Module = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)
+        wrapped: nn.Module = PeftModel.from_pretrained(
+            model, str(folder), is_trainable=trainable, config=config
+        )
     _check_names(wrapped, folder, model.name_or_path)
     return wrapped
 
@@ -53,17 +59,25 @@ def _reading(folder: Path, base: str) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what matters of them is checked afterwards
             yield
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        detail = next(
-            (line.strip() for line in reason if "mismatch" in line or "not found" in line),
-            reason[0],
-        )
-        raise ModelError(
-            f"{folder}: this is an adapter of another model, not of {base}: {detail}"
-        ) from None
     except SafetensorError as error:
         raise ModelError(f"{folder}: damaged or truncated {WEIGHTS}: {error}") from None
+    except _OF_VALUES as error:
+        raise ModelError(_unusable(folder, error)) from None
+    except _OF_FIT as error:
+        lines = _lines(error)
+        detail = next((line for line in lines if "mismatch" in line or "not found" in line), None)
+        raise ModelError(
+            f"{folder}: this is an adapter of another model, not of {base}: {detail or lines[0]}"
+        ) from None
+
+
+def _unusable(folder: Path, error: Exception) -> str:
+    return f"{folder / CONFIG}: PEFT cannot use its values: {_lines(error)[0]}"
+
+
+def _lines(error: Exception) -> list[str]:
+    found = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return found or [type(error).__name__]
 
 
 def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
@@ -71,8 +85,7 @@ def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
     from peft import get_peft_model
 
     config = _config_without_values(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say was said when the adapter was made
+    with _reading(folder, model.name_or_path):
         wrapped: nn.Module = get_peft_model(model, config)
     return wrapped
 
@@ -90,9 +103,10 @@ def add_adapters(model: nn.Module, folders: Sequence[Path], *, is_read: bool) ->
         name = f"frozen_{number}"
         base = str(getattr(model, "name_or_path", "the model"))
         if not is_read:
-            add_frozen(model, name, config)
+            with _reading(folder, base):
+                add_frozen(model, name, config)
             continue
-        _check(folder)
+        check(folder)
         with _reading(folder, base):
             add_frozen(model, name, config)
             model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
@@ -141,12 +155,31 @@ def _refuse_changed_base(folder: Path, key: str) -> None:
 
 def _config_without_values(folder: Path) -> PeftConfig:
     """The configuration in ``folder``, for an adapter whose values are not initialized."""
-    from peft import PeftConfig
-
     _check_config(folder)
-    config = PeftConfig.from_pretrained(str(folder))
+    config = _config_of(folder)
     config.inference_mode = config.init_lora_weights = False
     return config
+
+
+def _config_of(folder: Path) -> PeftConfig:
+    """PEFT's configuration of an adapter. Raises ``ModelError``: PEFT makes none of the file."""
+    from peft import PeftConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of keys of newer versions
+        try:
+            found = PeftConfig.from_pretrained(str(folder))
+            _check_tokens(getattr(found, "trainable_token_indices", None))
+        except (*_OF_VALUES, *_OF_FIT) as error:
+            raise ModelError(_unusable(folder, error)) from None
+    return found
+
+
+def _check_tokens(found: object) -> None:
+    """Raise ``TypeError`` if the trained tokens are not what PEFT takes them for, unchecked."""
+    lists = found.values() if isinstance(found, dict) else [found or []]
+    if not all(isinstance(one, list) and all(type(i) is int for i in one) for one in lists):
+        raise TypeError(f"trainable_token_indices is {found}, expected lists of token ids")
 
 
 def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
@@ -174,12 +207,14 @@ def _check_config(folder: Path) -> None:
             f"{folder}: no adapter_config.json; expected the local folder of a PEFT adapter{of}"
         )
     try:
-        json.loads((folder / CONFIG).read_bytes())
+        found = json.loads((folder / CONFIG).read_bytes())
     except ValueError as error:
-        raise ModelError(f"{folder}/adapter_config.json: not JSON: {error}") from None
+        raise ModelError(f"{folder / CONFIG}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{folder / CONFIG}: expected a JSON object")
 
 
-def _check(folder: Path) -> None:
+def check(folder: Path) -> None:
     """Raise ``ModelError`` if ``folder`` has no adapter that can be read."""
     _check_config(folder)
     if not (folder / WEIGHTS).is_file():

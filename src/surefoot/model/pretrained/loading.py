@@ -27,7 +27,7 @@ from ...storage.address import is_address
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
-from .stored_quantization import dequantization
+from .stored_quantization import as_dequantized, dequantization
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
@@ -153,6 +153,7 @@ def load_model(
     try:
         config = read_config(folder, section)
         stored = dequantization(config, section, folder)
+        config = as_dequantized(config)  # of those forms, ``weights`` has the values
         opened = AutoModelForCausalLM
         if weights is not None:  # the general class would look for files
             opened = AutoModelForCausalLM._model_mapping[type(config)]

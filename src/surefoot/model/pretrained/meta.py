@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..section import ModelSection
 from .loading import load_model
+from .stored_quantization import as_dequantized, quantization_of
 from .weights import place
 
 Tensors = Mapping[str, torch.Tensor]
@@ -31,7 +32,7 @@ def why_not_empty(folder: Path, section: ModelSection) -> str | None:
     has_ours = type(config) in AutoModelForCausalLM._model_mapping
     if not has_ours or (is_theirs and section.trust_remote_code):
         return "it has custom code"
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(as_dequantized(config)) is not None:
         return "its weights are quantized"
     return None
 

@@ -1,7 +1,8 @@
 """Models whose files contain quantized weights: which are read, and as what.
 
-Those that transformers dequantizes without a kernel of its own are read in full precision, and
-trained through an adapter. All others are refused by name.
+Those that transformers dequantizes without a kernel of its own, and the ``FORMS`` that are
+dequantized here, are read in full precision, and trained through an adapter. All others are refused
+by name.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...errors import ModelError, RecipeError
+from ..quantization import FORMS, Form
 from ..section import ModelSection
 
-# What dequantizes the weights while they are read, by the name in ``config.json``.
+_ADVICE = (
+    "Take the model that they were made from, with model.quantization_bit: 4 if memory is short"
+)
+# What dequantizes the weights in transformers, by the name in ``config.json``.
 DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
@@ -33,22 +38,44 @@ def dequantization(
     config: PretrainedConfig, section: ModelSection, folder: Path
 ) -> QuantizationConfigMixin | None:
     """What makes transformers read quantized weights in full precision; None if they are not
-    quantized. Raises ``ModelError`` for a form that is not read."""
+    quantized, or dequantized before. Raises ``ModelError`` for a form that is not read."""
     method = quantization_of(config)
     if method is None:
         return None
-    if method not in DEQUANTIZED:
+    if method not in DEQUANTIZED and form_of(config, folder) is None:
+        *most, last = [*FORMS, *DEQUANTIZED]
         raise ModelError(
             f"model.path: the weights in {folder} are quantized ({method}), which is not read; "
-            f"{' and '.join(DEQUANTIZED)} are. Take the model that they were made from, with "
-            "model.quantization_bit: 4 if memory is short"
+            f"{', '.join(most)} and {last} are. {_ADVICE}"
         )
     if section.quantization_bit is not None:
         raise ModelError(
             f"model.quantization_bit: the weights in {folder} are quantized already ({method}); "
             "leave it unset, and they are read in full precision"
         )
-    return DEQUANTIZED[method](dequantize=True)
+    return DEQUANTIZED[method](dequantize=True) if method in DEQUANTIZED else None
+
+
+def form_of(config: PretrainedConfig, folder: Path) -> Form | None:
+    """The form of quantized weights that are dequantized here; None for all others. Raises
+    ``ModelError`` for settings that are not read."""
+    method = quantization_of(config)
+    if method is None or method not in FORMS:
+        return None
+    try:
+        return FORMS[method].of(_settings(config))
+    except ModelError as error:
+        raise ModelError(
+            f"model.path: the weights in {folder} are quantized ({method}) in a way that is not "
+            f"read: {error}. {_ADVICE}"
+        ) from None
+
+
+def as_dequantized(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` as it was before its weights got one of the ``FORMS``."""
+    if quantization_of(config) in FORMS:
+        del config.quantization_config
+    return config
 
 
 def refuse_own_weights(config: PretrainedConfig, folder: Path) -> None:

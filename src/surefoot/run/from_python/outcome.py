@@ -50,18 +50,12 @@ class Outcome:
 
 
 def outcome_of(trainer: Trainer) -> Outcome:
-    """The model of a run that has ended, ready to generate: it ends where its responses do."""
+    """The model of a run that has ended, ready to generate."""
     codec = trainer.evaluation.context((EVALUATION, 0)).codec
-    learner, tokenizer = trainer.policy, codec.tokenizer
-    network = learner.network
-    config = network.inner.generation_config
-    if network.inner.can_generate() and config is not None:
-        config.eos_token_id = list(dict.fromkeys([*network.own_stops, *codec.stop_token_ids]))
-        config.pad_token_id = tokenizer.pad_token_id
     return Outcome(
         trainer.state,
-        learner.module.eval(),
-        tokenizer,
+        trainer.policy.module.eval(),
+        codec.tokenizer,
         trainer.section.folder,
         trainer.signal,
         trainer.world.is_main,

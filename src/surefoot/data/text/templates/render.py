@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import cast
 
 import jinja2
@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
+from .deadline import Deadline
 from .fast import fast_renderer
 from .limits import try_within_limits
 
@@ -60,12 +61,14 @@ class Renderer:
         added = tokenizer.added_tokens_decoder.values()
         _try(source, tuple(sorted(self._names.items())))
         self._render_messages = fast_renderer(source, self._names, self._run)
+        self._deadline = Deadline()
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
-        Raises ``TemplateError``: the template rejects the conversation."""
+        Raises ``TemplateError``: the template rejects the conversation, ``TemplateLimitError``: it
+        takes too long for it."""
         return self._render(messages, tools, prompt=prompt)[0]
 
     def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:
@@ -104,8 +107,10 @@ class Renderer:
         self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
         if tools or any(len(message) > 2 for message in messages):  # which has tool calls
-            return self._run(messages, tools, prompt=prompt, marks=marks)
-        return self._render_messages(messages, prompt=prompt, marks=marks)
+            work = partial(self._run, messages, tools, prompt=prompt, marks=marks)
+        else:
+            work = partial(self._render_messages, messages, prompt=prompt, marks=marks)
+        return self._deadline.run(work)
 
     def _run(
         self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool

@@ -1,0 +1,40 @@
+"""The model that an export begins with: its weights, dequantized if their form is one of the
+``FORMS``, and the model without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ...checkpoint.converting.model_files import read_config
+from ...checkpoint.layouts.opening import open_folder
+from ...checkpoint.sources.source import TensorSource
+from ...errors import ModelError
+from ...model.pretrained.positions import CONFIG
+from ...model.quantization import FORMS
+from ...model.section import ModelSection
+from ...network.meta import open_base
+
+
+def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Mapping[str, object]]:
+    """The weights in ``folder``, and the changes of its ``config.json`` that they need."""
+    stored = read_config(folder / CONFIG).get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
+        return open_folder(folder), {}
+    return open_base(folder, section), {"quantization_config": None}
+
+
+def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model in ``folder`` without its values."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    return model
