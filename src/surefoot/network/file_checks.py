@@ -15,7 +15,7 @@ from ..checkpoint.reading.verification import verify_weights
 from ..errors import CheckpointError, DamagedFileError, ModelError, SurefootError
 from ..log import silenced
 from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.pretrained.loading import WEIGHTS, training_dtype
+from ..model.pretrained.loading import WEIGHTS, resolve, training_dtype
 from ..model.section import ModelSection
 from ..parallel.world import World
 from .draft import Draft
@@ -50,9 +50,11 @@ def _raise_first(damage: DamagedFileError | None, world: World) -> None:
             raise DamagedFileError(*one)
 
 
-def check_files(base: Path, section: ModelSection) -> None:
-    """Raise ``ModelError`` if a file of weights in ``base`` or of the adapter is truncated, or if
-    those in ``base`` contain other tensors than the architecture has. Headers alone are read."""
+def check_files(base: Path | None, section: ModelSection) -> None:
+    """Raise ``ModelError`` if a file of weights in ``base`` (unset: where ``section`` finds it) or
+    of the adapter is truncated, or if those in ``base`` contain other tensors than the architecture
+    has. Headers alone are read."""
+    base = base or resolve(section)
     with silenced():
         found = init_on_meta(base, section, dtype=training_dtype(section))
     adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]

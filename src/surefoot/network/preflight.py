@@ -18,14 +18,12 @@ from ..log import silenced
 from ..model.adaptable import refuse_read_weights
 from ..model.expansion.new_tokens import refuse_divided
 from ..model.pipeline_stages import parameters_of
-from ..model.pretrained.loading import resolve
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
-from ..optim.entries import check_entries
 from ..optim.groups import check_learning_rates
 from ..optim.optimizer import Optimizer
 from ..optim.parameter_kind import check_kinds
-from ..optim.state_cuts import check_cuts, shapes_of_state
+from ..optim.state_cuts import check_shards, shapes_of_state
 from ..parallel.section import ParallelSection
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
@@ -58,7 +56,7 @@ def refuse_early(
     quantization(section)
     check_files(base, section)
     for other in others:
-        check_files(resolve(other), other)
+        check_files(None, other)
     parallel, plain = options.parallel, replace(options, parallel=ParallelSection())
     try:
         with silenced():
@@ -83,9 +81,7 @@ def check_optimizer_shards(network: Network, optim: Optimizer, parallel: Paralle
     cuts = [AxisShard("dp_shard", 0)] if (parallel.dp_shard or 1) > 1 else []
     cuts += [AxisShard("tp", 1)] if parallel.tp > 1 else []
     matrices = {name: tuple(p.shape) for name, p in network.named.items() if p.ndim == 2}
-    check_entries(network.blocks.entries, optim, matrices, dict.fromkeys(matrices, tuple(cuts)))
-    for name, shape in matrices.items():
-        check_cuts(optim, shape, tuple(cuts), name)
+    check_shards(optim, network.blocks.entries, matrices, tuple(cuts))
 
 
 def check_device(section: ModelSection) -> None:

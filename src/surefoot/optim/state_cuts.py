@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..errors import CheckpointError, RecipeError
 from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
-from .entries import ENTRIES
+from .entries import ENTRIES, EntryTurns, check_entries
 from .learning_rate import offloads_state
 from .optimizer import LIKE_PARAMETER, SCALAR, Optimizer, Shape, StateTensor, declared_state
 from .parameter_kind import ParameterKind
@@ -66,6 +66,19 @@ class StateCuts:
                 f"sharding, only that of {', '.join(known)}; add it to state_tensors"
             )
         return known[key]
+
+
+def check_shards(
+    optim: Optimizer,
+    entries: EntryTurns | None,
+    shapes: Mapping[str, Shape],
+    cuts: tuple[AxisShard, ...],
+) -> None:
+    """Raise ``RecipeError`` if the state of parameters of these ``shapes``, or the ``entries`` of
+    them that are trained, cannot be sharded like this."""
+    check_entries(entries, optim, shapes, dict.fromkeys(shapes, cuts))
+    for name, shape in shapes.items():
+        check_cuts(optim, shape, cuts, name)
 
 
 def check_cuts(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from ...checkpoint.converting.model_files import configs
 from ...checkpoint.converting.targets.huggingface import refuse_taken
@@ -23,9 +23,6 @@ from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import DtypeName, cast, copy
 from ...checkpoint.sources.lora import same_values
 from ...checkpoint.sources.source import Renamed, TensorSource
-from ...data.section import without_datasets
-from ...data.text.codec import Codec
-from ...data.text.templates import load_template, saved_source
 from ...errors import CheckpointError
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
@@ -34,6 +31,7 @@ from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_places import updated_tensors
 from .base_model import base_weights, meta_model
+from .end_tokens import stop_token_ids
 from .resized import Grown
 from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
 
@@ -154,7 +152,7 @@ def _whole(parts: ModelFolders, trust_remote_code: bool) -> _Whole:
     changes |= {"vocab_size": rows} if rows != old else {}
     if is_untied:
         changes["tie_word_embeddings"] = False
-    return _Whole(source, changes, _stop_token_ids(tokenizer))
+    return _Whole(source, changes, stop_token_ids(tokenizer))
 
 
 def _scored(
@@ -162,7 +160,7 @@ def _scored(
 ) -> _Whole:
     """A reward model as sequence classification, which pads with a token that ends nothing."""
     tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
-    stops = _stop_token_ids(tokenizer)
+    stops = stop_token_ids(tokenizer)
     pad = tokenizer.pad_token_id
     if pad is None or pad in stops:
         logger.warning(
@@ -225,10 +223,3 @@ def _touched(adapter: Path, names: _Names) -> set[str]:
     keys = [key for key in stored if not key.endswith(TOKENS)]  # PEFT keeps these tied
     pair = [name for name in (names.embed, names.head) if name is not None]
     return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
-
-
-def _stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    if not saved_source(tokenizer):
-        return ()
-    template = load_template("auto", tokenizer)
-    return Codec(tokenizer, template, without_datasets()).stop_token_ids
