@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from ....errors import TemplateError, counted
 
 SECONDS = 5  # of a core; real templates take milliseconds
 MEMORY = 1 << 30  # bytes beyond those of this process
+_PATIENCE = 60  # seconds of the clock
+_FORKS = 3  # until one does not stand still
 _NO_MEMORY = 3  # exit code
 _ADVICE = "do not use it; data.template: NAME takes another"
 
@@ -27,17 +30,7 @@ def try_within_limits(work: Callable[[], object]) -> None:
 
     Raises ``TemplateError`` if it needs more. Its result and other errors are lost with the fork.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the fork only renders
-        pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            code = _worked(work)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    code = next((c for _ in range(_FORKS) if (c := _forked(work)) is not None), -signal.SIGKILL)
     if code in (-signal.SIGXCPU, -signal.SIGKILL):
         raise TemplateError(
             f"the chat template renders a short conversation for more than "
@@ -48,6 +41,29 @@ def try_within_limits(work: Callable[[], object]) -> None:
             f"the chat template needs more than {MEMORY >> 20:,} MiB for a short conversation; "
             f"{_ADVICE}"
         )
+
+
+def _forked(work: Callable[[], object]) -> int | None:
+    """The exit code of a fork that runs ``work``; None if it stands still: a fork may find a lock
+    taken by a thread that it has not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the fork only renders
+        pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            code = _worked(work)
+        finally:
+            os._exit(code)
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 def _worked(work: Callable[[], object]) -> int:
