@@ -73,13 +73,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's layers in ``model`` by the parameter that each adapts."""
+    """PEFT's layers in ``model`` by the parameter that each adapts, but for rows of tokens."""
     from peft.tuners.lora import ParamWrapper
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
             own = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
             found[f"{plain_name(name)}.{own}"] = module
     return found
