@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.reading.concurrent_check import ConcurrentCheck
 from ..checkpoint.reading.verification import verify_weights
-from ..errors import CheckpointError, DamagedFileError, ModelError, SurefootError
+from ..errors import DamagedFileError, ModelError, SurefootError
 from ..log import silenced
 from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from ..model.pretrained.loading import WEIGHTS, resolve, training_dtype
@@ -60,7 +60,7 @@ def check_files(base: Path | None, section: ModelSection) -> None:
     adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
     for folder in adapters:
         if has_manifest(folder) and (problems := verify_weights(folder).problems):
-            raise CheckpointError(problems[0])
+            raise DamagedFileError(folder, problems[0])
     paths = sorted(base.glob(WEIGHTS)) if found is None else []
     for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
         try:
