@@ -50,7 +50,7 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
     own = [] if recipe.model.adapter is None else [("adapter", recipe.model.adapter)]
     for name, path in [*own, *(("frozen_adapters", path) for path in recipe.model.frozen_adapters)]:
         try:
-            adapter.check(path)
+            adapter.check(path, weights=weights)
         except ModelError as error:
             problems.append(f"model.{name}: {error}")
     if problems:

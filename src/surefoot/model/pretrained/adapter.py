@@ -214,9 +214,10 @@ def _check_config(folder: Path) -> None:
         raise ModelError(f"{folder / CONFIG}: expected a JSON object")
 
 
-def check(folder: Path) -> None:
-    """Raise ``ModelError`` if ``folder`` has no adapter that can be read."""
+def check(folder: Path, *, weights: bool = True) -> None:
+    """Raise ``ModelError`` if ``folder`` has no adapter that can be read; without ``weights``, its
+    configuration is enough."""
     _check_config(folder)
-    if not (folder / WEIGHTS).is_file():
+    if weights and not (folder / WEIGHTS).is_file():
         found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
         raise ModelError(f"{folder}: no {WEIGHTS}{found}")
