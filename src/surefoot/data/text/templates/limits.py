@@ -2,89 +2,50 @@
 
 Jinja's sandbox keeps a template from files and attributes, not from ``{{ 9 ** 9 ** 9 }}`` or loops
 without end, and nothing in Python interrupts a single operation. So short conversations are first
-rendered in a fork, which the system ends.
+rendered in another process, which the system ends. It is no fork, as a fork may find a lock taken
+by a thread that it has not.
 """
 
 from __future__ import annotations
 
-import os
-import resource
+import json
 import signal
-import time
-import warnings
-from collections.abc import Callable
-from pathlib import Path
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 
 from ....errors import TemplateError, counted
+from . import trial
 
 SECONDS = 5  # of a core; real templates take milliseconds
-MEMORY = 1 << 30  # bytes beyond those of this process
-_PATIENCE = 60  # seconds of the clock
-_FORKS = 3  # until one does not stand still
-_NO_MEMORY = 3  # exit code
+MEMORY = 1 << 30  # bytes beyond those of a process that has done nothing yet
 _ADVICE = "do not use it; data.template: NAME takes another"
 
 
-def try_within_limits(work: Callable[[], object]) -> None:
-    """Run ``work`` in a fork, which may take ``SECONDS`` of a core and ``MEMORY``.
+def try_within_limits(source: str, conversations: Sequence[Mapping[str, object]]) -> None:
+    """Render ``conversations``, each the names that the template sees, within ``SECONDS`` of a core
+    and ``MEMORY``.
 
-    Raises ``TemplateError`` if it needs more. Its result and other errors are lost with the fork.
+    Raises ``TemplateError`` if it needs more. What the template itself raises is not told.
     """
-    code = next((c for _ in range(_FORKS) if (c := _forked(work)) is not None), -signal.SIGKILL)
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
+    task = {"source": source, "conversations": conversations, "seconds": SECONDS, "memory": MEMORY}
+    done = subprocess.run(
+        [sys.executable, "-P", trial.__file__],
+        input=json.dumps(task),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise TemplateError(
             f"the chat template renders a short conversation for more than "
             f"{counted(SECONDS, 'second')}; {_ADVICE}"
         )
-    if code == _NO_MEMORY:
+    if done.returncode == trial.NO_MEMORY:
         raise TemplateError(
             f"the chat template needs more than {MEMORY >> 20:,} MiB for a short conversation; "
             f"{_ADVICE}"
         )
-
-
-def _forked(work: Callable[[], object]) -> int | None:
-    """The exit code of a fork that runs ``work``; None if it stands still: a fork may find a lock
-    taken by a thread that it has not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: the fork only renders
-        pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            code = _worked(work)
-        finally:
-            os._exit(code)
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
-
-
-def _worked(work: Callable[[], object]) -> int:
-    """The exit code of the fork."""
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if (room := _address_space()) is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (room + MEMORY, room + MEMORY))
-    try:
-        work()
-    except MemoryError:
-        return _NO_MEMORY
-    except Exception:
-        return 0  # as the template rejects a conversation: told where it is rendered
-    return 0
-
-
-def _address_space() -> int | None:
-    """Bytes of address space of this process; None where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:
-        return None
-    return pages * resource.getpagesize()
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise TemplateError(f"the chat template cannot be tried: {why or done.returncode}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from typing import cast
 
@@ -137,23 +136,10 @@ class Renderer:
 
 
 @cache
-def _try(source: str, names: tuple[tuple[str, str], ...]) -> None:
+def _try(source: str, names: tuple[tuple[str, object], ...]) -> None:
     """Render ``PROBES`` within limits of time and memory. Raises ``TemplateError``."""
-
-    def render() -> None:
-        for probe in PROBES.values():
-            with suppress(
-                ValueError, TypeError, LookupError, ArithmeticError, jinja2.TemplateError
-            ):
-                render_jinja_template(
-                    [probe["messages"]],
-                    tools=probe.get("tools"),
-                    chat_template=source,
-                    add_generation_prompt=True,
-                    **dict(names),
-                )
-
-    try_within_limits(render)
+    known = {"tools": None, "documents": None, "add_generation_prompt": True, **dict(names)}
+    try_within_limits(source, [{**known, **probe} for probe in PROBES.values()])
 
 
 def _is_markup(token: str) -> bool:
