@@ -19,7 +19,7 @@ from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
 from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from ..training.stage import POLICY
+from ..training.stage import POLICY, auxiliary_at
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -35,7 +35,7 @@ def auxiliary_columns(
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
     nothing if the stage has no auxiliary models. None of these is left in memory."""
-    if not recipe.stage.auxiliary:
+    if not auxiliary_at(recipe.stage, "ahead"):
         return {}
     with world.main_first():  # which downloads, and fills the cache
         base = resolve(recipe.model)

@@ -23,7 +23,7 @@ from ..recipe.recipe_data import fitted
 from ..run.contexts import build_evaluation
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
-from ..training.stage import Stage
+from ..training.stage import POLICY, Stage
 from .model_loading import LoadedModel, refuse_reward_model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def measure(
     longest = min(recipe.data.longest, max(len(item["input_ids"]) for item in items))
     with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
-        found = build_evaluation(recipe, opened.codec, network, ALONE)
+        found = build_evaluation(recipe, opened.codec, {POLICY: network}, ALONE)
         return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 

@@ -103,7 +103,7 @@ def build(
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
-    is_new = start is None or not ahead.found.is_complete
+    is_new = start is None or not ahead.found.is_complete or ahead.needs_initial_policy
     has_base = start is not None and start.has_base and recipe.method.saves_base_model
     is_read = is_new or not has_base  # if no checkpoint has all values, or they are needed before
     longest = data_loading.longest_document(recipe, data)

@@ -16,6 +16,7 @@ from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
+from ..network.heads import heads_of, refuse_without_heads
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
@@ -34,7 +35,7 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY
+from ..training.stage import POLICY, auxiliary_at
 from ..training.windows import windows_of_run
 from . import data_loading
 from .contexts import context_of
@@ -76,7 +77,7 @@ class Ahead:
 
     def run_without_policy(self) -> None:
         """Compute all columns, unless the initial policy computes some."""
-        models = self.recipe.stage.auxiliary.values()
+        models = auxiliary_at(self.recipe.stage, "ahead").values()
         if not self.found.is_complete and all(one.model is not None for one in models):
             self.run(None)
 
@@ -85,10 +86,26 @@ class Ahead:
         recipe, codec, world = self.recipe, self.codec, self.world
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
-            for role, one in recipe.stage.auxiliary.items():
+            for role, one in auxiliary_at(recipe.stage, "ahead").items():
                 is_policy = one.model is None
                 networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+
+    @property
+    def needs_initial_policy(self) -> bool:
+        """Whether the initial policy computes in every window, also of a run that is resumed."""
+        roles = auxiliary_at(self.recipe.stage, "window")
+        return any(one.model is None for one in roles.values())
+
+    def beside(self, policy: Network) -> dict[str, Network]:
+        """The models that compute in every window, by role. The policy as it was before the first
+        step is no second model: it is the policy with its initial weights, which it has now."""
+        roles = auxiliary_at(self.recipe.stage, "window")
+        initial = policy.initial() if self.needs_initial_policy else policy
+        return {
+            role: initial if one.model is None else self._opened(role)
+            for role, one in roles.items()
+        }
 
     def _opened(self, role: str) -> Network:
         longest = data_loading.longest_document(self.recipe, self.loaded)
@@ -110,7 +127,7 @@ def open_ahead(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
     loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if recipe.stage.auxiliary and loader.order.is_complete:
+    if auxiliary_at(recipe.stage, "ahead") and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
@@ -122,7 +139,8 @@ def columns_of(
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
-    models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
+    ahead = auxiliary_at(stage, "ahead")
+    models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
     found = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
         for role, model in models.items()
@@ -158,8 +176,10 @@ def open_auxiliary(
     base = folder or resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
+    heads = heads_of(recipe.stage.auxiliary[role].spec)
+    refuse_without_heads(role, model, base, heads)
     options = options_of(recipe, longest=longest)
-    options = replace(options, method=None, heads=(), is_trainable=False)
+    options = replace(options, method=None, heads=heads, is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
 
 

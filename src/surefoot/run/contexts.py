@@ -13,7 +13,7 @@ from ..training.context import NetworkContext, collate_of
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
 from ..training.stage import POLICY
-from ..training.windows import Place
+from ..training.windows import Place, StageState
 
 
 def context_of(
@@ -23,27 +23,30 @@ def context_of(
     world: World,
     seed: int,
     memory: MemoryGuard | None = None,
+    state: StageState | None = None,
 ) -> NetworkContext:
     """The context of the recipe's stage over ``networks``, by role."""
     memory = memory or MemoryGuard.of(recipe.train, world)
-    packing = recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed)
+    packing, kept = recipe.data.packing, {} if state is None else state.values
+    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed, kept)
 
 
 def build_evaluation(
     recipe: Recipe,
     codec: Codec,
-    policy: Network,
+    networks: Mapping[str, Network],
     world: World,
     memory: MemoryGuard | None = None,
 ) -> Evaluation:
-    """How the policy is measured; training computes and collates its windows alike."""
+    """How the policy of ``networks``, by role, is measured; training computes and collates its
+    windows alike."""
     section, stage = recipe.train, recipe.stage
+    policy, state = networks[POLICY], StageState()
     guard = memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
-        return context_of(recipe, codec, {POLICY: policy}, world, seed, guard)
+        return context_of(recipe, codec, networks, world, seed, guard, state)
 
     return Evaluation(
         stage,
@@ -53,4 +56,5 @@ def build_evaluation(
         guard,
         section.global_batch_size,
         world,
+        state,
     )

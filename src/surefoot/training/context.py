@@ -7,7 +7,7 @@ to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class NetworkContext:
     packing: bool
     world: World
     seed: int  # of what is sampled: of this window and no other
+    state: Mapping[str, float] = field(default_factory=dict)  # of the stage after the last window
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, in its own precision."""
@@ -62,17 +63,18 @@ class NetworkContext:
 
     def _compute(self, role: str, examples: Sequence[Features], size: int) -> list[Outputs]:
         spec = spec_of(self.stage, role)
-        counts = [num_trained(item) for item in examples]
+        counts = [1 if spec.is_reward else num_trained(item) for item in examples]
         ends = np.cumsum([0, *counts])
         found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
-        for items, outputs, _ in self._batches(role, examples, size):
-            spans = [np.arange(ends[i], ends[i + 1]) for i in items]
-            at = np.concatenate([np.empty(0, np.int64), *spans])
-            for row, name in enumerate(spec.outputs):
-                values: torch.Tensor = getattr(outputs, name)
-                dtype = values.dtype
-                found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
+        with self.networks[role].evaluating():
+            for items, outputs, _ in self._batches(role, examples, size):
+                spans = [np.arange(ends[i], ends[i + 1]) for i in items]
+                at = np.concatenate([np.empty(0, np.int64), *spans])
+                for row, name in enumerate(spec.outputs):
+                    values: torch.Tensor = getattr(outputs, name)
+                    dtype = values.dtype
+                    found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
         found = self.world.summed(found).to(dtype)
         rows = torch.split(found, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
@@ -87,11 +89,12 @@ class NetworkContext:
         self, role: str, examples: Sequence[Features], function: Reduction, size: int
     ) -> NDArray[np.float64]:
         found: torch.Tensor | None = None
-        for items, outputs, batch in self._batches(role, examples, size):
-            rows = function(outputs, batch).double().cpu()
-            if found is None:
-                found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
-            found[torch.from_numpy(items)] += rows[: len(items)]
+        with self.networks[role].evaluating():
+            for items, outputs, batch in self._batches(role, examples, size):
+                rows = function(outputs, batch).double().cpu()
+                if found is None:
+                    found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
+                found[torch.from_numpy(items)] += rows[: len(items)]
         assert found is not None
         return self.world.summed(found).numpy()
 
@@ -128,13 +131,13 @@ class NetworkContext:
     def _batches(
         self, role: str, examples: Sequence[Features], size: int
     ) -> Iterator[tuple[Index, Outputs, Batch]]:
-        """This rank's micro-batches of ``size`` with their examples, perhaps none."""
+        """This rank's micro-batches of ``size`` with their examples, perhaps none. Within
+        ``evaluating`` of the network: a generator that is abandoned ends late."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
-        with network.evaluating():
-            for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
-                batch = batch_of(items, examples, collate).to(device())
-                yield items, network.forward(batch, spec), batch
+        for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
+            batch = batch_of(items, examples, collate).to(device())
+            yield items, network.forward(batch, spec), batch
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,12 @@ class BlankContext:
     codec: Codec
     stage: Stage
     packing: bool
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """Zeros."""
-        return [zeros(num_trained(example), spec_of(self.stage, role)) for example in examples]
+        spec = spec_of(self.stage, role)
+        return [zeros(1 if spec.is_reward else num_trained(item), spec) for item in examples]
 
     def reduce(
         self, role: str, examples: Sequence[Features], function: Reduction

@@ -38,10 +38,12 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy, which computes before the first step and is freed."""
+    """A frozen model beside the policy: it computes ahead of the first step and is freed, or stays
+    and computes in every window."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
+    when: Literal["ahead", "window"] = "ahead"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Prepared:
 
     examples: Sequence[Features]  # of the global window; columns may be floats
     figures: Mapping[str, float] = field(default_factory=dict)  # logged; metrics of an evaluation
+    state: Mapping[str, float] = field(default_factory=dict)  # for the next window of training
 
 
 class StageContext(Protocol):
@@ -59,6 +62,10 @@ class StageContext(Protocol):
     @property
     def codec(self) -> Codec:
         """Tokenizer and chat template."""
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The ``Prepared.state`` of the last window, which checkpoints contain; empty at first."""
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, as its spec says."""
@@ -137,6 +144,11 @@ class Stage(Protocol):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
+
+
+def auxiliary_at(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models that compute then, by role."""
+    return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.
