@@ -20,7 +20,17 @@ SETTINGS = {
         "passes": 2,
         "mini_batches": 2,
         "max_new_tokens": 5,
-    }
+    },
+    "ppo": {
+        "reward": FunctionPath(f"{REWARD}:varied"),
+        "passes": 2,
+        "mini_batches": 2,
+        "max_new_tokens": 5,
+        "kl_target": 0.01,
+        "kl_horizon": 20,
+        "normalize_scores": True,
+        "whiten_rewards": True,
+    },
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number
@@ -56,7 +66,7 @@ def _example(name, random, index):
         return {**join(*items), **({"margin": [0]} if name == "rm" else {})}
     if name == "kto":
         return {**items[0], "desirable": [index % 3 > 0]}
-    if name == "grpo":
+    if name in ("grpo", "ppo"):
         row = json.dumps({"gold": index}).encode()
         return {"input_ids": prompt, "labels": [IGNORE_INDEX] * len(prompt), "row": row}
     return items[0]

@@ -17,8 +17,9 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
+from ..run.base_models import model_of
 from ..run.contexts import context_of
-from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
+from ..training.precompute import Precomputation, WindowSet, with_items, with_windows
 from ..training.stage import POLICY, auxiliary_at
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out

@@ -30,7 +30,6 @@ from ..training.precompute import (
     Precomputation,
     WindowSet,
     identity_of,
-    model_of,
     precomputation,
     with_items,
     with_windows,
@@ -38,6 +37,7 @@ from ..training.precompute import (
 from ..training.stage import POLICY, auxiliary_at
 from ..training.windows import windows_of_run
 from . import data_loading
+from .base_models import model_of
 from .contexts import context_of
 from .policy import options_of
 

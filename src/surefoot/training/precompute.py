@@ -34,7 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
-from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_at
+from .stage import Stage, StageContext, auxiliary_at
 from .windows import Place
 
 logger = logging.getLogger(__name__)
@@ -258,14 +258,6 @@ def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
         return NOTHING
     starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
     return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
-
-
-def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
-    """The model of an auxiliary one: the policy, or another one."""
-    if auxiliary.model is None:
-        return policy
-    changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
-    return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
 
 
 def identity_of(
