@@ -15,7 +15,7 @@ from surefoot.errors import RecipeError, RunError
 from surefoot.generate.generation import Sample
 from surefoot.parallel.section import ParallelSection
 from surefoot.schema import read
-from surefoot.stages.ppo import PPO, REFERENCE, REWARD
+from surefoot.stages.ppo import PPO, REFERENCE
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
@@ -48,9 +48,9 @@ class Rollouts:
             for n, reason in zip(counts, reasons, strict=True)
         ]
 
-    def score(self, reward, prompts, samples, columns):
-        assert columns == {"gold": list(range(len(prompts)))}
-        return self.rewards
+    def reward(self, rewards, rollouts, seconds, on_error):
+        assert [one.row.columns["gold"] for one in rollouts] == list(range(len(rollouts)))
+        return [self.rewards]
 
     def compute(self, role, examples):
         self.computed.append(role)
@@ -58,9 +58,7 @@ class Rollouts:
         for item in examples:
             tokens = [i + item["input_ids"][2] for i, x in enumerate(item["labels"]) if x >= 0]
             place = torch.tensor(tokens, dtype=torch.float64)
-            if role == REWARD:
-                found.append(Outputs(values=place[-1:].sin()))
-            elif role == REFERENCE:
+            if role == REFERENCE:
                 found.append(Outputs(logps=-1 - place.cos() / 4))
             else:
                 found.append(Outputs(logps=-1 - place.sin() / 2, values=place.cos()))
@@ -240,16 +238,6 @@ def test_equal_scores_are_not_whitened_into_noise_and_end_a_run_that_never_had_o
         varied = stage.prepare(Rollouts([1.0] * 6, varied), PROMPTS).state
 
 
-def test_a_reward_model_scores_the_end_of_each_response():
-    stage = PPO(reward_model="rm", kl_coefficient=0.0)
-    assert stage.auxiliary[REWARD].model == "rm"
-    context = Rollouts([])
-    window = stage.prepare(context, PROMPTS)
-    assert set(context.computed) == {REWARD, "policy"}
-    lasts = [len(item["input_ids"]) - 1 + i for i, item in enumerate(window.examples)]
-    assert window.figures["reward"] == pytest.approx(np.sin(lasts).mean())
-
-
 class Bandit:
     """A policy of one token: its logits, and the value of the only state."""
 
@@ -265,8 +253,8 @@ class Bandit:
         arms = self.random.choice(len(chances), len(prompts), p=chances)
         return [Sample((int(arm),), (0.0,), "stop") for arm in arms]
 
-    def score(self, reward, prompts, samples, columns):
-        return [self.rewards[sample.ids[0]] for sample in samples]
+    def reward(self, rewards, rollouts, seconds, on_error):
+        return [[self.rewards[one.completion[0]] for one in rollouts]]
 
     def compute(self, role, examples):
         arms = torch.tensor([item["labels"][-1] for item in examples])
@@ -305,9 +293,10 @@ def test_a_bandit_reaches_its_known_optimum():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({}, "reward or reward_model"),
+        ({}, "reward"),
+        ({"reward": []}, "reward: expected at least one"),
         ({"reward": "no function"}, "reward"),
-        ({"reward": "r.py:f", "reward_model": "rm"}, "not both"),
+        ({"reward": "r.py:f", "reward_timeout": 0}, "reward_timeout: must be positive"),
         ({"reward": "r.py:f", "clip": 1}, "clip: must be between 0 and 1"),
         ({"reward": "r.py:f", "gae_lambda": 1.5}, "gae_lambda: must be from 0 to 1"),
         ({"reward": "r.py:f", "value_clip": 0}, "value_clip: must be positive"),

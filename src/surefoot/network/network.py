@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer
 from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import TrainedParameters
-from ..parallel.grad_norm import local
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.world import World
 from .draft import NetworkOptions
@@ -59,9 +58,6 @@ class Network:
         default_factory=PromptSharing
     )  # whether packed rows share prompts
     awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
-    # Of the parameters that may be trained, this rank's shards of other values, by name; while it
-    # computes, the parameters have these.
-    other_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
@@ -127,30 +123,11 @@ class Network:
         their activations refuse in training mode. Nothing stays gathered afterwards."""
         was_training = self.module.training
         self.module.eval()
-        self._exchange_values()
         try:
             yield
         finally:
-            self._exchange_values()
             gather_nothing(self.module)
             self.module.train(was_training)
-
-    def initial(self) -> Network:
-        """The network as it is now, which computes the same after the parameters were trained: it
-        shares all but a copy of these. Each rank copies its shards."""
-        copies = {name: local(p.detach()).clone() for name, p in self.named.items()}
-        return replace(self, other_values=copies)
-
-    @torch.no_grad()
-    def _exchange_values(self) -> None:
-        """Exchange the values of the parameters with the other ones, one tensor after the other."""
-        if self.other_values:
-            gather_nothing(self.module)  # what is gathered has the values of before
-        for name, other in self.other_values.items():
-            own = local(self.named[name].detach())
-            before = own.clone()
-            own.copy_(other)
-            other.copy_(before)
 
     def trained(self, optim: Optimizer) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that the method trains at a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..training.context import BlankContext
 from ..training.evaluation import EvaluationSet, windows_of
+from ..training.initial_values import InitialValues
 from ..training.precompute import (
     NOTHING,
     KeptWindows,
@@ -34,7 +35,7 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY, auxiliary_at
+from ..training.stage import POLICY, auxiliary_of
 from ..training.windows import windows_of_run
 from . import data_loading
 from .base_models import model_of
@@ -54,6 +55,8 @@ class Ahead:
     loaded: TrainingData
     train: WindowSet | None  # None: nothing is computed
     held_out: Mapping[str, WindowSet]
+    others: Mapping[str, Network] = field(default_factory=dict)  # that prepare windows, by role
+    first: Mapping[str, InitialValues] = field(default_factory=dict)  # of those of the policy
 
     @property
     def data(self) -> TrainingData:
@@ -77,7 +80,7 @@ class Ahead:
 
     def run_without_policy(self) -> None:
         """Compute all columns, unless the initial policy computes some."""
-        models = auxiliary_at(self.recipe.stage, "ahead").values()
+        models = auxiliary_of(self.recipe.stage, "ahead").values()
         if not self.found.is_complete and all(one.model is not None for one in models):
             self.run(None)
 
@@ -86,26 +89,24 @@ class Ahead:
         recipe, codec, world = self.recipe, self.codec, self.world
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
-            for role, one in auxiliary_at(recipe.stage, "ahead").items():
+            for role, one in auxiliary_of(recipe.stage, "ahead").items():
                 is_policy = one.model is None
                 networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
 
     @property
-    def needs_initial_policy(self) -> bool:
-        """Whether the initial policy computes in every window, also of a run that is resumed."""
-        roles = auxiliary_at(self.recipe.stage, "window")
-        return any(one.model is None for one in roles.values())
+    def needs_start(self) -> bool:
+        """Whether a resumed run needs the policy as it was before the first step, too."""
+        models = auxiliary_of(self.recipe.stage, "window").values()
+        return not self.found.is_complete or any(one.model is None for one in models)
 
-    def beside(self, policy: Network) -> dict[str, Network]:
-        """The models that compute in every window, by role. The policy as it was before the first
-        step is no second model: it is the policy with its initial weights, which it has now."""
-        roles = auxiliary_at(self.recipe.stage, "window")
-        initial = policy.initial() if self.needs_initial_policy else policy
-        return {
-            role: initial if one.model is None else self._opened(role)
-            for role, one in roles.items()
-        }
+    def with_windows(self, policy: Network) -> Ahead:
+        """With the models that windows are prepared with; ``policy`` has its first values."""
+        models = auxiliary_of(self.recipe.stage, "window")
+        starts = [role for role, one in models.items() if one.model is None]
+        first = dict.fromkeys(starts, InitialValues(policy)) if starts else {}
+        others = {role: policy if role in first else self._opened(role) for role in models}
+        return replace(self, others=others, first=first)
 
     def _opened(self, role: str) -> Network:
         longest = data_loading.longest_document(self.recipe, self.loaded)
@@ -127,7 +128,7 @@ def open_ahead(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
     loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if auxiliary_at(recipe.stage, "ahead") and loader.order.is_complete:
+    if auxiliary_of(recipe.stage, "ahead") and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
@@ -139,7 +140,7 @@ def columns_of(
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
-    ahead = auxiliary_at(stage, "ahead")
+    ahead = auxiliary_of(stage, "ahead")
     models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
     found = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))

@@ -33,12 +33,13 @@ def assemble(
     *,
     trial: Around | None = None,
 ) -> Trainer:
-    """Assemble the parts. The policy has its initial weights."""
+    """Assemble the parts."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
-    networks = {POLICY: policy, **ahead.beside(policy)}
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
-    evaluation = build_evaluation(recipe, codec, networks, world, memory)
+    evaluation = build_evaluation(
+        recipe, codec, policy, world, memory, others=ahead.others, first=ahead.first
+    )
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(
         loader,

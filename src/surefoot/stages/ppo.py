@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
@@ -16,14 +15,16 @@ from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
-from ..schema import Problem
-from ..schema.locations import FunctionPath, ModelPath
+from ..schema import Problem, Variants
+from ..schema.locations import ModelPath
 from ..training.objectives.gae import clipped_value_losses, generalized_advantages, whitened
 from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, kl_estimates
 from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
+from ..training.rewards import OF_TEXT, REWARDS
+from ..training.rewards.reward import Reward, means, names_of, total
+from ..training.rollout import Rollout, of_sample, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
-from .grpo import _with_row
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..data.text.codec import Codec
-    from ..generate.generation import Sample
 
-REFERENCE, REWARD = "reference", "reward model"
+REFERENCE = "reference"
 MAX_FLAT = 10  # first windows of equal scores, after which the run is stopped
 _BOUNDS: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
     "at least 1": (
@@ -42,7 +42,7 @@ _BOUNDS: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
     ),
     "positive": (
         lambda value: value > 0,
-        ("temperature", "value_clip", "kl_target", "clip_scores"),
+        ("temperature", "value_clip", "kl_target", "clip_scores", "reward_timeout"),
     ),
     "0 or more": (
         lambda value: value >= 0,
@@ -57,9 +57,8 @@ _BOUNDS: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
 class _Response:
     """One scored response of a window."""
 
-    features: Features
-    score: float  # of the reward, as it was given
-    is_finished: bool
+    rollout: Rollout
+    score: float  # of the rewards, as they were given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +74,24 @@ class PPO:
     """
 
     uses_template: ClassVar[bool] = True
-    encoding: ClassVar[str] = ""
+    encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     group_size: ClassVar[int] = 1
     precompute = no_columns
     metrics = as_measured
 
-    reward: FunctionPath | None = None
-    """The function that rewards responses, such as ``rewards.py:exact_match``. It is called with
-    ``prompts``, ``completions`` and the columns of the dataset, as lists, and returns a number
-    for each completion, or null for one that does not count.
+    reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
+    """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of
+    rewards, such as a reward model of ``stage: rm``, which are added with their weights.
     """
-    reward_model: ModelPath | None = None
-    """In place of a function: a reward model, trained with ``stage: rm``, with the same tokenizer.
+    reward_timeout: float = 300.0
+    """Seconds that a reward may take for all responses of a window. It is computed in a process of
+    its own.
+    """
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """When a reward raises, takes too long or gives no finite number: ``stop`` the run and name the
+    row, or ``skip`` the response.
     """
     passes: int = 4
     """How often the responses of a window are trained on."""
@@ -142,8 +145,8 @@ class PPO:
     """Prompts per batch of one rank when responses are sampled."""
 
     def __post_init__(self) -> None:
-        if (self.reward is None) == (self.reward_model is None):
-            raise ValueError("reward or reward_model must be set, and not both")
+        if not self.reward:
+            raise ValueError("reward: expected at least one")
         for expected, (is_right, names) in _BOUNDS.items():
             for name in names:
                 value = getattr(self, name)
@@ -164,20 +167,23 @@ class PPO:
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
-        """The reference and the reward model, as far as there are any."""
-        found = {}
+        """The reference, if there is one, and reward models."""
+        named = ((name, reward.model) for name, reward in self._named.items())
+        models = {name: model for name, model in named if model is not None}
         if self.kl_coefficient:
             spec = OutputSpec(("logps",), temperature=self.temperature)
-            found[REFERENCE] = AuxiliaryModel(spec, self.reference, "window")
-        if self.reward_model is not None:
-            spec = OutputSpec(("values",), at="ends")
-            found[REWARD] = AuxiliaryModel(spec, self.reward_model, "window")
-        return found
+            models[REFERENCE] = AuxiliaryModel(spec, self.reference, "window")
+        return models
+
+    @property
+    def _named(self) -> dict[str, Reward]:
+        """The rewards by their names in metrics, which are also the roles of models."""
+        return dict(zip(names_of(self.reward), self.reward, strict=True))
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """The prompt of each row, up to its last response, and its columns for the reward."""
         pairs = zip(examples, codec.encode_prompts(examples), strict=True)
-        return [_with_row(outcome, example) for example, outcome in pairs]
+        return [with_row(outcome, example) for example, outcome in pairs]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
@@ -189,8 +195,20 @@ class PPO:
         was than its value."""
         prompts = [[int(x) for x in item["input_ids"]] for item in examples]
         samples = context.generate(prompts, self._sampling)
-        known = self._scored(context, examples, prompts, samples)
-        figures = _figures(known, samples)
+        rollouts = [
+            of_sample(prompt, sample, self.temperature, read_row(item), number)
+            for number, (prompt, sample, item) in enumerate(
+                zip(prompts, samples, examples, strict=True)
+            )
+        ]
+        by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
+        scores = total(by_reward, [one.weight for one in self.reward])
+        known = [
+            _Response(rollout, score)
+            for rollout, score in zip(rollouts, scores, strict=True)
+            if score is not None and rollout.num_learnt
+        ]
+        figures = {**_figures(known, rollouts), **means([*self._named], by_reward)}
         if not known:
             return Prepared((), figures, context.state)
         return self._window(context, known, figures)
@@ -199,7 +217,7 @@ class PPO:
         self, context: StageContext, known: Sequence[_Response], figures: dict[str, float]
     ) -> Prepared:
         """The window of these responses."""
-        state, items = dict(context.state), [one.features for one in known]
+        state, items = dict(context.state), [one.rollout.features(0.0) for one in known]
         outputs = context.compute(POLICY, items)
         logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
         scores = self._final_scores(known, state)
@@ -218,29 +236,6 @@ class PPO:
         more["explained_variance"] = _explained(values, returns)
         return Prepared(found, {**figures, **more}, state)  # type: ignore[arg-type]
 
-    def _scored(
-        self,
-        context: StageContext,
-        examples: Sequence[Features],
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-    ) -> list[_Response]:
-        """The responses that have a token and a score."""
-        items = [_answered(*pair) for pair in zip(prompts, samples, strict=True)]
-        if self.reward is None:
-            outputs = context.compute(REWARD, items)
-            scores: Sequence[float | None] = [float(_array(one.values)[0]) for one in outputs]
-        else:
-            rows = [json.loads(bytes(int(x) for x in item["row"])) for item in examples]
-            names = dict.fromkeys(name for row in rows for name in row)
-            columns = {name: [row.get(name) for row in rows] for name in names}
-            scores = context.score(self.reward, prompts, samples, columns)
-        return [
-            _Response(item, score, sample.finish_reason == "stop")
-            for item, score, sample in zip(items, scores, samples, strict=True)
-            if score is not None and sample.ids
-        ]
-
     def _final_scores(self, known: Sequence[_Response], state: dict[str, float]) -> list[float]:
         """Scores as they are trained on."""
         scores = [one.score for one in known]
@@ -250,7 +245,8 @@ class PPO:
             scores = [(score - moments.mean) / (moments.deviation + 1e-8) for score in scores]
         if (bound := self.clip_scores) is not None:
             scores = [min(max(score, -bound), bound) for score in scores]
-        penalties = [0.0 if one.is_finished else self.missing_end_penalty for one in known]
+        is_over = [one.rollout.stop_reason == "stop" for one in known]
+        penalties = [0.0 if is_ended else self.missing_end_penalty for is_ended in is_over]
         return [score - penalty for score, penalty in zip(scores, penalties, strict=True)]
 
     def _rewards(
@@ -334,11 +330,6 @@ class PPO:
                 yield Problem(("parallel", axis), message)
 
 
-def _answered(prompt: Sequence[int], sample: Sample) -> Features:
-    labels = [*[IGNORE_INDEX] * len(prompt), *sample.ids]
-    return {"input_ids": [*prompt, *sample.ids], "labels": labels}
-
-
 def _array(values: object) -> NDArray[np.float64]:
     import torch
 
@@ -381,14 +372,15 @@ def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bo
         )
 
 
-def _figures(known: Sequence[_Response], samples: Sequence[Sample]) -> dict[str, float]:
+def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of a window, of its rewards and responses."""
     scores = [one.score for one in known]
     mean = math.fsum(scores) / max(1, len(scores))
     spread = math.fsum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
+    count = len(rollouts)
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),
-        "completion_length": sum(len(sample.ids) for sample in samples) / len(samples),
-        "completions_clipped": sum(s.finish_reason != "stop" for s in samples) / len(samples),
+        "completion_length": sum(one.num_learnt for one in rollouts) / count,
+        "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / count,
     }

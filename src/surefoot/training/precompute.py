@@ -34,7 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
-from .stage import Stage, StageContext, auxiliary_at
+from .stage import Stage, StageContext, auxiliary_of
 from .windows import Place
 
 logger = logging.getLogger(__name__)
@@ -215,8 +215,7 @@ def precomputation(
 ) -> Precomputation:
     """The known columns of ``sets``, and what the models of ``identity`` are to compute."""
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
-    has_any = auxiliary_at(stage, "ahead")
-    pieces = list(cut(root / FOLDER, identity, sets)) if has_any else []
+    pieces = list(cut(root / FOLDER, identity, sets)) if auxiliary_of(stage, "ahead") else []
     known = [piece.read() for piece in pieces] if world.is_main else None
     return Precomputation(stage, identity, pieces, world.from_main(known), world)
 

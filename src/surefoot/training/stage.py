@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
+    from .rewards.reward import Reward
+    from .rollout import Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids
@@ -38,8 +40,8 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy: it computes ahead of the first step and is freed, or stays
-    and computes in every window."""
+    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
+    then; one of the windows is there whenever ``prepare`` asks it."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
@@ -83,6 +85,16 @@ class StageContext(Protocol):
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on one rank; None if it has none."""
+
+    def reward(
+        self,
+        rewards: Mapping[str, Reward],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        on_error: Literal["stop", "skip"],
+    ) -> list[list[float | None]]:
+        """Of each reward those of all rollouts, None where there is none. A reward by a model has
+        the role of its name."""
 
 
 class Stage(Protocol):
@@ -146,8 +158,8 @@ class Stage(Protocol):
         """Settings of other sections that this stage does not support."""
 
 
-def auxiliary_at(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
-    """The auxiliary models that compute then, by role."""
+def auxiliary_of(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models of ``stage`` that compute then, by role."""
     return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 

@@ -33,7 +33,7 @@ from ...recipe.recipe import Recipe
 from ...run.base_models import model_of
 from ...run.policy import options_of
 from ...training.context import blank_examples
-from ...training.stage import AuxiliaryModel, auxiliary_at
+from ...training.stage import AuxiliaryModel, auxiliary_of
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, held_dtype
 from .fake_tensors import FakeTensors, HoldingOptions
@@ -268,7 +268,7 @@ def memory_of(
 def _auxiliary_size(recipe: Recipe, policy: DryRunModel, count: int) -> int:
     """Bytes on the largest of ``count`` ranks that share all weights: the first values of what is
     trained, if the initial policy computes, and the weights of other models."""
-    roles = auxiliary_at(recipe.stage, "window").values()
+    roles = auxiliary_of(recipe.stage, "window").values()
     weights = [weight for one in roles if one.model for weight in _other(recipe, one, policy)]
     if any(one.model is None for one in roles):
         weights += [
