@@ -264,7 +264,20 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     if auxiliary.model is None:
         return policy
     changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
-    return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    made = replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    base = _base_of(Path(auxiliary.model))
+    return made if base is None else replace(made, path=base, adapter=Path(auxiliary.model))
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in ``folder`` is of; None if it is no adapter."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_bytes()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{file}: names no base_model_name_or_path")
+    return str(base)
 
 
 def identity_of(
