@@ -21,7 +21,7 @@ from ..storage.files import make_folder, raising, write_aside
 from .auxiliary_outputs import auxiliary_columns, models_of_windows
 from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
-from .model_loading import LoadedModel, open_model, open_start
+from .model_loading import LoadedModel, open_start, open_to_measure
 from .model_location import locate
 from .prediction import Progress
 from .responses import Generation, generations
@@ -151,15 +151,8 @@ def _open(
 ) -> LoadedModel:
     """The model to evaluate; without a path, the one before training."""
     if path is None:
-        return open_start(recipe, world=world, parallel=parallel)
-    return open_model(
-        path,
-        base=base,
-        dtype=recipe.model.dtype,
-        trust_remote_code=recipe.model.trust_remote_code,
-        world=world,
-        parallel=parallel,
-    )
+        return open_start(recipe, world=world, parallel=parallel, heads=recipe.stage.heads)
+    return open_to_measure(path, recipe, base=base, world=world, parallel=parallel)
 
 
 def _path(run: Address | Path, model: str | None) -> str:

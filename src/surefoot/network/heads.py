@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..batch import OutputSpec
 from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.layouts.sequence_classification import SCORE
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..geometry.sharding import Cuts
-from ..model.section import ModelSection
 from ..parallel.world import World
 from .meta import Reader
 
@@ -125,23 +123,9 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     return readers
 
 
-def heads_of(spec: OutputSpec) -> tuple[str, ...]:
-    """The outputs of ``spec`` that need a head of their own."""
-    return tuple(output for output in spec.outputs if output in HEADS)
-
-
-def refuse_without_heads(
-    role: str, section: ModelSection, base: Path, outputs: Sequence[str]
-) -> None:
-    """Raise ``ModelError`` unless the files of a frozen model have a head for each of ``outputs``:
-    one that starts at 0 would give 0."""
-    folders = [folder for folder in (section.adapter, base) if folder is not None]
-    for output in outputs:
-        if all(_stored(folder, HEADS[output]) is None for folder in folders):
-            raise ModelError(
-                f"the {role} {folders[0]} has no {HEADS[output].replace('_', ' ')}, so it gives no "
-                "rewards; name a model that was trained with stage: rm, or its export"
-            )
+def has_head(folder: Path, output: str) -> bool:
+    """Whether ``folder`` contains the weights of a head."""
+    return _stored(folder, HEADS[output]) is not None
 
 
 def _stored(folder: Path, name: str) -> TensorSource | None:

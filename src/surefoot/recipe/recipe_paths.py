@@ -65,7 +65,9 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
 
 
 def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
-    if isinstance(value, ModelPath | FunctionPath | FilePath | DatasetReference):
+    if isinstance(value, ModelPath):
+        return ModelPath(locate_model(value, base_of(path)))
+    if isinstance(value, FunctionPath | FilePath | DatasetReference):
         return value.located(base_of(path))
     if isinstance(value, tuple):  # set as one, with all below
         return tuple(_located(item, lambda _: base_of(path), path) for item in value)

@@ -14,9 +14,10 @@ from ..data.prepared.streaming_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
-from ..errors import RecipeError
+from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
-from ..network.heads import heads_of, refuse_without_heads
+from ..model.section import ModelSection
+from ..network.heads import has_head
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
@@ -31,14 +32,14 @@ from ..training.precompute import (
     Precomputation,
     WindowSet,
     identity_of,
+    model_of,
     precomputation,
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY, auxiliary_of
+from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
 from ..training.windows import windows_of_run
 from . import data_loading
-from .base_models import model_of
 from .contexts import context_of
 from .policy import options_of
 
@@ -177,11 +178,21 @@ def open_auxiliary(
     base = folder or resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
-    heads = heads_of(recipe.stage.auxiliary[role].spec)
-    refuse_without_heads(role, model, base, heads)
     options = options_of(recipe, longest=longest)
+    heads = heads_of(recipe.stage.auxiliary[role], model, base)
     options = replace(options, method=None, heads=heads, is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
+
+
+def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
+    """The heads of an auxiliary model. Raises ``ModelError`` if it is to give rewards, and has no
+    head for them."""
+    if not auxiliary.spec.is_reward:
+        return ()
+    folders = [base] if model.adapter is None else [model.adapter, base]
+    if not any(has_head(folder, "values") for folder in folders):
+        raise ModelError(f"{model.adapter or base}: not a reward model; train one with stage: rm")
+    return ("values",)
 
 
 def refuse_other_tokens(

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.converting.model_files import read_config
-from ..checkpoint.disk.commit import named
 from ..errors import ModelError
 from ..model.pretrained import base_identity
 from ..model.pretrained.base_identity import BaseModel, Record, changed, identify, pinned, some
 from ..model.pretrained.loading import resolve
-from ..model.section import ModelSection
-from ..recipe.files import ADAPTER
 from ..recipe.recipe import Recipe
-from ..recipe.run_checkpoint import checkpoint_of
-from ..storage import files
-from ..training.stage import POLICY, AuxiliaryModel
+from ..training.precompute import model_of
+from ..training.stage import POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -111,29 +106,3 @@ def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
                 other, folder, adapter=other.adapter, has_adapter_weights=other.adapter is not None
             )
     return BaseModels(recipe, found, known, checkpoint)
-
-
-def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
-    """The model of an auxiliary one: the policy, or another one. A run means its best or latest
-    checkpoint, and an adapter its base with it. Raises ``CheckpointError`` if a run has none that
-    is valid, ``ModelError`` if an adapter does not name its base."""
-    if auxiliary.model is None:
-        return policy
-    path, folder, adapter = str(auxiliary.model), Path(auxiliary.model), None
-    if files.is_folder(folder) and named(folder):
-        folder = checkpoint_of(folder)
-        path = str(folder)
-    if (folder / ADAPTER).is_file():
-        adapter, path = folder, _base_of(folder)
-    changes = {"path": path, "adapter": adapter, "revision": None, "frozen_adapters": ()}
-    return replace(policy, **changes, quantization_bit=None)  # type: ignore[arg-type]
-
-
-def _base_of(adapter: Path) -> str:
-    base = read_config(adapter / ADAPTER).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ModelError(
-            f"{adapter}: its {ADAPTER} does not name its base model, so it cannot be opened; "
-            "merge it with `surefoot export`, and name the result"
-        )
-    return base

@@ -26,10 +26,10 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..training.learner import Learner
+from ..training.precompute import model_of
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
-from .base_models import model_of
 
 logger = logging.getLogger(__name__)
 Around = Callable[[StepRunner], StepRunner]

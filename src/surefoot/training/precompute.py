@@ -34,7 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
-from .stage import Stage, StageContext, auxiliary_of
+from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_of
 from .windows import Place
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,27 @@ def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
         return NOTHING
     starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
     return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
+
+
+def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
+    """The model of an auxiliary one: the policy, or another one."""
+    if auxiliary.model is None:
+        return policy
+    changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
+    made = replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    base = _base_of(Path(auxiliary.model))
+    return made if base is None else replace(made, path=base, adapter=Path(auxiliary.model))
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in ``folder`` is of; None if it is no adapter."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_bytes()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{file}: names no base_model_name_or_path")
+    return str(base)
 
 
 def identity_of(

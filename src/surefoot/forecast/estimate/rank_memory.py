@@ -22,7 +22,7 @@ from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.pretrained.loading import resolve
 from ...model.section import Recomputation
-from ...network.heads import heads_of
+from ...network.heads import HEADS
 from ...network.open import open_network
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...optim.learning_rate import offloads_state
@@ -30,9 +30,9 @@ from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.base_models import model_of
 from ...run.policy import options_of
 from ...training.context import blank_examples
+from ...training.precompute import model_of
 from ...training.stage import AuxiliaryModel, auxiliary_of
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, held_dtype
@@ -284,7 +284,7 @@ def _other(recipe: Recipe, one: AuxiliaryModel, policy: DryRunModel) -> Iterator
     options = replace(
         options_of(recipe),
         method=None,
-        heads=heads_of(one.spec),
+        heads=[name for name in one.spec.outputs if name in HEADS],
         is_trainable=False,
         precision=policy.setting.precision,
     )

@@ -86,7 +86,7 @@ def regex(asked: Asked) -> Values:
 
 def json_schema(asked: Asked) -> Values:
     """1 if a response is JSON that the schema allows."""
-    import jsonschema
+    import jsonschema  # type: ignore[import-untyped]
 
     schema = json.loads(Path(asked.settings["schema"]).read_text(encoding="utf-8"))
     kind = jsonschema.validators.validator_for(schema)
