@@ -1,4 +1,4 @@
-"""Rewards of examples/grpo.yaml: plain Python functions of completions and dataset columns."""
+"""Rewards of examples/grpo.yaml and ppo.yaml: Python functions of completions and columns."""
 
 
 def fields_right(completions: list[str], output: list[str]) -> list[float]:
@@ -9,3 +9,16 @@ def fields_right(completions: list[str], output: list[str]) -> list[float]:
 def _share(completion: str, gold: str) -> float:
     wanted, found = gold.split("; "), completion.strip().split("; ")
     return sum(field in found for field in wanted) / max(len(wanted), len(found))
+
+
+def city_hidden(completions: list[str], output: list[str]) -> list[float]:
+    """The share of the other fields that are right, if the record does not tell the city."""
+    return [
+        _share(completion, _without_city(gold)) if "city: none" in completion else 0.0
+        for completion, gold in zip(completions, output, strict=True)
+    ]
+
+
+def _without_city(gold: str) -> str:
+    fields = gold.split("; ")
+    return "; ".join("city: none" if field.startswith("city: ") else field for field in fields)

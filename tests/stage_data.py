@@ -11,16 +11,28 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages import STAGES
+from surefoot.training.rewards.kinds import FunctionReward
 
 REWARD = Path(__file__).parent / "stage_rewards.py"
 SETTINGS = {
     "grpo": {
-        "reward": FunctionPath(f"{REWARD}:varied"),
+        "reward": (FunctionReward(path=FunctionPath(f"{REWARD}:varied")),),
         "group_size": 3,
         "passes": 2,
         "mini_batches": 2,
         "max_new_tokens": 5,
-    }
+        "beta": 0.05,
+    },
+    "ppo": {
+        "reward": (FunctionReward(path=FunctionPath(f"{REWARD}:varied")),),
+        "passes": 2,
+        "mini_batches": 2,
+        "max_new_tokens": 5,
+        "kl_target": 0.01,
+        "kl_horizon": 20,
+        "normalize_scores": True,
+        "whiten_rewards": True,
+    },
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number
@@ -36,7 +48,8 @@ def stage_of(name, **settings):
 
 def written(name):
     """The same as a recipe has it."""
-    return {name: {key: str(v) if key == "reward" else v for key, v in SETTINGS[name].items()}}
+    settings = SETTINGS[name].items()
+    return {name: {key: str(v[0].path) if key == "reward" else v for key, v in settings}}
 
 
 def examples_of(name, count=14, seed=5):
@@ -56,7 +69,7 @@ def _example(name, random, index):
         return {**join(*items), **({"margin": [0]} if name == "rm" else {})}
     if name == "kto":
         return {**items[0], "desirable": [index % 3 > 0]}
-    if name == "grpo":
+    if name in ("grpo", "ppo"):
         row = json.dumps({"gold": index}).encode()
         return {"input_ids": prompt, "labels": [IGNORE_INDEX] * len(prompt), "row": row}
     return items[0]

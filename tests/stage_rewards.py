@@ -20,3 +20,33 @@ def some(completions, output):
 def wrong(completions):
     """Too few."""
     return [1.0]
+
+
+def broken(completions):
+    """Raises for one of them."""
+    return [1 / (text != "bad") for text in completions]
+
+
+def hanging(completions):
+    """Never returns for one of them."""
+    while "bad" in completions:
+        pass
+    return [1.0] * len(completions)
+
+
+def unclear(completions):
+    """NaN for one of them."""
+    return [float("nan") if text == "bad" else 1.0 for text in completions]
+
+
+def ending(completions):
+    """Ends its process."""
+    import os
+
+    os._exit(7)
+
+
+def loud(completions):
+    """Prints."""
+    print("not a result")
+    return [1.0] * len(completions)

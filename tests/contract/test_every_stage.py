@@ -140,7 +140,8 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)
     logps = [torch.randn(batch.num_trained, dtype=torch.float64) for batch in halves]
-    values = [torch.randn(len(ends(batch).labels), dtype=torch.float64) for batch in halves]
+    sizes = [len(ends(b).labels) if stage.spec.is_reward else b.num_trained for b in halves]
+    values = [torch.randn(size, dtype=torch.float64) for size in sizes]
     parts = [
         stage.loss("policy", Outputs(x, x.sum(), values=v), batch)
         for x, v, batch in zip(logps, values, halves, strict=True)

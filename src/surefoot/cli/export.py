@@ -42,7 +42,8 @@ def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     default="score",
     show_default=True,
     help="Of a reward model: score in the layout of AutoModelForSequenceClassification, or a file "
-    "with v_head beside a language model, as TRL and LLaMA-Factory read it.",
+    "with v_head beside a language model, as TRL and LLaMA-Factory read it. Of a model with the "
+    "values of stage: ppo, v_head writes them, too.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def export(path: str, out: Path, **options: object) -> None:

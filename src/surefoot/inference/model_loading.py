@@ -74,6 +74,13 @@ class LoadedModel:
         return tuple(dict.fromkeys([*self.codec.stop_token_ids, *self.network.own_stops]))
 
     @property
+    def is_reward_model(self) -> bool:
+        """Whether it gives rewards and no responses; a head of values alone does not say so."""
+        if self.recipe is not None:
+            return self.recipe.stage.spec.is_reward
+        return any(is_sequence_classification(folder) for folder in self.folders)
+
+    @property
     def generate(self) -> GenerateSection:
         """The generation settings of the run's recipe; greedy if there are none."""
         return self.recipe.generate if self.recipe else GenerateSection()
@@ -132,20 +139,55 @@ def open_model(
         with world.main_first():  # which downloads what is elsewhere
             return find_parts(path, adapter=adapter, base=base, weights=weights, damaged=damaged)
 
+    section = ModelSection(path="", dtype=dtype, trust_remote_code=trust_remote_code)
+    return _found(find, section, world, parallel)
+
+
+def open_to_measure(
+    path: str | Path,
+    recipe: Recipe,
+    *,
+    base: str | Path | None = None,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+) -> LoadedModel:
+    """The same to be measured as ``recipe`` says: with the heads of its stage, which start at 0 if
+    the model has none."""
+
+    def find(damaged: Damaged) -> ModelFolders:
+        with world.main_first():
+            return find_parts(path, base=base, damaged=damaged)
+
+    plain = recipe.model.dtype, recipe.model.trust_remote_code
+    section = ModelSection(path="", dtype=plain[0], trust_remote_code=plain[1])
+    return _found(find, section, world, parallel, recipe.stage.heads)
+
+
+def _found(
+    find: Callable[[Damaged], ModelFolders],
+    settings: ModelSection,
+    world: World,
+    parallel: ParallelSection,
+    heads: Sequence[str] = (),
+) -> LoadedModel:
+    """The model in the folders that ``find`` finds."""
+
     def load(parts: ModelFolders) -> LoadedModel:
-        section = ModelSection(
-            path=str(parts.model), dtype=dtype, trust_remote_code=trust_remote_code
-        )
-        tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+        section = replace(settings, path=str(parts.model))
+        tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=section.trust_remote_code)
         template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-        network = _open(parts, section, tokenizer, world, parallel)
+        network = _open(parts, section, tokenizer, world, parallel, heads)
         return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
 
     return with_valid(find, load)
 
 
 def open_start(
-    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
+    recipe: Recipe,
+    *,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+    heads: Sequence[str] = (),
 ) -> LoadedModel:
     """The initial model of a training, with its tokens and template; else like ``open_model``."""
     if recipe.model.quantization_bit is not None and world.mesh is not None:
@@ -157,7 +199,7 @@ def open_start(
         folder = find_base(recipe)
     codec = open_codec(recipe, folder)
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
-    network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
+    network = _open(parts, recipe.model, codec.tokenizer, world, parallel, heads)
     template = codec.template if recipe.stage.uses_template else None
     return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
 
@@ -168,6 +210,7 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     parallel: ParallelSection,
+    heads: Sequence[str],
 ) -> Network:
     """The model: in full, or only this rank's shards."""
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
@@ -178,7 +221,7 @@ def _open(
     options = NetworkOptions(
         parallel=parallel,
         weights=parts.weights,
-        heads=_heads(parts),
+        heads=_heads(parts) or heads,
         is_trainable=False,
         only_generates=True,
     )
@@ -197,7 +240,7 @@ def _heads(parts: ModelFolders) -> Sequence[str]:
 
 def refuse_reward_model(opened: LoadedModel) -> None:
     """Raise ``ModelError`` if a model was trained to give rewards, not responses."""
-    if opened.network.heads.values is not None:
+    if opened.is_reward_model:
         raise ModelError(
             f"{opened.folder}: a reward model scores responses and was not trained to write any; "
             "score those of a file with `surefoot predict`"

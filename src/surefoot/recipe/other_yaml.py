@@ -78,6 +78,12 @@ LLAMAFACTORY = {  # the settings of its keys
     "dpo_label_smoothing": "stage.dpo.label_smoothing",
     "simpo_gamma": "stage.dpo.gamma",
     "ref_model": "stage.dpo.reference",
+    "reward_model": "stage.ppo.reward_model",
+    "ppo_epochs": "stage.ppo.passes",
+    "ppo_buffer_size": "stage.ppo.mini_batches; train.global_batch_size is as many times larger",
+    "ppo_target": "stage.ppo.kl_target",
+    "ppo_score_norm": "stage.ppo.normalize_scores",
+    "ppo_whiten_rewards": "stage.ppo.whiten_rewards",
     "stage": "stage",
 }
 # What a recipe has without a setting.

@@ -98,5 +98,11 @@ def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
     for role, one in auxiliary.items():
         if one.model is not None:
             other = pinned(model_of(one, recipe.model), known.get(role))
-            found[role] = BaseModel(other, resolve(other))
+            try:
+                folder = resolve(other)
+            except ModelError as error:
+                raise ModelError(str(error).replace("model.path", f"the {role}", 1)) from None
+            found[role] = BaseModel(
+                other, folder, adapter=other.adapter, has_adapter_weights=other.adapter is not None
+            )
     return BaseModels(recipe, found, known, checkpoint)

@@ -37,9 +37,19 @@ def assemble(
     section, stage, world = recipe.train, recipe.stage, ahead.world
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
-    evaluation = build_evaluation(recipe, codec, policy, world, memory)
+    evaluation = build_evaluation(
+        recipe, codec, policy, world, memory, others=ahead.others, first=ahead.first
+    )
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
-    windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed, memory)
+    windows = Windows(
+        loader,
+        stage,
+        evaluation.context,
+        ahead.kept,
+        section.seed,
+        memory,
+        stage_state=evaluation.stage_state,
+    )
     max_steps = num_steps(section, windows.steps_per_epoch)
     state = TrainerState(
         max_steps=max_steps,

@@ -3,8 +3,9 @@
 from .dpo import DPO
 from .grpo import GRPO
 from .kto import KTO
+from .ppo import PPO
 from .pt import PT
 from .rm import RM
 from .sft import SFT
 
-STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO, "grpo": GRPO}
+STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO, "grpo": GRPO, "ppo": PPO}

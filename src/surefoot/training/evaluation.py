@@ -7,7 +7,7 @@ prepared by the stage, then assigned to ranks and micro-batches. Each rank measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ..network.network import Network
 from ..parallel.world import World
 from .control.out_of_memory import MemoryGuard
 from .stage import POLICY, Stage, StageContext
-from .windows import Columns, Place
+from .windows import Columns, Place, StageState
 
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
 
@@ -51,6 +51,7 @@ class Evaluation:
     memory: MemoryGuard
     window_size: int  # examples
     world: World
+    stage_state: StageState = field(default_factory=StageState)  # of training, which is only read
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
         """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The

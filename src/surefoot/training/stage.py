@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
+    from .rewards.reward import Reward
+    from .rollout import Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids
@@ -38,10 +40,12 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy, which computes before the first step and is freed."""
+    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
+    then; one of the windows is there whenever ``prepare`` asks it."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
+    when: Literal["ahead", "window"] = "ahead"
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Prepared:
 
     examples: Sequence[Features]  # of the global window; columns may be floats
     figures: Mapping[str, float] = field(default_factory=dict)  # logged; metrics of an evaluation
+    state: Mapping[str, float] = field(default_factory=dict)  # for the next window of training
 
 
 class StageContext(Protocol):
@@ -59,6 +64,10 @@ class StageContext(Protocol):
     @property
     def codec(self) -> Codec:
         """Tokenizer and chat template."""
+
+    @property
+    def state(self) -> Mapping[str, float]:
+        """The ``Prepared.state`` of the last window, which checkpoints contain; empty at first."""
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, as its spec says."""
@@ -76,6 +85,16 @@ class StageContext(Protocol):
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on one rank; None if it has none."""
+
+    def reward(
+        self,
+        rewards: Mapping[str, Reward],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        on_error: Literal["stop", "skip"],
+    ) -> list[list[float | None]]:
+        """Of each reward those of all rollouts, None where there is none. A reward by a model has
+        the role of its name."""
 
 
 class Stage(Protocol):
@@ -137,6 +156,11 @@ class Stage(Protocol):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
+
+
+def auxiliary_of(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models of ``stage`` that compute then, by role."""
+    return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.

@@ -64,6 +64,13 @@ class WindowState:
         self.place, self.examples, self.done = (0, 0), (), 0
 
 
+@dataclass
+class StageState:
+    """What the stage keeps from each window for the next, equal on all ranks of any mesh."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class StepInput:
     """What one optimizer step trains on."""
@@ -81,11 +88,13 @@ class _Turn:
     place: Place  # of the next window
     loaded: Sequence[Features] | None  # its examples, if the turn began it
     inside: WindowState  # before the turn
+    kept: Mapping[str, float]  # by the stage, before the turn
 
 
 @dataclass
 class Windows:
-    """The turns of a run, in order. Its state is the data position, and that inside a window."""
+    """The turns of a run, in order. Its state is the data position, that inside a window, and what
+    the stage keeps from window to window."""
 
     loader: Loader
     stage: Stage
@@ -94,6 +103,7 @@ class Windows:
     seed: int
     memory: MemoryGuard
     inside: WindowState = field(default_factory=WindowState)
+    stage_state: StageState = field(default_factory=StageState)  # which ``context`` reads
     _num_empty: int = field(default=0, init=False)  # windows in a row
     _turn: _Turn | None = field(default=None, init=False)  # the last one
     _part: Sequence[Features] = field(default=(), init=False)  # its examples
@@ -124,7 +134,7 @@ class Windows:
         loaded = None
         if self.is_between:
             loaded = self.kept.added(place, self.loader.next_examples())
-        self._turn = _Turn(place, loaded, replace(self.inside))
+        self._turn = _Turn(place, loaded, replace(self.inside), self.stage_state.values)
         turn = self._taken(self._turn)
         self._count(self._part, turn.figures)
         return turn
@@ -162,12 +172,13 @@ class Windows:
     def _taken(self, turn: _Turn) -> StepInput:
         self.loader.resize(self.memory.micro_batch_size)
         place, figures, seconds = turn.place, dict[str, float](), 0.0
-        self.inside = replace(turn.inside)
+        self.inside, self.stage_state.values = replace(turn.inside), turn.kept
         if turn.loaded is not None:
             started = time.monotonic()
             prepared = self.stage.prepare(self.context(place), turn.loaded)
             seconds, figures = time.monotonic() - started, dict(prepared.figures)
             self.inside.place, self.inside.examples = place, prepared.examples
+            self.stage_state.values = dict(prepared.state)
         place = self.inside.place if self.inside.examples else place
         self._part = self._next_part()
         window = self.loader.deal(self._part) if len(self._part) else ()
@@ -197,16 +208,18 @@ class Windows:
         return part
 
     def state_dict(self) -> dict[str, Any]:
-        """The data position, and the position inside a window if there is one."""
+        """The data position, the position inside a window if there is one, and what the stage
+        keeps if there is any."""
         state: dict[str, Any] = dict(self.loader.state_dict())
-        inside = self.inside.state_dict()
-        return {**state, "inside": inside} if inside else state
+        own = {"inside": self.inside.state_dict(), "stage": dict(self.stage_state.values)}
+        return {**state, **{name: value for name, value in own.items() if value}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position; raises DataError if it belongs to other data or another order."""
-        rest = {name: value for name, value in state.items() if name != "inside"}
+        rest = {name: v for name, v in state.items() if name not in ("inside", "stage")}
         self.loader.load_state_dict(rest)
         self.inside.load_state_dict(state.get("inside", {}))
+        self.stage_state.values = dict(state.get("stage", {}))
 
 
 def num_steps(section: TrainSection, steps_per_epoch: int | None) -> int:

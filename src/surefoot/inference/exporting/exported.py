@@ -59,7 +59,7 @@ def export(
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
         reward_head: how the head of a reward model is stored: ``score``, or ``v_head`` in a file of
-            its own; see ``reward_model``.
+            its own, as the values of PPO, which are left out otherwise; see ``reward_model``.
         progress: called with the bytes written and the total.
 
     Raises:
@@ -104,7 +104,7 @@ def whole_model(
     """The weights of a model, with an adapter merged into them, and their companion files."""
     whole = _whole(parts, trust_remote_code)
     files: Mapping[str, bytes] = {}
-    if (head := head_of(parts)) is not None and reward_head == "v_head":
+    if (head := head_of(parts, reward_head)) is not None and reward_head == "v_head":
         files = v_head_file(head)
     elif head is not None:
         whole = _scored(parts, whole, head, trust_remote_code)

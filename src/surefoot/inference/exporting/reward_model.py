@@ -27,13 +27,20 @@ RewardHead = Literal["score", "v_head"]
 _FILE = HEADS["values"]
 
 
-def head_of(parts: ModelFolders) -> TensorSource | None:
-    """The head of a reward model; None for every other model, with a warning if it has one."""
+def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
+    """The head to store as ``kind``: that of a reward model, and that of any other model, such as
+    the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
+    it is left out."""
     head = open_role(parts.folder, _FILE)
-    if parts.recipe is not None and parts.recipe.stage.spec.is_reward and head is not None:
+    is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
+    if head is None or is_reward or kind == "v_head":
         return head
-    if head is not None:
-        logger.warning("%s: its %s is not exported: a model's files have none", parts.folder, _FILE)
+    logger.warning(
+        "%s: its %s is not exported: the files of a language model have none; --reward-head v_head "
+        "writes it beside them",
+        parts.folder,
+        _FILE,
+    )
     return None
 
 

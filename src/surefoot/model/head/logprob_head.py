@@ -64,7 +64,8 @@ class LogprobHead:
                 return values_N
             each = replace(spec, outputs=(*needs, "logps"))  # one number for each position
             rows_XN = self._answer(hidden_ND, labels_N, each, held)
-            return torch.cat([rows_XN.view(-1, len(values_N)), values_N[None]])
+            rows_XN = rows_XN if rows_XN.ndim == 2 else rows_XN[None]
+            return torch.cat([rows_XN, values_N[None]])
 
         with _answering(self, answer):
             found = model()

@@ -1,0 +1,386 @@
+"""Proximal policy optimization: raise the sampled tokens that did better than a value head said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
+from ..data.encoded import Encoded
+from ..data.example import Example
+from ..data.section import DataSection
+from ..data.text.collation import collate, with_token_columns
+from ..errors import RunError, counted
+from ..generate.section import GenerateSection
+from ..parallel.section import ParallelSection
+from ..schema import Problem, Variants
+from ..schema.locations import ModelPath
+from ..training.objectives.gae import clipped_value_losses, generalized_advantages, whitened
+from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, kl_estimates
+from ..training.objectives.policy_gradient import clipped
+from ..training.objectives.running_moments import RunningMoments
+from ..training.rewards import OF_TEXT, REWARDS
+from ..training.rewards.reward import Reward, means, names_of, total
+from ..training.rollout import Rollout, of_sample, read_row, with_row
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
+from .rules import without_effect
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..data.text.codec import Codec
+
+REFERENCE = "reference"
+MAX_FLAT = 10  # first windows of equal scores, after which the run is stopped
+_BOUNDS: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
+    "at least 1": (
+        lambda value: value >= 1,
+        ("passes", "mini_batches", "max_new_tokens", "sampling_batch_size", "kl_horizon"),
+    ),
+    "positive": (
+        lambda value: value > 0,
+        ("temperature", "value_clip", "kl_target", "clip_scores", "reward_timeout"),
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        ("value_coefficient", "kl_coefficient", "missing_end_penalty"),
+    ),
+    "between 0 and 1": (lambda value: 0 < value < 1, ("clip",)),
+    "from 0 to 1": (lambda value: 0 <= value <= 1, ("gamma", "gae_lambda")),
+}
+
+
+@dataclass(frozen=True)
+class _Response:
+    """One scored response of a window."""
+
+    rollout: Rollout
+    score: float  # of the rewards, as they were given
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPO:
+    """Train on the policy's own responses (arXiv:1707.06347, for language models arXiv:1909.08593):
+    a reward for each response at its end, a penalty for moving away from the reference at each
+    token, and a value head on the policy that predicts what is still to come.
+
+    ``train.global_batch_size`` counts prompts: a global batch is a window of as many responses,
+    trained on in ``passes`` x ``mini_batches`` optimizer steps. All means are over the tokens of
+    such a step. The reference is the policy as it was before the first step; it is no second model
+    in memory, but a second copy of the trained weights.
+    """
+
+    uses_template: ClassVar[bool] = True
+    encoding: ClassVar[str] = "1"
+    heads: ClassVar[Sequence[str]] = ("values",)
+    kept_by: ClassVar[Literal["item", "window"]] = "item"
+    group_size: ClassVar[int] = 1
+    precompute = no_columns
+    metrics = as_measured
+
+    reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
+    """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of
+    rewards, such as a reward model of ``stage: rm``, which are added with their weights.
+    """
+    reward_timeout: float = 300.0
+    """Seconds that a reward may take for all responses of a window. It is computed in a process of
+    its own.
+    """
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """When a reward raises, takes too long or gives no finite number: ``stop`` the run and name the
+    row, or ``skip`` the response.
+    """
+    passes: int = 4
+    """How often the responses of a window are trained on."""
+    mini_batches: int = 1
+    """Optimizer steps of each pass."""
+    clip: float = 0.2
+    """By how much the probability ratio of a token may change before its gradient is clipped."""
+    value_clip: float | None = 0.2
+    """By how much a value may change in a window before its gradient is clipped. ``null``: by any
+    amount.
+    """
+    value_coefficient: float = 0.1
+    """Weight of the loss of the values."""
+    gamma: float = 1.0
+    """Discount of each token."""
+    gae_lambda: float = 0.95
+    """How far advantages look ahead (arXiv:1506.02438): 1 uses the rewards of the whole response,
+    0 the next value alone.
+    """
+    kl_coefficient: float = 0.05
+    """Penalty of each token for each nat that the policy has moved away from the reference. 0 needs
+    no reference.
+    """
+    kl_target: float | None = None
+    """Adapt ``kl_coefficient`` so that responses are so many nats away from the reference
+    (arXiv:1909.08593), such as 6. Unset: it is fixed.
+    """
+    kl_horizon: int = 10000
+    """Responses over which the coefficient adapts."""
+    kl_estimator: KLEstimator = "k1"
+    """``k1`` is the log-ratio of a token, ``k3`` has less variance and is never negative."""
+    reference: ModelPath | None = None
+    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the policy
+    before the first step.
+    """
+    whiten_advantages: bool = True
+    """Shift and scale the advantages of a window to mean 0 and variance 1."""
+    whiten_rewards: bool = False
+    """Scale the rewards of the tokens of a window to variance 1."""
+    normalize_scores: bool = False
+    """Shift and scale scores by the mean and standard deviation of all scores so far."""
+    clip_scores: float | None = None
+    """Clip scores to plus and minus this, once they are normalized."""
+    missing_end_penalty: float = 0.0
+    """Subtracted from the score of a response that does not end within ``max_new_tokens``."""
+    max_new_tokens: int = 256
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Temperature of sampling, and of the probabilities that are trained."""
+    sampling_batch_size: int = 32
+    """Prompts per batch of one rank when responses are sampled."""
+
+    def __post_init__(self) -> None:
+        if not self.reward:
+            raise ValueError("reward: expected at least one")
+        for expected, (is_right, names) in _BOUNDS.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not is_right(value):
+                    raise ValueError(f"{name} must be {expected}, got {value}")
+        if self.kl_target is not None and not self.kl_coefficient:
+            raise ValueError("kl_target needs a kl_coefficient to start from, got 0")
+
+    @property
+    def spec(self) -> OutputSpec:
+        """Values, and log-probabilities under the distribution that is sampled from."""
+        return OutputSpec(("logps", "values"), temperature=self.temperature)
+
+    @property
+    def eval_spec(self) -> OutputSpec:
+        """The same."""
+        return self.spec
+
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """The reference, if there is one, and reward models."""
+        named = ((name, reward.model) for name, reward in self._named.items())
+        models = {name: model for name, model in named if model is not None}
+        if self.kl_coefficient:
+            spec = OutputSpec(("logps",), temperature=self.temperature)
+            models[REFERENCE] = AuxiliaryModel(spec, self.reference, "window")
+        return models
+
+    @property
+    def _named(self) -> dict[str, Reward]:
+        """The rewards by their names in metrics, which are also the roles of models."""
+        return dict(zip(names_of(self.reward), self.reward, strict=True))
+
+    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+        """The prompt of each row, up to its last response, and its columns for the reward."""
+        pairs = zip(examples, codec.encode_prompts(examples), strict=True)
+        return [with_row(outcome, example) for example, outcome in pairs]
+
+    def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
+        """Pack prompts with their responses into one row, or pad them to a rectangle."""
+        names = ["old", "old_values", "advantages", "returns"]
+        return with_token_columns(collate(features, packing=packing), features, names)
+
+    def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
+        """Sample a response to each prompt, score it, and find how much better each of its tokens
+        was than its value."""
+        prompts = [[int(x) for x in item["input_ids"]] for item in examples]
+        samples = context.generate(prompts, self._sampling)
+        rollouts = [
+            of_sample(prompt, sample, self.temperature, read_row(item), number)
+            for number, (prompt, sample, item) in enumerate(
+                zip(prompts, samples, examples, strict=True)
+            )
+        ]
+        by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
+        scores = total(by_reward, [one.weight for one in self.reward])
+        known = [
+            _Response(rollout, score)
+            for rollout, score in zip(rollouts, scores, strict=True)
+            if score is not None and rollout.num_learnt
+        ]
+        figures = {**_figures(known, rollouts), **means([*self._named], by_reward)}
+        if not known:
+            return Prepared((), figures, context.state)
+        return self._window(context, known, figures)
+
+    def _window(
+        self, context: StageContext, known: Sequence[_Response], figures: dict[str, float]
+    ) -> Prepared:
+        """The window of these responses."""
+        state, items = dict(context.state), [one.rollout.features(0.0) for one in known]
+        outputs = context.compute(POLICY, items)
+        logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
+        scores = self._final_scores(known, state)
+        is_flat = len(set(scores)) < 2
+        _count_flat(state, scores, is_flat=is_flat)
+        rewards, more = self._rewards(context, items, logps, scores, state)
+        advantages = self._advantages(rewards, values)
+        returns = [a + v for a, v in zip(advantages, values, strict=True)]
+        if self.whiten_advantages and not is_flat:  # the rest would be noise of variance 1
+            advantages = _whitened(advantages, shift_mean=True)
+        columns = {"old": logps, "old_values": values, "advantages": advantages, "returns": returns}
+        found = [
+            {**item, **{name: column[i] for name, column in columns.items()}}
+            for i, item in enumerate(items)
+        ]
+        more["explained_variance"] = _explained(values, returns)
+        return Prepared(found, {**figures, **more}, state)  # type: ignore[arg-type]
+
+    def _final_scores(self, known: Sequence[_Response], state: dict[str, float]) -> list[float]:
+        """Scores as they are trained on."""
+        scores = [one.score for one in known]
+        if self.normalize_scores:
+            moments = RunningMoments.of(state).added(scores)
+            state |= moments.state()
+            scores = [(score - moments.mean) / (moments.deviation + 1e-8) for score in scores]
+        if (bound := self.clip_scores) is not None:
+            scores = [min(max(score, -bound), bound) for score in scores]
+        is_over = [one.rollout.stop_reason == "stop" for one in known]
+        penalties = [0.0 if is_ended else self.missing_end_penalty for is_ended in is_over]
+        return [score - penalty for score, penalty in zip(scores, penalties, strict=True)]
+
+    def _rewards(
+        self,
+        context: StageContext,
+        items: Sequence[Features],
+        logps: Sequence[NDArray[np.float64]],
+        scores: Sequence[float],
+        state: dict[str, float],
+    ) -> tuple[list[NDArray[np.float64]], dict[str, float]]:
+        """The reward of each token: the penalty, and at the last one the score."""
+        import numpy as np
+
+        rewards, figures = [np.zeros(len(one)) for one in logps], dict[str, float]()
+        if self.kl_coefficient:
+            outputs = context.compute(REFERENCE, items)
+            pairs = zip(logps, (_array(one.logps) for one in outputs), strict=True)
+            kls = [kl_estimates(own, other, self.kl_estimator) for own, other in pairs]
+            coefficient = state.get("kl_coefficient", self.kl_coefficient)
+            rewards = [-coefficient * kl for kl in kls]
+            kl = math.fsum(float(one.sum()) for one in kls) / len(kls)
+            figures = {"kl": kl, "kl_coefficient": coefficient}
+            state |= self._adapted(coefficient, kl, len(kls))
+        for reward, score in zip(rewards, scores, strict=True):
+            reward[-1] += score
+        if self.whiten_rewards:
+            rewards = _whitened(rewards, shift_mean=False)
+        return rewards, figures
+
+    def _adapted(self, coefficient: float, kl: float, count: int) -> dict[str, float]:
+        """The state of an adaptive coefficient, for the next window."""
+        if self.kl_target is None:
+            return {}
+        target, horizon = self.kl_target, self.kl_horizon
+        found = adapted_coefficient(coefficient, kl, target=target, count=count, horizon=horizon)
+        return {"kl_coefficient": found}
+
+    def _advantages(
+        self, rewards: Sequence[NDArray[np.float64]], values: Sequence[NDArray[np.float64]]
+    ) -> list[NDArray[np.float64]]:
+        return [
+            generalized_advantages(r, v, gamma=self.gamma, gae_lambda=self.gae_lambda)
+            for r, v in zip(rewards, values, strict=True)
+        ]
+
+    @property
+    def _sampling(self) -> GenerateSection:
+        return GenerateSection(
+            max_new_tokens=self.max_new_tokens,
+            do_sample=True,
+            temperature=self.temperature,
+            batch_size=self.sampling_batch_size,
+        )
+
+    def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
+        """The clipped surrogate and the loss of the values, summed over tokens."""
+        logps_N, values_N, extras = outputs.logps, outputs.values, batch.extras
+        assert logps_N is not None
+        assert values_N is not None
+        old_N, advantages_N = (extras[name].to(logps_N) for name in ("old", "advantages"))
+        before_N, returns_N = (extras[name].to(values_N) for name in ("old_values", "returns"))
+        gains_N, is_clipped_N = clipped(logps_N, old_N, advantages_N, self.clip)
+        errors_N = clipped_value_losses(values_N, before_N, returns_N, self.value_clip)
+        total = -gains_N.sum() + self.value_coefficient * errors_N.sum()
+        moved_N = (logps_N - old_N).detach()
+        metrics = {
+            "policy_loss": -gains_N.detach().sum(),
+            "value_loss": errors_N.detach().sum(),
+            "clip_ratio": is_clipped_N.to(logps_N).sum(),
+            "policy_kl": (moved_N.expm1() - moved_N).sum(),
+        }
+        return Loss(total, (batch.labels != IGNORE_INDEX).sum(), metrics)
+
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Responses are the policy's own; heads are not sharded along ``tp`` or ``pp``."""
+        reason = "stage ppo, which trains on the policy's own responses"
+        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
+        for axis in ("tp", "pp"):
+            if getattr(parallel, axis) > 1:
+                message = f"stage ppo has a head that cannot be sharded along {axis}; set it to 1"
+                yield Problem(("parallel", axis), message)
+
+
+def _array(values: object) -> NDArray[np.float64]:
+    import torch
+
+    assert isinstance(values, torch.Tensor)
+    return values.double().numpy()
+
+
+def _whitened(
+    each: Sequence[NDArray[np.float64]], *, shift_mean: bool
+) -> list[NDArray[np.float64]]:
+    """The same lists, whitened over all of them."""
+    import numpy as np
+
+    ends = np.cumsum([len(one) for one in each])[:-1]
+    return np.split(whitened(np.concatenate(each), shift_mean=shift_mean), ends)
+
+
+def _explained(
+    values: Sequence[NDArray[np.float64]], returns: Sequence[NDArray[np.float64]]
+) -> float:
+    """The share of the variance of returns that the values explain; 0 if there is none."""
+    import numpy as np
+
+    known, found = np.concatenate(returns), np.concatenate(values)
+    variance = float(known.var())
+    return 1 - float((known - found).var()) / variance if variance else 0.0
+
+
+def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bool) -> None:
+    """Count the first windows whose scores are all equal. Raises ``RunError`` if they are many."""
+    count = state.get("flat_windows", 0.0)
+    if count < 0:
+        return
+    state["flat_windows"] = count + 1 if is_flat else -1.0
+    if count + 1 >= MAX_FLAT and is_flat:
+        raise RunError(
+            f"all scores of the first {counted(MAX_FLAT, 'window')} were equal (in the last one "
+            f"{scores[0]:.4g}), and PPO learns nothing from equal scores; make the reward "
+            "distinguish responses, raise the temperature, or train with sft first"
+        )
+
+
+def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of a window, of its rewards and responses."""
+    scores = [one.score for one in known]
+    mean = math.fsum(scores) / max(1, len(scores))
+    spread = math.fsum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
+    count = len(rollouts)
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(spread),
+        "completion_length": sum(one.num_learnt for one in rollouts) / count,
+        "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / count,
+    }
