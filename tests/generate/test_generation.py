@@ -80,7 +80,7 @@ def test_shares_of_the_batches_together_are_the_whole(sample):
             PROMPTS,
             section,
             **asked,
-            share=generation.BatchSlice(i, 2),
+            share=generation.ReplicaShare(i, 2),
             on_answered=counts.append,
         )
         for i in range(2)
