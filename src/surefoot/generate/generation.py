@@ -16,7 +16,7 @@ from . import engine, in_batches
 from .choosing import Chooser
 from .decode import Decode, TextStream
 from .driver import inner_model, masked_attention
-from .proof import driver_of
+from .proof import driver_of, must_be_alone
 from .requests import (
     EVERYTHING,
     Finished,
@@ -151,11 +151,12 @@ def _finished(
     yield from ((request, Sample((), (), "context")) for request in todo if not request.most)
     todo = [request for request in todo if request.most]
     longest = max((len(request.prompt) + request.most for request in requests), default=0)
+    is_alone = must_be_alone(model, longest)
     # also where there is nothing to do: ranks may run the model in step
-    driver = driver_of(model, longest) if requests else None
+    driver = driver_of(model, longest) if requests and not is_alone else None
     if not todo:
         return
-    size = section.batch_size
+    size = 1 if is_alone else section.batch_size
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return

@@ -17,7 +17,7 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
 from ..checkpoint.state.states import FileState, PartialState
-from ..generate.generation import ReplicaShare, Ids, Sample, SampleStore, sample
+from ..generate.generation import Ids, ReplicaShare, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
