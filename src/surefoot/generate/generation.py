@@ -1,78 +1,50 @@
 """Generate responses: to many prompts at once, or to one while its text is shown.
 
-Prompts of similar length share a batch, padded on the left, so that all responses start at once; a
-response is the same as if its prompt were alone. No response exceeds the model's context length.
-
-Batches, and the samples in each, follow from the prompts and the seed alone, so that replicas can
-divide them.
+A response follows from the prompt, the settings and the seed alone: not from the prompts beside it,
+``batch_size``, or the number of replicas that divide the prompts. No response exceeds the model's
+context length.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol, cast
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation import BaseStreamer
 
+from . import engine, in_batches
+from .choosing import Chooser
 from .decode import Decode, TextStream
+from .driver import inner_model, masked_attention
+from .proof import driver_of, must_be_alone
+from .requests import (
+    EVERYTHING,
+    Finished,
+    OnToken,
+    ReplicaShare,
+    Request,
+    requests_of,
+)
+from .samples import FinishReason, Ids, Sample, SampleStore
 from .section import GenerateSection
 
-logger = logging.getLogger(__name__)
-Ids = Sequence[int]
-_PADDABLE = "ignores_padding_of_prompts"  # an attribute of models that have been tried
-FinishReason = Literal["stop", "length", "context"]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sampled response."""
-
-    ids: tuple[int, ...]  # with the stop token that ended it
-    logps: tuple[float, ...]  # of each id, at the sampling temperature, over all of the vocabulary
-    finish_reason: FinishReason  # context: prompt and response fill the model's context
-
-    @property
-    def text_ids(self) -> tuple[int, ...]:
-        """The ids without the stop token."""
-        return self.ids[:-1] if self.finish_reason == "stop" else self.ids
-
-
-class SampleStore(Protocol):
-    """Responses that outlive this process, by the index of the prompt."""
-
-    @property
-    def known(self) -> Mapping[int, Sample]:
-        """Those of an earlier attempt; the same on all ranks."""
-
-    def add(self, found: Mapping[int, Sample]) -> None:
-        """Store those of one batch."""
-
-
-@dataclass(frozen=True)
-class BatchSlice:
-    """Every ``count``-th batch, from ``index`` on."""
-
-    index: int = 0
-    count: int = 1
-
-    def has(self, number: int) -> bool:
-        """Whether batch ``number`` is in it."""
-        return number % self.count == self.index
-
-
-EVERYTHING = BatchSlice()
+__all__ = [
+    "EVERYTHING",
+    "FinishReason",
+    "Ids",
+    "ReplicaShare",
+    "Sample",
+    "SampleStore",
+    "context_length",
+    "room",
+    "sample",
+    "stream",
+]
 
 
 def context_length(model: nn.Module) -> int | None:
     """The context length: the most tokens of prompt and response together; None if unlimited."""
-    config = _inner(model).config.get_text_config()
+    config = inner_model(model).config.get_text_config()
     length = getattr(config, "max_position_embeddings", None)  # recurrent models have none
     return length if isinstance(length, int) and length > 0 else None
 
@@ -83,6 +55,7 @@ def room(model: nn.Module, prompt: Ids) -> int | None:
     return None if length is None else max(0, length - len(prompt))
 
 
+@torch.no_grad()
 def sample(
     model: nn.Module,
     prompts: Sequence[Ids],
@@ -91,7 +64,7 @@ def sample(
     stop_token_ids: Sequence[int],
     seed: int | None = None,
     on_answered: Callable[[int], None] | None = None,
-    share: BatchSlice = EVERYTHING,
+    share: ReplicaShare = EVERYTHING,
     store: SampleStore | None = None,
 ) -> dict[int, Sample]:
     """The responses to the prompts of ``share``, by the index of the prompt.
@@ -102,110 +75,33 @@ def sample(
         section: generation settings, and ``batch_size``.
         stop_token_ids: tokens that end a response.
         seed: makes sampling repeatable; torch's own generators are not changed.
-        on_answered: called with the number of responses of each batch; also for batches of other
-            replicas.
-        share: the batches of this replica.
-        store: gets the responses of each batch; batches that it knows are not generated.
+        on_answered: called with numbers of responses, of all replicas if they keep pace.
+        share: the prompts of this replica.
+        store: gets responses as they end; those that it knows are not generated.
 
-    A prompt that fills the context length gets an empty response; see ``room``.
+    A prompt that fills the context length gets an empty response; see ``room``. Equal prompts get
+    different samples.
     """
     known: Mapping[int, Sample] = {} if store is None else store.known
+    requests = _requests(model, prompts, section, seed)
+    own = share.of(requests)
+    todo = [request for request in own if request.index not in known]
     found = dict(known)
-    allowed = [_allowed(model, prompt, section) for prompt in prompts]
-    size = section.batch_size if _ignores_padding(model, prompts, section.batch_size) else 1
-    batches = _batches([len(p) for p in prompts], allowed, size)
-    for number, batch in enumerate(batches):
-        if share.has(number) and any(i not in known for i in batch):
-            most, given = allowed[batch[0]], [prompts[i] for i in batch]
-            with _seeded(None if seed is None else _derived(seed, number), model):
-                made = _sampled(model, given, section, most, stop_token_ids)
-            found |= zip(batch, made, strict=True)
-            if store is not None:
-                store.add(dict(zip(batch, made, strict=True)))
-        if on_answered is not None:
-            on_answered(len(batch))
+    told = _Progress(on_answered, len(requests), len(own))
+    told.add(len(own) - len(todo))
+    kept = _Kept(store, section.batch_size)
+    try:
+        for request, one in _finished(model, todo, requests, section, stop_token_ids):
+            found[request.index] = one
+            kept.add(request.index, one)
+            told.add(1)
+    finally:
+        kept.flush()
+    told.end()
     return found
 
 
-def _sampled(
-    model: nn.Module,
-    prompts: Sequence[Ids],
-    section: GenerateSection,
-    most: int,
-    stop_token_ids: Sequence[int],
-) -> list[Sample]:
-    """One batch of responses of at most so many tokens."""
-    if not most:
-        return [Sample((), (), "context") for _ in prompts]
-    config = generation_config(section, max_new_tokens=most, stop_token_ids=stop_token_ids)
-    recorder = _LogProbabilities(section.temperature if section.do_sample else 1.0)
-    rows = _generate(model, prompts, config, recorder=recorder)
-    out_of_tokens: FinishReason = "length" if most == section.max_new_tokens else "context"
-    found = []
-    for ids, logps in zip(rows, recorder.of(rows), strict=True):
-        kept = len(_before_stop(ids, stop_token_ids))
-        is_over = kept < len(ids)
-        end = kept + is_over
-        reason = "stop" if is_over else out_of_tokens
-        found.append(Sample(tuple(ids[:end]), tuple(logps[:end]), reason))
-    return found
-
-
-def generation_config(
-    section: GenerateSection, *, max_new_tokens: int, stop_token_ids: Sequence[int]
-) -> GenerationConfig:
-    """All settings of generation, without those of the model's own files.
-
-    Args:
-        section: temperature and so on; they have no effect unless it samples.
-        max_new_tokens: at most ``section.max_new_tokens``.
-        stop_token_ids: a response ends before the first of these.
-    """
-    stops = list(stop_token_ids)
-    settings: dict[str, object] = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": section.do_sample,
-        "repetition_penalty": section.repetition_penalty,
-        "eos_token_id": stops or None,
-        "pad_token_id": padding(stop_token_ids),
-    }
-    if section.do_sample:
-        settings |= {name: getattr(section, name) for name in ("temperature", "top_p", "top_k")}
-    return GenerationConfig(**settings)
-
-
-def padding(stop_token_ids: Sequence[int]) -> int:
-    """The padding id of a batch: masked before a prompt, removed after a response."""
-    return stop_token_ids[0] if stop_token_ids else 0
-
-
-class _LogProbabilities(LogitsProcessor):  # type: ignore[misc]
-    """Records the log-probability of each token that is sampled, from logits [B, V] of one step at
-    a time: all steps of them would not fit."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-        self._next: torch.Tensor | None = None  # [B, V] log-probabilities of the next token
-        self._found: list[torch.Tensor] = []  # [B] of each token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Leaves ``scores`` as they are."""
-        self._take(input_ids[:, -1])
-        self._next = torch.log_softmax(scores / self._temperature, dim=-1)
-        return scores
-
-    def _take(self, tokens_B: torch.Tensor) -> None:
-        if self._next is not None:
-            self._found.append(self._next.gather(-1, tokens_B[:, None])[:, 0])
-
-    def of(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[B, tokens] of the tokens in ``rows``, which are all that were sampled."""
-        assert self._next is not None
-        self._take(torch.tensor([row[-1] for row in rows], device=self._next.device))
-        found: list[list[float]] = torch.stack(self._found, dim=1).tolist()
-        return found
-
-
+@torch.no_grad()
 def stream(
     model: nn.Module,
     prompt: Ids,
@@ -221,167 +117,90 @@ def stream(
     Whatever ``on_text`` raises (a KeyboardInterrupt, for example) ends the response and is passed
     on. The pieces concatenated are the full text.
     """
-    allowed = _allowed(model, prompt, section)
-    if not allowed:
-        return []
-    config = generation_config(section, max_new_tokens=allowed, stop_token_ids=stop_token_ids)
-    shown = _Shown(TextStream(decode), on_text, frozenset(stop_token_ids))
-    with _seeded(seed, model):
-        found = _generate(model, [prompt], config, shown)
-    return _before_stop(found[0], stop_token_ids)
+    text, stops = TextStream(decode), frozenset(stop_token_ids)
+
+    def show(_: Request, token: int) -> None:
+        if token not in stops and (piece := text.push(token)):
+            on_text(piece)
+
+    requests = _requests(model, [prompt], section, seed)
+    ((_, found),) = _finished(model, requests, requests, section, stop_token_ids, show)
+    if piece := text.end():
+        on_text(piece)
+    return list(found.text_ids)
 
 
-class _Forced(LogitsProcessor):  # type: ignore[misc]
-    """Keeps the logits [B, V] of each step, and forces the same tokens in every row."""
-
-    def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.found.append(scores.float())
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, 11 * len(self.found) % scores.shape[1]] = 0.0
-        return forced
+def _requests(
+    model: nn.Module, prompts: Sequence[Ids], section: GenerateSection, seed: int | None
+) -> list[Request]:
+    most, left = section.max_new_tokens, [room(model, prompt) for prompt in prompts]
+    allowed = [most if space is None else min(space, most) for space in left]
+    return requests_of(prompts, allowed, seed, max_new_tokens=most)
 
 
-def _ignores_padding(model: nn.Module, prompts: Sequence[Ids], size: int) -> bool:
-    """Whether a prompt that is padded to share a batch gets the response that it gets alone. Tried
-    once for each model: padding may enter the state of a recurrent one."""
-    if size == 1 or len({len(prompt) for prompt in prompts}) < 2:
-        return True
-    known = vars(_inner(model))
-    if _PADDABLE not in known:
-        known[_PADDABLE] = _is_padded_as_alone(model)
-        if not known[_PADDABLE]:
-            logger.warning(
-                "%s: responses depend on padding, so prompts are answered one by one "
-                "(generate.batch_size has no effect)",
-                type(_inner(model)).__name__,
-            )
-    return bool(known[_PADDABLE])
+def _finished(
+    model: nn.Module,
+    todo: Sequence[Request],
+    requests: Sequence[Request],
+    section: GenerateSection,
+    stop_token_ids: Sequence[int],
+    on_token: OnToken | None = None,
+) -> Iterator[Finished]:
+    """The samples of ``todo``, which are some of ``requests``, as they end."""
+    chooser = Chooser(section, frozenset(stop_token_ids))
+    yield from ((request, Sample((), (), "context")) for request in todo if not request.most)
+    todo = [request for request in todo if request.most]
+    longest = max((len(request.prompt) + request.most for request in requests), default=0)
+    is_alone = must_be_alone(model, longest)
+    # also where there is nothing to do: ranks may run the model in step
+    driver = driver_of(model, longest) if requests and not is_alone else None
+    if not todo:
+        return
+    size = 1 if is_alone else section.batch_size
+    if driver is None:
+        yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
+        return
+    with masked_attention(driver.inner):
+        yield from engine.run(driver, todo, chooser, num_slots=size, on_token=on_token)
 
 
-def _is_padded_as_alone(model: nn.Module) -> bool:
-    vocabulary = _inner(model).config.get_text_config().vocab_size
-    short, long = ([(7 * n + 3) % vocabulary for n in range(count)] for count in (3, 16))
-    alone, padded = (_logits_of_first(model, rows) for rows in ([short], [short, long]))
-    # in few bits, sums of another length may differ by more
-    share = 1e-3 if _inner(model).dtype == torch.float32 else 0.1
-    return float((alone - padded).abs().max()) <= share * float(alone.abs().max())
+class _Progress:
+    """Tells how many responses there are, as if all replicas were as far as this one."""
 
+    def __init__(self, on_answered: Callable[[int], None] | None, total: int, own: int) -> None:
+        self._on_answered, self._total, self._own = on_answered, total, own
+        self._done = self._told = 0
 
-def _logits_of_first(model: nn.Module, prompts: Sequence[Ids]) -> torch.Tensor:
-    """[steps, V] of the first prompt; a state that padding has entered may show in later ones."""
-    recorder = _Forced()
-    config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0)
-    _generate(model, prompts, config, recorder=recorder)
-    return torch.stack([logits[0] for logits in recorder.found])
-
-
-class _Shown(BaseStreamer):  # type: ignore[misc]
-    """Converts each new token of ``generate`` to text."""
-
-    def __init__(
-        self, text: TextStream, on_text: Callable[[str], None], stops: frozenset[int]
-    ) -> None:
-        self._text, self._on_text, self._stops = text, on_text, stops
-        self._is_prompt = True
-        self._is_over = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompt, then one token at a time."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        token_id = int(value)
-        self._is_over |= token_id in self._stops
-        if not self._is_over and (piece := self._text.push(token_id)):
-            self._on_text(piece)
+    def add(self, count: int) -> None:
+        """So many more of this replica's."""
+        self._done += count
+        self._tell(self._total * self._done // max(1, self._own))
 
     def end(self) -> None:
-        """No more tokens."""
-        if piece := self._text.end():
-            self._on_text(piece)
+        """All of them."""
+        self._tell(self._total)
+
+    def _tell(self, count: int) -> None:
+        if self._on_answered is not None and count > self._told:
+            self._on_answered(count - self._told)
+        self._told = max(count, self._told)
 
 
-def _allowed(model: nn.Module, prompt: Ids, section: GenerateSection) -> int:
-    left = room(model, prompt)
-    return section.max_new_tokens if left is None else min(left, section.max_new_tokens)
+class _Kept:
+    """Responses on their way to a store, some at a time: each write waits for the disk."""
 
+    def __init__(self, store: SampleStore | None, size: int) -> None:
+        self._store, self._size = store, size
+        self._found = dict[int, Sample]()
 
-def _batches(lengths: Sequence[int], allowed: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Indices of prompts that share a batch: equal remaining context, similar lengths."""
-    order = sorted(range(len(lengths)), key=lambda i: (allowed[i], lengths[i]))
-    batch: list[int] = []
-    for index in order:
-        if batch and (len(batch) == size or allowed[index] != allowed[batch[0]]):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+    def add(self, index: int, one: Sample) -> None:
+        """One more; written if there are enough."""
+        self._found[index] = one
+        if len(self._found) >= self._size:
+            self.flush()
 
-
-def _generate(
-    model: nn.Module,
-    prompts: Sequence[Ids],
-    config: GenerationConfig,
-    streamer: BaseStreamer | None = None,
-    recorder: LogitsProcessor | None = None,
-) -> list[list[int]]:
-    """The ids after every prompt, with whatever follows a stop token. A ``recorder`` gets the
-    logits of each step, penalties applied."""
-    inner = _inner(model)
-    longest = max(map(len, prompts))
-    filler = padding(config.eos_token_id or ())
-    missing = [longest - len(prompt) for prompt in prompts]
-    rows = [[filler] * n + list(p) for n, p in zip(missing, prompts, strict=True)]
-    mask = [[0] * n + [1] * len(p) for n, p in zip(missing, prompts, strict=True)]
-    with _alone(inner, config):
-        found = cast(PreTrainedModel, model).generate(
-            input_ids=torch.tensor(rows, device=inner.device),
-            attention_mask=torch.tensor(mask, device=inner.device),
-            generation_config=config,
-            streamer=streamer,
-            logits_processor=LogitsProcessorList([] if recorder is None else [recorder]),
-            synced_gpus=False,  # ranks with other prompts need not be waited for at each token
-        )
-    return cast(list[list[int]], found[:, longest:].tolist())
-
-
-def _before_stop(ids: Sequence[int], stop_token_ids: Sequence[int]) -> list[int]:
-    end = next((i for i, token_id in enumerate(ids) if token_id in stop_token_ids), len(ids))
-    return list(ids[:end])
-
-
-def _inner(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper, or ``model`` itself."""
-    is_plain = isinstance(model, PreTrainedModel)
-    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
-
-
-@contextmanager
-def _alone(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Generate by ``config`` alone, without settings of the model's own."""
-    own, model.generation_config = model.generation_config, config
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def _derived(seed: int, number: int) -> int:
-    """A seed for batch ``number``; close inputs give unrelated ones."""
-    mixed = np.random.SeedSequence([abs(seed), int(seed < 0), number])
-    return int(mixed.generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-@contextmanager
-def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    if seed is None:
-        yield
-        return
-    device = _inner(model).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
+    def flush(self) -> None:
+        """Write those that are waiting."""
+        if self._found and self._store is not None:
+            self._store.add(self._found)
+        self._found = {}

@@ -23,7 +23,8 @@ class GenerateSection:
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occurred become less probable (arXiv:1909.05858)."""
     batch_size: int = 16
-    """Number of prompts per batch in ``predict`` and ``eval``."""
+    """Responses that are generated at a time in ``predict`` and ``eval``. Each keeps the keys and
+    values of its tokens in memory; the responses do not depend on it."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "batch_size"):

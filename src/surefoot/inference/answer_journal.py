@@ -68,7 +68,7 @@ class AnswerJournal:
     is_writer: bool  # one rank of each replica
 
     def add(self, found: Mapping[int, Sample]) -> None:
-        """Append the responses of a batch, by the index of the prompt, and flush them."""
+        """Append responses, by the index of the prompt, and flush them."""
         if not self.is_writer:
             return
         path = self.output.part(self.replica)

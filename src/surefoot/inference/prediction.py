@@ -52,7 +52,7 @@ def predict(
     on_answered: Callable[[int], None] | None = None,
     output: Output | None = None,
 ) -> list[Answer]:
-    """The response to every prompt, in order, on every rank of ``opened.world``. The batches are
+    """The response to every prompt, in order, on every rank of ``opened.world``. The prompts are
     divided among the replicas of the model. Without a chat template, texts are continued.
 
     Args:
@@ -60,8 +60,8 @@ def predict(
         prompts: conversations that end in a user turn.
         section: generation settings, and ``batch_size``.
         system: a system message for prompts without one.
-        seed: samples depend only on it, the prompts and ``batch_size``.
-        on_answered: called with the number of responses of each batch.
+        seed: a sample depends only on it, the prompt and the settings.
+        on_answered: called with numbers of responses as they end.
         output: beside which the responses are stored as they are made, and from which those of an
             earlier attempt are taken; the caller writes it, and then removes them.
 

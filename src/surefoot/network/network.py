@@ -17,7 +17,7 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
 from ..checkpoint.state.states import FileState, PartialState
-from ..generate.generation import BatchSlice, Ids, Sample, SampleStore, sample
+from ..generate.generation import Ids, ReplicaShare, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
@@ -84,10 +84,10 @@ class Network:
         store: SampleStore | None = None,
     ) -> list[Sample]:
         """The responses to all ``prompts`` of token ids, in order, on every rank. A collective
-        call; batches are divided among ranks, and samples depend on prompts, settings and seed
-        alone: torch's own generators are not changed. ``on_answered`` gets the number of responses
-        of each batch, ``store`` the responses. Raises ``RecipeError`` if a model with this sharding
-        cannot generate."""
+        call; prompts are divided among ranks, and each sample depends on its prompt, the settings
+        and the seed alone: torch's own generators are not changed. ``on_answered`` gets numbers of
+        responses as they end, ``store`` the responses. Raises ``RecipeError`` if a model with this
+        sharding cannot generate."""
         with self.evaluating(), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
@@ -109,13 +109,13 @@ class Network:
         return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]
 
     @property
-    def share(self) -> BatchSlice:
-        """The batches that this rank generates: those of the ranks that run in step with it."""
+    def share(self) -> ReplicaShare:
+        """The prompts that this rank answers: those of the ranks that run in step with it."""
         world = self.world
         if self.options.only_generates:
             count = world.axes.get("dp_replicate", 1)
-            return BatchSlice(world.rank // (world.size // count), count)
-        return BatchSlice(world.data_rank, world.num_data_ranks)
+            return ReplicaShare(world.rank // (world.size // count), count)
+        return ReplicaShare(world.data_rank, world.num_data_ranks)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

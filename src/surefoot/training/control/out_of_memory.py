@@ -137,7 +137,7 @@ class MemoryGuard:
 
     def generate(self, section: GenerateSection, work: Callable[[GenerateSection], T]) -> T:
         """The result of ``work`` with ``section``; with a smaller ``batch_size``, while it runs out
-        of memory. Samples are then those of a run with that size."""
+        of memory. The samples do not depend on it."""
         if not self.can_split:
             return work(section)
         while True:

@@ -1,0 +1,79 @@
+"""Logits to tokens: penalty, temperature, top_k and top_p in transformers' order and by its own
+functions, then one uniform number for each row.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from .requests import Row
+from .section import GenerateSection
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses the next token of each row, and ends the rows that are complete."""
+
+    section: GenerateSection
+    stops: frozenset[int]
+
+    def advance(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+        """Append a token to each of ``rows``, from the logits after its last one; the tokens."""
+        section = self.section
+        scores_BV = self._penalized(logits_BV.float(), rows)
+        if not section.do_sample:
+            tokens_B, masses = scores_BV.argmax(-1), None
+        else:
+            scores_BV = scores_BV / section.temperature
+            tokens_B, masses = self._drawn(scores_BV, rows)
+        logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
+        tokens: list[int] = tokens_B.tolist()
+        found = masses or [None] * len(rows)
+        for row, token, logp, mass in zip(rows, tokens, logps_B.tolist(), found, strict=True):
+            row.add(token, logp, mass, self.stops)
+        return tokens
+
+    def _penalized(self, scores_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+        penalty = self.section.repetition_penalty
+        if penalty == 1:
+            return scores_BV
+        seen = [torch.tensor([*row.request.prompt, *row.ids]) for row in rows]
+        # transformers ignores ids past the vocabulary
+        seen_BT = torch.nn.utils.rnn.pad_sequence(seen, True, scores_BV.shape[1])
+        processor = RepetitionPenaltyLogitsProcessor(penalty)
+        found: torch.Tensor = processor(seen_BT.to(scores_BV.device), scores_BV)
+        return found
+
+    def _drawn(
+        self, scores_BV: torch.Tensor, rows: Sequence[Row]
+    ) -> tuple[torch.Tensor, list[float | None] | None]:
+        """[B] sampled tokens, and the logs of the probabilities that they were sampled from."""
+        kept_BV, section = scores_BV, self.section
+        if section.top_k:
+            kept_BV = TopKLogitsWarper(section.top_k)(None, kept_BV)
+        if section.top_p < 1:
+            kept_BV = TopPLogitsWarper(section.top_p)(None, kept_BV)
+        uniform_B1 = torch.tensor([[row.draws.next()] for row in rows], dtype=torch.float64)
+        tokens_B = _inverse(kept_BV, uniform_B1.to(kept_BV.device))
+        if kept_BV is scores_BV:
+            return tokens_B, None
+        return tokens_B, (kept_BV.logsumexp(-1) - scores_BV.logsumexp(-1)).tolist()
+
+
+def _inverse(scores_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+    """[B] the tokens at which the sums of the probabilities pass the uniform numbers."""
+    sums_BV = scores_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total_B1 = sums_BV[:, -1:]
+    # below the total, so that no token without probability follows
+    point_B1 = torch.minimum(uniform_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
+    return torch.searchsorted(sums_BV, point_B1, right=True)[:, 0]

@@ -1,0 +1,103 @@
+"""Continuous batching: rows of any length side by side, and a row that has ended makes room for the
+next one at once.
+
+A prompt is computed once for all requests with it. Its keys and values wait, with those of a few
+prompts after it, until the last of these requests has a slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .choosing import Chooser
+from .driver import Driver, Prefix, padded_length
+from .requests import Finished, OnToken, Request, Row, distinct
+from .slots import COLUMNS, SlotCache
+
+_TOKENS = 4096  # of prompts that are computed in one pass, unless one alone has more
+
+
+@dataclass
+class _Waiting:
+    """The requests without a slot, in order, and the prompts that are computed ahead for them."""
+
+    driver: Driver
+    requests: deque[Request]
+    ahead: int  # requests whose prompts are computed in one pass, if they are short enough
+    prefixes: dict[tuple[int, ...], Prefix] = field(default_factory=dict)
+
+    def next(self) -> tuple[Request, Prefix]:
+        """The next request, with its prompt."""
+        prompt = self.requests[0].prompt
+        if prompt not in self.prefixes:
+            chunk = self._chunk()
+            self.prefixes |= zip(chunk, self.driver.prefill(chunk), strict=True)
+        request, prefix = self.requests.popleft(), self.prefixes[prompt]
+        if not self.requests or self.requests[0].prompt != prompt:
+            del self.prefixes[prompt]
+        return request, prefix
+
+    def _chunk(self) -> list[tuple[int, ...]]:
+        """The next prompts that have the same padded length."""
+        length = padded_length(self.requests[0].prompt)
+        most = max(1, _TOKENS // max(1, length))
+        near = [self.requests[i] for i in range(min(self.ahead, len(self.requests)))]
+        same = [prompt for prompt in distinct(near) if padded_length(prompt) == length]
+        return same[:most]
+
+
+def run(
+    driver: Driver,
+    requests: Sequence[Request],
+    chooser: Chooser,
+    *,
+    num_slots: int,
+    on_token: OnToken | None = None,
+) -> Iterator[Finished]:
+    """The samples of ``requests`` as they end. Equal prompts are to be neighbours.
+
+    Args:
+        driver: runs the model.
+        requests: those with room for a token at least.
+        chooser: chooses the tokens.
+        num_slots: most rows at a time.
+        on_token: called with each token.
+    """
+    num_slots = min(num_slots, len(requests))
+    cache = _cache(requests, num_slots)
+    waiting = _Waiting(driver, deque(requests), max(num_slots // 2, 1))
+    rows: list[Row] = []
+    while rows or waiting.requests:
+        while waiting.requests and len(rows) < num_slots:
+            request, prefix = waiting.next()
+            cache.put(len(rows), prefix)
+            rows.append(Row(request))
+        logits_BV = driver.decode(cache, [row.last for row in rows], [row.position for row in rows])
+        tokens = chooser.advance(logits_BV, rows)
+        if on_token is not None:
+            for row, token in zip(rows, tokens, strict=True):
+                on_token(row.request, token)
+        yield from _ended(rows, cache)
+
+
+def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
+    """Slots for the longest prompt and the start of its response; they grow up to the longest row
+    that there may be."""
+    longest = max(len(request.prompt) for request in requests)
+    bound = max(len(request.prompt) + request.most for request in requests)
+    return SlotCache(num_slots, min(longest + COLUMNS, bound), bound)
+
+
+def _ended(rows: list[Row], cache: SlotCache) -> Iterator[Finished]:
+    """Take out the rows that have ended; the last ones move into their slots."""
+    for slot in reversed(range(len(rows))):
+        row = rows[slot]
+        if row.finish_reason is None:
+            continue
+        last = rows.pop()
+        if last is not row:
+            cache.move(len(rows), slot, last.position)
+            rows[slot] = last
+        yield row.request, row.sample

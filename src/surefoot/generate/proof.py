@@ -1,0 +1,128 @@
+"""Whether a model may be driven over slots: found by trying, once for each model.
+
+The logits of two prompts in slots, after several tokens, must be those of one pass over all tokens
+without a cache. The longer prompt is longer than every window that the requests exceed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from .driver import Driver, inner_model, masked_attention
+from .masks import Masks, candidates, longest_limit
+from .samples import Ids
+from .slots import SlotCache
+
+logger = logging.getLogger(__name__)
+_TRIED = "drivers_over_slots"  # an attribute of models that have been tried
+_TOLD = "is_known_to_scale_by_length"  # likewise
+_BY_LENGTH, _FIRST = ("dynamic", "longrope"), "original_max_position_embeddings"
+_STEPS = 4
+_LENGTHS = (3, 19)
+
+
+def must_be_alone(model: nn.Module, longest: int) -> bool:
+    """Whether rows of up to ``longest`` tokens may have none beside them: some scalings of rotary
+    embeddings (dynamic, longrope) change for all rows at the length of the longest one."""
+    inner = inner_model(model)
+    is_alone = _scales_by_length(inner.config.get_text_config(), longest)
+    if is_alone and not vars(inner).get(_TOLD):
+        vars(inner)[_TOLD] = True
+        logger.warning(
+            "%s: the positions of a batch change with its longest row, so prompts are answered one "
+            "by one (generate.batch_size has no effect); a smaller generate.max_new_tokens may "
+            "keep all rows below that length",
+            type(inner).__name__,
+        )
+    return is_alone
+
+
+def _scales_by_length(config: PretrainedConfig, longest: int) -> bool:
+    told = getattr(config, "rope_parameters", None) or {}
+    parts = [told, *(part for part in told.values() if isinstance(part, dict))]
+    scaled = [part for part in parts if part.get("rope_type") in _BY_LENGTH]
+    most = getattr(config, "max_position_embeddings", 0)
+    own = getattr(config, _FIRST, most)
+    return any(longest > int(part.get(_FIRST) or own) for part in scaled)
+
+
+def driver_of(model: nn.Module, longest: int) -> Driver | None:
+    """What runs ``model`` over slots, for rows of at most ``longest`` tokens, or None if it cannot
+    be run so."""
+    inner = inner_model(model)
+    limit = longest_limit(inner.config.get_text_config(), longest)
+    kernel: str = inner.config._attn_implementation
+    known: dict[tuple[str, int], Masks | None] = vars(inner).setdefault(_TRIED, {})
+    if (kernel, limit) not in known:
+        with masked_attention(inner):
+            known[kernel, limit] = found = _proven(model, limit)
+        if found is None:
+            logger.warning(
+                "%s: its keys and values cannot be kept in slots, so responses are generated in "
+                "batches by transformers, each as long as its longest response",
+                type(inner).__name__,
+            )
+    masks = known[kernel, limit]
+    return None if masks is None else Driver(model, inner, masks)
+
+
+def _proven(model: nn.Module, limit: int) -> Masks | None:
+    """The masks that give the right logits, if any."""
+    inner = inner_model(model)
+    config = inner.config.get_text_config()
+    prompts = [
+        [(7 * n + 3) % config.vocab_size for n in range(count)]
+        for count in (_LENGTHS[0], max(_LENGTHS[1], limit + 2))
+    ]
+    forced = [[(11 * n + row) % config.vocab_size for n in range(_STEPS)] for row in range(2)]
+    for masks in candidates(config):
+        driver = Driver(model, inner, masks)
+        try:
+            expected = [_in_one_pass(model, *each) for each in zip(prompts, forced, strict=True)]
+            found = _over_slots(driver, prompts, forced)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # any model's code: what is wrong in it will show in generate
+            logger.debug("%s: not run over slots: %s", type(inner).__name__, error)
+            continue
+        if all(_agree(*each) for each in zip(found, expected, strict=True)):
+            return masks
+    return None
+
+
+def _in_one_pass(model: nn.Module, prompt: Ids, forced: Ids) -> torch.Tensor:
+    """[steps, V] of the prompt's last token and the forced ones but the last."""
+    ids = torch.tensor([[*prompt, *forced[:-1]]], device=inner_model(model).device)
+    found: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:]
+    return found
+
+
+def _over_slots(
+    driver: Driver, prompts: Sequence[Ids], forced: Sequence[Ids]
+) -> list[torch.Tensor]:
+    """The same of each row."""
+    longest = max(map(len, prompts)) + _STEPS
+    cache = SlotCache(len(prompts), longest, longest)
+    for slot, prompt in enumerate(prompts):
+        cache.put(slot, driver.prefill([prompt])[0])
+    tokens, steps = [prompt[-1] for prompt in prompts], []
+    for step in range(_STEPS):
+        positions = [len(prompt) - 1 + step for prompt in prompts]
+        steps.append(driver.decode(cache, tokens, positions))
+        tokens = [row[step] for row in forced]
+    return [torch.stack([logits[row] for logits in steps]) for row in range(len(prompts))]
+
+
+def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    # in few bits, sums in another order may differ by more
+    is_wide = expected.dtype == torch.float32 and not torch.is_autocast_enabled(
+        expected.device.type
+    )
+    share = 1e-3 if is_wide else 0.1
+    most = float((found.float() - expected.float()).abs().max())
+    return most <= share * float(expected.float().abs().max())
