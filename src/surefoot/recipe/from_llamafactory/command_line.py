@@ -17,7 +17,7 @@ NAME = "command line"
 
 
 def is_command_line(arguments: Sequence[str]) -> bool:
-    """Whether the arguments of a command are theirs: no file, but ``--name value``."""
+    """Whether the words of a command are arguments of LLaMA-Factory: ``--name value``."""
     return bool(arguments) and bool(_KEY.fullmatch(arguments[0]))
 
 

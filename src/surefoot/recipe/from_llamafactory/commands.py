@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from ...schema import Problem
 from .arguments import ARGUMENTS
 from .arguments.argument import OtherCommand
-from .given import Given
+from .given import GivenArguments
 
 
-def other_commands(given: Given) -> Iterator[Problem]:
+def other_commands(given: GivenArguments) -> Iterator[Problem]:
     """What to type instead of `export`, `chat` and `eval`, if the arguments are of these."""
     found = [name for name in given.values if isinstance(ARGUMENTS[name].outcome, OtherCommand)]
     if found and not given["do_train"]:
@@ -21,7 +21,7 @@ def other_commands(given: Given) -> Iterator[Problem]:
         yield from _without_training(given)
 
 
-def _export(given: Given) -> str:
+def _export(given: GivenArguments) -> str:
     if given["export_quantization_bit"]:
         return (
             "GPTQ models are not written: export the model with `surefoot export`, and quantize "
@@ -38,20 +38,20 @@ def _export(given: Given) -> str:
     return f"these are arguments of `llamafactory-cli export`; type: {words}"
 
 
-def _model(given: Given) -> str:
+def _model(given: GivenArguments) -> str:
     """The adapter to merge, or the model."""
     adapters = given["adapter_name_or_path"]
     return shlex.quote(adapters[0] if adapters else given["model_name_or_path"] or "MODEL")
 
 
-def _evaluation(given: Given) -> str:
+def _evaluation(given: GivenArguments) -> str:
     return (
         "`llamafactory-cli eval` ends with an error in 0.9.5; `surefoot eval RECIPE --model "
         f"{_model(given)}` evaluates data.eval_datasets"
     )
 
 
-def _without_training(given: Given) -> Iterator[Problem]:
+def _without_training(given: GivenArguments) -> Iterator[Problem]:
     if given["do_predict"] or given["do_eval"]:
         return  # a recipe for `surefoot eval`
     if given.sets("output_dir") or given["dataset"]:

@@ -13,16 +13,10 @@ from dataclasses import dataclass, field, replace
 from ...schema import Keys, Problem
 from ..document import Document
 from .arguments import ARGUMENTS
-from .arguments.argument import (
-    NoEffect,
-    OtherCommand,
-    Refused,
-    RefusedArgumentError,
-    Same,
-)
+from .arguments.argument import NoEffect, Refused, RefusedArgumentError, Same
 from .commands import other_commands
 from .differences import DIFFERENCES, MISTAKES, said
-from .given import Given
+from .given import GivenArguments
 from .rules import RULES
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
@@ -93,11 +87,11 @@ def translate(document: Document, environment: Mapping[str, str] = os.environ) -
     data = document.data
     assert isinstance(data, Mapping)
     built = _Builder()
-    given = Given(dict(_values(data, built.problems)), environment)
+    given = GivenArguments(dict(_values(data, built.problems)), environment)
     for name, value in given.values.items():
         _single(name, value, built)
-    for problem in other_commands(given):
-        built.problems.append(problem)
+    if not built.problems:
+        built.problems += other_commands(given)
     if not built.problems:
         _combined(given, built)
     if built.problems:
@@ -138,7 +132,7 @@ def _values(data: Mapping[str, object], problems: list[Problem]) -> Iterator[tup
 
 
 def _single(name: str, value: object, built: _Builder) -> None:
-    """What becomes of one argument by itself."""
+    """The setting of one argument by itself, or why there is none."""
     argument = ARGUMENTS[name]
     outcome = argument.outcome
     asks = value != argument.default and value not in (False, None)
@@ -150,11 +144,9 @@ def _single(name: str, value: object, built: _Builder) -> None:
         )
     elif isinstance(outcome, NoEffect):
         built.without_effect.append(name)
-    elif isinstance(outcome, OtherCommand):
-        pass  # other_commands says what to do with all of them
 
 
-def _combined(given: Given, built: _Builder) -> None:
+def _combined(given: GivenArguments, built: _Builder) -> None:
     if not given.sets("cutoff_len"):
         built.add({"data.cutoff_len": given["cutoff_len"]}, "cutoff_len")
     for argument, rule in RULES:

@@ -15,7 +15,7 @@ LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # torchrun's name of the number of r
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenArguments:
     """Values by argument, of the argument's type. None is unset."""
 
     values: Mapping[str, Any]
@@ -65,10 +65,10 @@ def _num_gpus() -> int:
 
 
 Settings = dict[str, object]  # dotted settings of a recipe
-Rule = Callable[[Given], Settings]
+Rule = Callable[[GivenArguments], Settings]
 
 
-def one_of(given: Given, name: str, table: Mapping[str, Any], instead: str) -> Any:
+def one_of(given: GivenArguments, name: str, table: Mapping[str, Any], instead: str) -> Any:
     """What ``table`` has for the value of an argument. Raises ``RefusedArgumentError``."""
     if given[name] not in table:
         known = ", ".join(table)

@@ -1,4 +1,4 @@
-"""Every argument of LLaMA-Factory 0.9.5 and what becomes of it, by its dataclass there."""
+"""Every argument of LLaMA-Factory 0.9.5 and its counterpart here, by group."""
 
 from __future__ import annotations
 

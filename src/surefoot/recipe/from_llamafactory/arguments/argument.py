@@ -1,4 +1,4 @@
-"""One argument of LLaMA-Factory: its type, its default, and what becomes of it here."""
+"""One argument of LLaMA-Factory: its type, its default, and its counterpart here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class OtherCommand:
-    """An argument of another command of theirs: what does it here."""
+    """An argument of another command of LLaMA-Factory: what does it here."""
 
     instead: str
 
@@ -73,7 +73,7 @@ Outcome = Same | Combined | NoEffect | Refused | OtherCommand
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of theirs. ``default`` is the value that it has if nobody sets it."""
+    """An argument of LLaMA-Factory. ``default`` is its value there if nobody sets it."""
 
     kind: Kind
     default: object
@@ -117,7 +117,7 @@ def refused(kind: Kind, default: object, reason: str, *allowed: object) -> Argum
 
 
 def other_command(kind: Kind, default: object, instead: str) -> Argument:
-    """An argument of another command of theirs."""
+    """An argument of another command of LLaMA-Factory."""
     return Argument(kind, default, OtherCommand(instead))
 
 

@@ -44,8 +44,8 @@ DATA = {
         "bool",
         None,
         "data.packing",
-        "true needs no setting: padding is always left out; but a batch counts examples here, "
-        "and packed rows of cutoff_len tokens there",
+        "no setting, as rows are never padded to cutoff_len; if true, a batch counts packed rows "
+        "of cutoff_len tokens there, and examples here",
     ),
     "neat_packing": combined("bool", False, "data.packing", "as packing; documents never mix"),
     "tool_format": refused(

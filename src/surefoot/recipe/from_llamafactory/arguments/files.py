@@ -29,6 +29,9 @@ DEEPSPEED: dict[str, Argument] = {
     "amp": refused("any", None, "write bf16 or fp16 in the arguments"),
     "fp8": no_effect("any", None, "fp8 of the arguments chooses products in 8 bits"),
     "comms_logger": no_effect("any", None, _COMMUNICATION),
+    "comms_config": no_effect("any", None, _COMMUNICATION),
+    "monitor_config": no_effect("any", None, "metrics.jsonl has all figures"),
+    "zero_force_ds_cpu_optimizer": no_effect("any", None, _OPTIM),
     "activation_checkpointing": no_effect("any", None, "model.gradient_checkpointing is set"),
     "tensor_parallel": combined("mapping", None, "parallel.tp", "autotp_size"),
     "zero_optimization": combined(
@@ -53,6 +56,7 @@ DEEPSPEED: dict[str, Argument] = {
             *("stage3_param_persistence_threshold", "stage3_max_live_parameters"),
             *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
             *("ignore_unused_parameters", "zero_hpz_partition_size", "elastic_checkpoint"),
+            *("zero_quantized_weights", "memory_efficient_linear"),
         )
     },
 }

@@ -8,7 +8,7 @@ _HUB = "upload a finished model: `surefoot export RUN FOLDER`, then `hf upload`;
 _TRACKER = "trackers other than TensorBoard are not written; a callback can send figures"
 _DDP = "how ranks exchange gradients is chosen for the mesh"
 _LOGS = "the log is of rank 0, with one line for each event"
-_LOADER = "batches are made in a thread beside training; they need no workers"
+_LOADER = "a thread prefetches batches; it needs no workers"
 _EVAL = "evaluations sum over tokens and keep no outputs"
 _OLD = "transformers 5 has no such argument any more"
 _METRICS = "the metrics of evaluations are fixed"
@@ -75,6 +75,10 @@ TRAINING = {
     "gradient_checkpointing": combined(
         "bool", False, "model.gradient_checkpointing", "see disable_gradient_checkpointing"
     ),
+    "activation_checkpointing": combined(  # its name in later versions
+        "bool", False, "model.gradient_checkpointing", "see disable_gradient_checkpointing"
+    ),
+    "activation_checkpointing_kwargs": no_effect("mapping", None, "recomputed without reentrance"),
     "gradient_checkpointing_kwargs": no_effect("mapping", None, "recomputed without reentrance"),
     "torch_compile": same("bool", False, "model.compile"),
     "torch_compile_backend": no_effect("text", None, "inductor compiles"),
@@ -152,6 +156,8 @@ TRAINING = {
     "parallelism_config": refused("any", None, "set the section parallel; remove it"),
     "dataloader_drop_last": refused("bool", False, "no example is dropped; remove it"),
     "dataloader_num_workers": no_effect("int", 0, _LOADER),
+    "dataloader_multiprocessing_context": no_effect("text", None, _LOADER),
+    "dataloader_in_order": no_effect("bool", True, _LOADER),
     "dataloader_pin_memory": no_effect("bool", True, _LOADER),
     "dataloader_persistent_workers": no_effect("bool", False, _LOADER),
     "dataloader_prefetch_factor": no_effect("int", None, _LOADER),
@@ -178,7 +184,7 @@ TRAINING = {
     "debug": no_effect("any", "", "on_nan stops at the first NaN"),
     "skip_memory_metrics": no_effect("bool", True, "metrics.jsonl has memory"),
     "resume_from_checkpoint": combined(
-        "text", None, "checkpoint.resume", "true is auto; a folder of theirs or of Surefoot"
+        "text", None, "checkpoint.resume", "true is auto; a folder of LLaMA-Factory or of Surefoot"
     ),
     "local_rank": no_effect("int", -1, "the launcher sets it"),
     "sortish_sampler": no_effect("bool", False, "batches are made by length"),

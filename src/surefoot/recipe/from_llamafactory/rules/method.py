@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..arguments.argument import RefusedArgumentError
-from ..given import Given, Settings
+from ..given import GivenArguments, Settings
 
 _ONLY_LORA = ("use_dora", "use_rslora", "pissa_init", "loraplus_lr_ratio")
 
 
-def _full(given: Given) -> Settings:
+def _full(given: GivenArguments) -> Settings:
     if not given["use_badam"]:
         return {"method": "full"}
     if given["badam_mode"] == "ratio":
@@ -29,7 +29,7 @@ def _full(given: Given) -> Settings:
     return found | {f"{section}switch_interval": interval}
 
 
-def _freeze(given: Given) -> Settings:
+def _freeze(given: GivenArguments) -> Settings:
     found: Settings = {
         "method.freeze.num_layers": given["freeze_trainable_layers"],
         "method.freeze.modules": given["freeze_trainable_modules"],
@@ -39,7 +39,7 @@ def _freeze(given: Given) -> Settings:
     return found
 
 
-def _lora(given: Given) -> Settings:
+def _lora(given: GivenArguments) -> Settings:
     """An adapter that is trained further has its own settings, there and here."""
     if given["adapter_name_or_path"] and not given["create_new_adapter"]:
         return {"method": "lora"}
@@ -63,7 +63,7 @@ def _lora(given: Given) -> Settings:
     return found
 
 
-def _oft(given: Given) -> Settings:
+def _oft(given: GivenArguments) -> Settings:
     section = "method.oft."
     found: Settings = {
         f"{section}block_size": given["oft_block_size"],
@@ -76,7 +76,7 @@ def _oft(given: Given) -> Settings:
     return found
 
 
-METHODS: dict[str, Callable[[Given], Settings]] = {
+METHODS: dict[str, Callable[[GivenArguments], Settings]] = {
     "full": _full,
     "freeze": _freeze,
     "lora": _lora,
@@ -84,7 +84,7 @@ METHODS: dict[str, Callable[[Given], Settings]] = {
 }
 
 
-def _method(given: Given) -> Settings:
+def _method(given: GivenArguments) -> Settings:
     kind = given["finetuning_type"]
     if kind != "lora":
         for name in _ONLY_LORA:

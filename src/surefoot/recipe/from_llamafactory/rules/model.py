@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..arguments.argument import RefusedArgumentError
-from ..given import Given, Settings, one_of
+from ..given import GivenArguments, Settings, one_of
 
 _ATTENTION = {"auto": "auto", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2"}
 
 
-def _hub(given: Given) -> Settings:
+def _hub(given: GivenArguments) -> Settings:
     """The revision, and the hub that the environment chooses."""
     found: Settings = {}
     if not given["model_name_or_path"]:
@@ -23,7 +23,7 @@ def _hub(given: Given) -> Settings:
     return found
 
 
-def _adapters(given: Given) -> Settings:
+def _adapters(given: GivenArguments) -> Settings:
     """All but the last are merged into the base there, and frozen here."""
     adapters = given["adapter_name_or_path"]
     if not adapters:
@@ -38,19 +38,19 @@ def _adapters(given: Given) -> Settings:
     return found
 
 
-def _dtype(given: Given) -> Settings:
+def _dtype(given: GivenArguments) -> Settings:
     """BAdam trains weights in half precision there, with a float32 copy of its block."""
     is_half = given["pure_bf16"] or (given["use_badam"] and given["bf16"])
     return {"model.dtype": "bfloat16"} if is_half else {}
 
 
-def _attention(given: Given) -> Settings:
-    instead = "fa2 is the newest one; write one of"
+def _attention(given: GivenArguments) -> Settings:
+    instead = "fa2 is the latest one; write one of"
     kernel = one_of(given, "flash_attn", _ATTENTION, instead)
     return {} if kernel == "auto" else {"model.attention": kernel}
 
 
-def _positions(given: Given) -> Settings:
+def _positions(given: GivenArguments) -> Settings:
     kind = given["rope_scaling"]
     if kind is None:
         return {}
@@ -60,19 +60,20 @@ def _positions(given: Given) -> Settings:
     return {"model.rope_scaling": kind, "model.max_positions": given["cutoff_len"]}
 
 
-def _shifted(given: Given) -> Settings:
+def _shifted(given: GivenArguments) -> Settings:
     group = max(1, given["cutoff_len"] // 4)
     return {"model.shifted_attention_group": group} if given["shift_attn"] else {}
 
 
-def _recomputation(given: Given) -> Settings:
+def _recomputation(given: GivenArguments) -> Settings:
     if given["use_unsloth_gc"]:
         return {"model.gradient_checkpointing": "offload"}
-    is_off = given["disable_gradient_checkpointing"] and not given["gradient_checkpointing"]
+    is_on = given["gradient_checkpointing"] or given["activation_checkpointing"]
+    is_off = given["disable_gradient_checkpointing"] and not is_on
     return {"model.gradient_checkpointing": "none" if is_off else "full"}
 
 
-def _bits(given: Given) -> Settings:
+def _bits(given: GivenArguments) -> Settings:
     bits = given["quantization_bit"]
     if bits is None:
         return {}
@@ -87,7 +88,7 @@ def _bits(given: Given) -> Settings:
     return found
 
 
-def _float8(given: Given) -> Settings:
+def _float8(given: GivenArguments) -> Settings:
     return {"model.float8": "rowwise"} if given["fp8"] else {}
 
 

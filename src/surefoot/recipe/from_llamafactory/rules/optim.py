@@ -9,7 +9,7 @@ from typing import Any
 
 from ....optim import OPTIMIZERS
 from ..arguments.argument import RefusedArgumentError
-from ..given import Given, Settings, one_of
+from ..given import GivenArguments, Settings, one_of
 
 _NAMES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
@@ -34,7 +34,7 @@ _SHARED = (  # theirs, and its names here
 )
 
 
-def optimizer_of(given: Given) -> str:
+def optimizer_of(given: GivenArguments) -> str:
     """The optimizer's name here. Their switches have precedence over ``optim``."""
     for switch, name in (("use_galore", "galore"), ("use_apollo", "apollo")):
         if given[switch]:
@@ -49,7 +49,7 @@ def optimizer_of(given: Given) -> str:
     return str(one_of(given, "optim", _NAMES, instead))
 
 
-def _optimizer(given: Given) -> Settings:
+def _optimizer(given: GivenArguments) -> Settings:
     """The optimizer and the settings that all share."""
     name = optimizer_of(given)
     defaults = {field.name: field.default for field in fields(OPTIMIZERS[name])}
@@ -68,7 +68,7 @@ def _optimizer(given: Given) -> Settings:
     return {f"optim.{name}.{setting}": value for setting, value in found.items()}
 
 
-def _of_projections(given: Given, name: str) -> Settings:
+def _of_projections(given: GivenArguments, name: str) -> Settings:
     if name == "galore":
         return {
             "rank": given["galore_rank"],
@@ -85,7 +85,7 @@ def _of_projections(given: Given, name: str) -> Settings:
     return {}
 
 
-def _schedule(given: Given) -> Settings:
+def _schedule(given: GivenArguments) -> Settings:
     """The schedule's name and settings, with the warmup."""
     kind = given["lr_scheduler_type"]
     kwargs = dict(given["lr_scheduler_kwargs"] or {})
@@ -100,7 +100,7 @@ def _schedule(given: Given) -> Settings:
     return found | ({} if kind == "constant" else _warmup(given))
 
 
-def _warmup(given: Given) -> Settings:
+def _warmup(given: GivenArguments) -> Settings:
     """Steps, or a share of all. Steps have precedence."""
     steps, ratio = given["warmup_steps"], given["warmup_ratio"]
     for name, value in (("warmup_steps", steps), ("warmup_ratio", ratio or 0)):
@@ -112,8 +112,8 @@ def _warmup(given: Given) -> Settings:
     return {"warmup_ratio": share} if share else {}
 
 
-def _plain(name: str) -> Callable[[Given, dict[str, Any]], Settings]:
-    def schedule(_given: Given, kwargs: dict[str, Any]) -> Settings:
+def _plain(name: str) -> Callable[[GivenArguments, dict[str, Any]], Settings]:
+    def schedule(_given: GivenArguments, kwargs: dict[str, Any]) -> Settings:
         for key, default in (("num_cycles", 0.5 if name == "cosine" else None),):
             if default is not None and kwargs.get(key) == default:
                 kwargs.pop(key)
@@ -122,14 +122,14 @@ def _plain(name: str) -> Callable[[Given, dict[str, Any]], Settings]:
     return schedule
 
 
-def _one_cycle(_given: Given, kwargs: dict[str, Any]) -> Settings:
+def _one_cycle(_given: GivenArguments, kwargs: dict[str, Any]) -> Settings:
     """Cosine with restarts is cosine, if there is one cycle."""
     if kwargs.get("num_cycles", 1) == 1:
         kwargs.pop("num_cycles", None)
     return {"schedule": "cosine"}
 
 
-def _polynomial(given: Given, kwargs: dict[str, Any]) -> Settings:
+def _polynomial(given: GivenArguments, kwargs: dict[str, Any]) -> Settings:
     """Of the first power: a line to ``lr_end``."""
     if kwargs.get("power", 1) == 1:
         kwargs.pop("power", None)
@@ -137,7 +137,7 @@ def _polynomial(given: Given, kwargs: dict[str, Any]) -> Settings:
     return {"schedule": "linear", "min_lr_ratio": end / given["learning_rate"]}
 
 
-def _min_rate(given: Given, kwargs: dict[str, Any]) -> Settings:
+def _min_rate(given: GivenArguments, kwargs: dict[str, Any]) -> Settings:
     lowest = kwargs.pop("min_lr", None)
     rate = kwargs.pop("min_lr_rate", None)
     if lowest is not None:
@@ -148,7 +148,7 @@ def _min_rate(given: Given, kwargs: dict[str, Any]) -> Settings:
     return {"schedule": "cosine", "min_lr_ratio": rate}
 
 
-def _stable(given: Given, kwargs: dict[str, Any]) -> Settings:
+def _stable(given: GivenArguments, kwargs: dict[str, Any]) -> Settings:
     """A third of the steps after warmup is stable, and the rest decays along a cosine."""
     found: Settings = {"schedule": "wsd_cosine"}
     if (rate := kwargs.pop("min_lr_ratio", None)) is not None:
@@ -167,7 +167,7 @@ def _stable(given: Given, kwargs: dict[str, Any]) -> Settings:
     return found | {"decay_ratio": max(0, decay - 0.5) / total}
 
 
-_SCHEDULES: dict[str, Callable[[Given, dict[str, Any]], Settings]] = {
+_SCHEDULES: dict[str, Callable[[GivenArguments, dict[str, Any]], Settings]] = {
     "linear": _plain("linear"),
     "cosine": _plain("cosine"),
     "cosine_with_restarts": _one_cycle,

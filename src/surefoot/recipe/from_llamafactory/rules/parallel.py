@@ -12,7 +12,7 @@ from ...files import read_text
 from ...yaml import parse
 from ..arguments import FILES
 from ..arguments.argument import Refused, RefusedArgumentError
-from ..given import Given, Settings
+from ..given import GivenArguments, Settings
 from .optim import optimizer_of
 
 _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}
@@ -30,7 +30,7 @@ class Sharding:
     offloads: bool = False
 
 
-def _mesh(given: Given) -> Settings:
+def _mesh(given: GivenArguments) -> Settings:
     """Ranks, how they hold the model, and the batch of all of them."""
     sharding, count = _sharding(given), given.num_ranks
     if count % sharding.tp:
@@ -39,7 +39,7 @@ def _mesh(given: Given) -> Settings:
     return _batches(given, count // sharding.tp) | _axes(given, count, sharding)
 
 
-def _axes(given: Given, count: int, sharding: Sharding) -> Settings:
+def _axes(given: GivenArguments, count: int, sharding: Sharding) -> Settings:
     found: Settings = {}
     if count == 1:
         if sharding.offloads:
@@ -56,7 +56,7 @@ def _axes(given: Given, count: int, sharding: Sharding) -> Settings:
     return found | {"parallel.dp_replicate": data, "parallel.dp_shard": 1}
 
 
-def _batches(given: Given, data_ranks: int) -> Settings:
+def _batches(given: GivenArguments, data_ranks: int) -> Settings:
     micro, steps = given["per_device_train_batch_size"], given["gradient_accumulation_steps"]
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if given[name] < 1:
@@ -65,7 +65,7 @@ def _batches(given: Given, data_ranks: int) -> Settings:
     return {"train.micro_batch_size": size, "train.global_batch_size": micro * steps * data_ranks}
 
 
-def _sharding(given: Given) -> Sharding:
+def _sharding(given: GivenArguments) -> Sharding:
     if given["deepspeed"]:
         return _of_deepspeed(_content("deepspeed", given["deepspeed"]))
     if given["fsdp"] or given["fsdp_config"]:
@@ -106,7 +106,7 @@ def _of_deepspeed(content: Mapping[str, Any]) -> Sharding:
     )
 
 
-def _of_fsdp(given: Given) -> Sharding:
+def _of_fsdp(given: GivenArguments) -> Sharding:
     words = given["fsdp"] or []
     words = words.split() if isinstance(words, str) else list(words)
     options = [str(word) for word in words if word not in (True, "auto_wrap")]

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from ....stages import STAGES
 from ..arguments.argument import RefusedArgumentError
-from ..given import Given, Settings
+from ..given import GivenArguments, Settings
 
 
-def _text(given: Given) -> Settings:
+def _text(given: GivenArguments) -> Settings:
     stage, smoothing = given["stage"], given["label_smoothing_factor"]
     return {f"stage.{stage}.label_smoothing_factor": smoothing} if smoothing else {"stage": stage}
 
 
-def _dpo(given: Given) -> Settings:
+def _dpo(given: GivenArguments) -> Settings:
     loss = given["pref_loss"]
     if loss == "kto_pair":
         message = "kto_pair was removed from TRL; write stage: kto, or sigmoid"
@@ -31,7 +31,7 @@ def _dpo(given: Given) -> Settings:
     return found | _reference(given, "dpo")
 
 
-def _kto(given: Given) -> Settings:
+def _kto(given: GivenArguments) -> Settings:
     if given["pref_ftx"]:
         raise RefusedArgumentError("pref_ftx", "kto has no such term here; write stage: dpo")
     found: Settings = {
@@ -42,23 +42,23 @@ def _kto(given: Given) -> Settings:
     return found | _reference(given, "kto")
 
 
-def _reference(given: Given, stage: str) -> Settings:
+def _reference(given: GivenArguments, stage: str) -> Settings:
     model = given["ref_model"]
     return {f"stage.{stage}.reference": model} if model else {}
 
 
-def _rm(_given: Given) -> Settings:
+def _rm(_given: GivenArguments) -> Settings:
     return {"stage": "rm"}
 
 
-def _ppo(_given: Given) -> Settings:
+def _ppo(_given: GivenArguments) -> Settings:
     if "ppo" not in STAGES:
         message = "ppo is not supported; stage: grpo trains on rewards without a value model"
         raise RefusedArgumentError("stage", message)
     return {"stage": "ppo"}
 
 
-BY_STAGE: dict[str, Callable[[Given], Settings]] = {
+BY_STAGE: dict[str, Callable[[GivenArguments], Settings]] = {
     "pt": _text,
     "sft": _text,
     "rm": _rm,
@@ -68,7 +68,7 @@ BY_STAGE: dict[str, Callable[[Given], Settings]] = {
 }
 
 
-def _stage(given: Given) -> Settings:
+def _stage(given: GivenArguments) -> Settings:
     stage = given["stage"]
     if given["label_smoothing_factor"] and stage not in ("pt", "sft"):
         message = f"{stage} has no such loss; dpo has dpo_label_smoothing"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from ..arguments.argument import RefusedArgumentError
-from ..given import Given, Settings
+from ..given import GivenArguments, Settings
 
 _GENERATING = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "repetition_penalty")
 _METRICS = {"eval_accuracy": "eval_token_accuracy"}
 _NOWHERE = ("none", "all")
 
 
-def _length(given: Given) -> Settings:
+def _length(given: GivenArguments) -> Settings:
     if given["output_dir"] is None:
         raise RefusedArgumentError("output_dir", "is missing; name the folder of the run")
     if given["max_steps"] > 0:
@@ -23,7 +23,7 @@ def _length(given: Given) -> Settings:
     return {}
 
 
-def _precision(given: Given) -> Settings:
+def _precision(given: GivenArguments) -> Settings:
     if given["bf16"] and given["fp16"]:
         raise RefusedArgumentError("fp16", "excludes bf16; remove one of the two")
     if given["bf16"] or given["pure_bf16"]:
@@ -31,14 +31,14 @@ def _precision(given: Given) -> Settings:
     return {"train.precision": "fp16" if given["fp16"] else "fp32"}
 
 
-def _logs(given: Given) -> Settings:
+def _logs(given: GivenArguments) -> Settings:
     strategy = given["logging_strategy"]
     if strategy == "epoch":
         return {"train.log_steps": None, "train.log_epoch": True}
     return {"train.log_steps": _interval(given, "logging_steps") if strategy == "steps" else None}
 
 
-def _interval(given: Given, name: str) -> int:
+def _interval(given: GivenArguments, name: str) -> int:
     """Steps; below 1 a share of all, which must be known."""
     value: float = given[name]
     if value <= 0:
@@ -50,16 +50,16 @@ def _interval(given: Given, name: str) -> int:
     if given["max_steps"] <= 0:
         message = f"{value:g} is a share of all steps; set max_steps, or write a number of steps"
         raise RefusedArgumentError(name, message)
-    return math.ceil(given["max_steps"] * value)
+    return math.ceil(int(given["max_steps"]) * value)
 
 
-def eval_strategy(given: Given) -> str:
+def eval_strategy(given: GivenArguments) -> str:
     """When to evaluate, by its present or former name."""
     former = given["evaluation_strategy"]
     return str(given["eval_strategy"] if given["eval_strategy"] != "no" else former)
 
 
-def _evaluations(given: Given) -> Settings:
+def _evaluations(given: GivenArguments) -> Settings:
     strategy = eval_strategy(given)
     if strategy == "epoch":
         return {"train.eval_epoch": True}
@@ -72,7 +72,7 @@ def _evaluations(given: Given) -> Settings:
     return {"train.eval_steps": _interval(given, name)}
 
 
-def _best(given: Given) -> Settings:
+def _best(given: GivenArguments) -> Settings:
     name = given["metric_for_best_model"]
     if name is None:
         return {}
@@ -80,12 +80,12 @@ def _best(given: Given) -> Settings:
     return {"train.metric_for_best_model": _METRICS.get(full, full)}
 
 
-def _trackers(given: Given) -> Settings:
+def _trackers(given: GivenArguments) -> Settings:
     names = [name for name in given["report_to"] if name not in _NOWHERE]
     return {"train.report_to": ["tensorboard"]} if "tensorboard" in names else {}
 
 
-def _saves(given: Given) -> Settings:
+def _saves(given: GivenArguments) -> Settings:
     strategy = given["save_strategy"]
     found: Settings = {"checkpoint.keep": given["save_total_limit"], "checkpoint.save_steps": None}
     if strategy == "best":
@@ -99,14 +99,14 @@ def _saves(given: Given) -> Settings:
     return found | ({"checkpoint.save_epoch": True} if strategy == "epoch" else {})
 
 
-def _resume(given: Given) -> Settings:
+def _resume(given: GivenArguments) -> Settings:
     place = given["resume_from_checkpoint"]
     if place is None or place.lower() in ("true", "false", "none", "null", ""):
         return {}
     return {"checkpoint.resume": place}
 
 
-def _generation(given: Given) -> Settings:
+def _generation(given: GivenArguments) -> Settings:
     """If one of them is set, all are: the others with their defaults there."""
     if not given.sets(*_GENERATING, "max_length"):
         return {}
