@@ -1,15 +1,10 @@
-import re
-from pathlib import Path
-
 import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.recipe.from_mindformers.conversion import convert, convert_file
-from surefoot.recipe.other_yaml import LLAMAFACTORY as LLAMAFACTORY_KEYS
 from surefoot.recipe.prediction import Prediction
-from surefoot.recipe.recipe import Recipe, load, read
+from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
-from surefoot.schema import dotted, paths
 from surefoot.schema import read as read_into
 
 FILE = """\
@@ -52,24 +47,11 @@ context:
 """
 
 
-LLAMAFACTORY = """\
-model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 8
-dataset: identity,alpaca_en_demo
-output_dir: saves/llama3-8b/lora/sft
-per_device_train_batch_size: 1
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\nb: {c: 2}\n", "not MindSpore Transformers' YAML: it has none of the keys run_mode"),
+        ("a: 1\nb: {c: 2}\n", "nor MindSpore Transformers': it has none of the keys run_mode"),
         ("model: {path: x}\ndata: {datasets: [d]}\nstage: sft\n", "this is a recipe already"),
-        (LLAMAFACTORY, "this is LLaMA-Factory's YAML, and only MindSpore Transformers' is"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
@@ -78,33 +60,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
         convert_file(tmp_path / "file.yaml")
 
 
-def test_the_settings_of_llamafactorys_keys_are_named_with_their_lines(tmp_path):
-    (tmp_path / "file.yaml").write_text(LLAMAFACTORY)
-    with pytest.raises(RecipeError) as caught:
-        convert_file(tmp_path / "file.yaml")
-    assert "file.yaml:5:1 lora_rank: is method.lora.rank in a recipe" in str(caught.value)
-    assert "do_train: has no setting: `surefoot train` does it" in str(caught.value)
-
-
-def test_training_from_another_programs_file_says_whose_it_is_and_what_its_keys_are(tmp_path):
-    (tmp_path / "file.yaml").write_text(LLAMAFACTORY + "plot_loss: true\nddp_timeout: 3\n")
-    with pytest.raises(RecipeError) as caught:
-        load(tmp_path / "file.yaml", ["max_steps=3"])
-    first, *keys = str(caught.value).splitlines()
-    assert "this is LLaMA-Factory's YAML; write a recipe with these settings" in first
-    assert keys[1].endswith(":2:1 stage: is stage in a recipe")
-    assert keys[-2].endswith(":9:1 plot_loss: has no setting: a run always writes loss.png")
-    assert keys[-1].endswith(":10:1 ddp_timeout: has no setting in a recipe")
-    assert len(keys) == 10 and "did you mean" not in str(caught.value)
-
+def test_training_from_another_programs_file_says_whose_it_is(tmp_path):
     (tmp_path / "file.yaml").write_text(FILE)
     with pytest.raises(RecipeError, match="MindSpore Transformers' YAML; `surefoot recipe conv"):
-        load(tmp_path / "file.yaml")
-
-
-def test_what_is_refused_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "file.yaml").write_text(LLAMAFACTORY + "mixture_of_depths: convert\n")
-    with pytest.raises(RecipeError, match=r"mixture_of_depths: is not supported: .*later tokens"):
         load(tmp_path / "file.yaml")
 
 
@@ -113,18 +71,6 @@ def test_a_recipe_with_a_key_of_another_program_is_still_a_recipe(tmp_path):
     (tmp_path / "file.yaml").write_text(text + "model_name_or_path: y\nrun_mode: train\n")
     with pytest.raises(RecipeError, match="model_name_or_path: unknown key"):
         load(tmp_path / "file.yaml")
-
-
-def test_the_settings_that_are_named_exist():
-    known = {dotted(path) for path in paths(Recipe)}
-    named = {re.split("[:;]", setting)[0] for setting in LLAMAFACTORY_KEYS.values()}
-    assert named <= known
-
-
-def test_the_documentation_has_the_same_table():
-    page = (Path(__file__).parents[2] / "docs/how-to/own-model-and-data.md").read_text()
-    for key, setting in LLAMAFACTORY_KEYS.items():
-        assert f"| `{key}` | `{setting.split('; ')[0]}`" in page
 
 
 def settings(text):

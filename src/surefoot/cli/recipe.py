@@ -32,21 +32,23 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
         click.secho(line.text, dim=line.is_default)
 
 
-@recipe.command()
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@recipe.command(context_settings={"ignore_unknown_options": True})
+@click.argument("path", metavar="FILE")
 @click.argument("overrides", nargs=-1)
-def convert(path: Path, overrides: tuple[str, ...]) -> None:
-    """Print the YAML FILE of MindSpore Transformers as a recipe.
+def convert(path: str, overrides: tuple[str, ...]) -> None:
+    """Print the FILE of LLaMA-Factory or MindSpore Transformers as a recipe.
 
-    With run_mode: predict, the output is a file for `surefoot predict` instead.
+    LLaMA-Factory's arguments can also take the place of FILE: --stage sft --do_train True ... Of
+    MindSpore Transformers with run_mode: predict, the output is a file for `surefoot predict`.
 
     Keys that Surefoot does not support are rejected, each with the reason. Standard error shows
-    what its datasets need in addition to the recipe, and the keys that were not used. OVERRIDES
-    such as data.datasets=[mine] have precedence.
+    what differs from LLaMA-Factory, or what datasets of MindSpore Transformers need in addition to
+    the recipe, and the keys that have no effect. OVERRIDES such as data.datasets=[mine] have
+    precedence.
     """
-    from ..recipe.from_mindformers.conversion import convert_file
+    from ..recipe.conversion import convert_any
 
-    found = convert_file(path, overrides)
+    found = convert_any((path, *overrides))
     click.echo(found.text, nl=False)
     for note in found.notes:
         click.echo(visible(note), err=True)

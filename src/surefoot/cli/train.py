@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import SKIPPED_STEPS, counted
+from ..terminal_text import visible
 from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
 
 
-@click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("recipe")
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--trust-pickle",
@@ -32,22 +34,24 @@ _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they e
     help="Read the pickles in a checkpoint of Hugging Face's Trainer, if checkpoint.resume names "
     "one: tensors and plain values, nothing else.",
 )
-def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
+def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     """Train as RECIPE says, a YAML file or the folder of a run.
 
     OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
+
+    RECIPE can also be a YAML or JSON file of LLaMA-Factory, with OVERRIDES such as
+    learning_rate=5e-5; or its arguments take the place of both: --stage sft --do_train True ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 it finishes the
     step, saves, and exits with 128 + the signal's number. It exits with 3 if it has ended, but
     has skipped steps, as train.on_nan allows.
     """
-    with loading():
-        from surefoot.recipe.recipe import load
-
-    _refuse_checkpoint(recipe)
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    loaded, notes = _load((recipe, *overrides))  # errors come before the slow imports
     start_ranks(loaded.parallel)
+    if os.environ.get("RANK", "0") == "0":
+        for line in notes:
+            click.echo(visible(line), err=True)
     with loading():
         from surefoot.run.training_run import run
 
@@ -62,6 +66,20 @@ def train(recipe: Path, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         raise SystemExit(128 + outcome.signal)
     if outcome.state.num_skipped:
         raise SystemExit(SKIPPED_STEPS)
+
+
+def _load(words: tuple[str, ...]) -> tuple[Recipe, list[str]]:
+    """The recipe, and what a recipe of LLaMA-Factory's arguments does differently."""
+    with loading():
+        from surefoot.recipe.from_llamafactory.opening import find_translation
+        from surefoot.recipe.recipe import load, load_translation
+
+    if (found := find_translation(words)) is None:
+        _refuse_checkpoint(Path(words[0]))
+        return load(Path(words[0]), words[1:]), []
+    translation, overrides = found
+    translation.check_trains()
+    return load_translation(translation, overrides), list(translation.notes())
 
 
 def _choice(recipe: Recipe) -> SizeChoice:

@@ -78,9 +78,10 @@ def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:
     elif name == "linear" and schedule.min_ratio:
         lowest = optim.learning_rate * schedule.min_ratio
         name, settings = "polynomial", {"lr_end": lowest, "power": 1.0}
-    elif name == "wsd":
+    elif name in ("wsd", "wsd_cosine"):
+        shape = "linear" if name == "wsd" else "cosine"
         start = max(schedule.warmup_steps, max_steps - schedule.decay_steps)
-        settings = {"num_decay_steps": max_steps - start, "decay_type": "linear"}
+        settings = {"num_decay_steps": max_steps - start, "decay_type": shape}
         name = "warmup_stable_decay"
         settings["min_lr_ratio"] = schedule.min_ratio
     found: dict[str, object] = {"lr_scheduler_type": name, "warmup_steps": schedule.warmup_steps}

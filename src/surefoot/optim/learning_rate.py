@@ -25,15 +25,17 @@ class LearningRate:
     ``{embed_tokens: 0.1}``, ``{lora_B: 16}`` (LoRA+, arXiv:2402.12354), ``{layers.0: 0.5}``,
     ``{'*norm': 2}``. A pattern matches one or more parts of a name between its dots."""
     schedule: ScheduleName = "cosine"
-    """Shape of the learning rate after warmup; ``wsd`` is warmup-stable-decay."""
+    """Shape of the learning rate after warmup. ``wsd`` is warmup-stable-decay with a linear decay,
+    ``wsd_cosine`` with a cosine. ``inverse_sqrt`` is 1 over the root of steps / warmup steps."""
     warmup_ratio: float = 0.0
     """Share of all steps used for warmup."""
     warmup_steps: int | None = None
     """Steps of warmup; has precedence over ``warmup_ratio``."""
     min_lr_ratio: float = 0.0
-    """Learning rate at the end, as a share of the peak (not for ``constant``)."""
+    """Learning rate at the end, as a share of the peak (not for ``constant`` and
+    ``inverse_sqrt``)."""
     decay_ratio: float = 0.1
-    """``wsd`` only: share of all steps in the final decay."""
+    """``wsd`` and ``wsd_cosine``: share of all steps in the final decay."""
     bf16_weights: Literal["stochastic", "master", "nearest"] = "stochastic"
     """How bfloat16 weights (``model.dtype: bfloat16``) are updated. ``stochastic`` rounds each
     result up or down at random, so that updates are right in the mean. ``master`` updates a float32

@@ -57,11 +57,26 @@ def _wsd(schedule: Schedule, step: int) -> float:
     return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
 
 
+def _wsd_cosine(schedule: Schedule, step: int) -> float:
+    """As ``wsd``, with a decay along half a cosine (transformers' ``warmup_stable_decay``)."""
+    start = max(schedule.warmup_steps, schedule.total_steps - schedule.decay_steps)
+    done = _progress(step, start, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _inverse_sqrt(schedule: Schedule, step: int) -> float:
+    """The inverse root of the steps over those of warmup (arXiv:1706.03762); 10,000 if none."""
+    scale = schedule.warmup_steps or 10_000
+    return 1 / math.sqrt((step - schedule.warmup_steps + scale) / scale)
+
+
 SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
+    "wsd_cosine": _wsd_cosine,
+    "inverse_sqrt": _inverse_sqrt,
 }
 if TYPE_CHECKING:
     ScheduleName = str

@@ -29,6 +29,8 @@ from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import ADAPTER, read_adapter, read_text, recipe_in
+from .from_llamafactory.conversion import Translation, is_llamafactory
+from .from_llamafactory.opening import translate_document
 from .other_yaml import check_recipe
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
@@ -65,10 +67,31 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file), str(file))
+    if is_llamafactory(document.data):
+        return load_translation(*translate_document(document, overrides))
     check_recipe(document)
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)
+
+
+def load_translation(translation: Translation, overrides: Overrides = ()) -> Recipe:
+    """The recipe of another program's settings, with ``overrides`` applied. Raises ``RecipeError``:
+    with all validation errors, each with the argument that a setting is of."""
+    return _build(override(Recipe, translated_document(translation), overrides), Path.cwd())
+
+
+def translated_document(translation: Translation) -> Document:
+    """The settings of a translation in the order of a recipe's sections."""
+    document = Document({name: {} for name in ("model", "data")}, translation.document.name)
+    for setting, value in translation.settings.items():
+        keys = tuple(setting.split("."))
+        document = put(Recipe, document, keys, value, translation.origin(setting))
+    assert isinstance(document.data, dict)
+    sections = {
+        name: document.data[name] for name in schema.settings(Recipe) if name in document.data
+    }
+    return replace(document, data=sections)
 
 
 def _is_remote(document: Document) -> bool:

@@ -1,4 +1,4 @@
-"""Whose YAML a file is: only MindSpore Transformers' can be converted."""
+"""Whether a YAML file is MindSpore Transformers'."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...schema import Problem, settings
 from ..document import Document
-from ..other_yaml import MINDFORMERS, of_llamafactory
+from ..other_yaml import MINDFORMERS
 from ..recipe import Recipe
 
 
@@ -21,17 +21,14 @@ def check_kind(document: Document) -> None:
 
 
 def _problems(told: Mapping[str, Any]) -> Iterator[Problem]:
-    if "model_name_or_path" in told:
-        yield Problem(
-            (),
-            "this is LLaMA-Factory's YAML, and only MindSpore Transformers' is converted; write a "
-            "recipe with these settings (`surefoot recipe show RECIPE --docs` explains them)",
-        )
-        yield from of_llamafactory(told)
-    elif {"model", "data", "train"} & told.keys() <= settings(Recipe).keys() and "stage" in told:
+    if {"model", "data", "train"} & told.keys() <= settings(Recipe).keys() and "stage" in told:
         yield Problem(
             (), "this is a recipe already; `surefoot recipe show` prints all its settings"
         )
     else:
         known = ", ".join(MINDFORMERS[:5])
-        yield Problem((), f"not MindSpore Transformers' YAML: it has none of the keys {known}")
+        yield Problem(
+            (),
+            "neither LLaMA-Factory's YAML, which has model_name_or_path, nor MindSpore "
+            f"Transformers': it has none of the keys {known}",
+        )

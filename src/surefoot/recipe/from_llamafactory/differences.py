@@ -1,0 +1,196 @@
+"""What a run does differently from LLaMA-Factory, and what LLaMA-Factory silently gets wrong.
+
+Each function is one line that is printed before a run, or None. Figures and versions are those of
+0.9.5 with transformers 5.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .given import GivenArguments
+from .rules.train import eval_strategy
+from .templates import SAME
+
+Note = Callable[[GivenArguments], str | None]
+
+
+def _template(given: GivenArguments) -> str | None:
+    name = given["template"]
+    if name is None or given["stage"] == "pt":
+        return None
+    if name not in SAME:
+        return f"template: {name} is the model's own chat template here, which it is served with"
+    if SAME[name] is None:
+        return None
+    return (
+        f"template: {name} has its default system message in data.default_system; the line break "
+        "after a response is not trained on"
+    )
+
+
+def _warmup(given: GivenArguments) -> str | None:
+    if not (given["warmup_steps"] or given["warmup_ratio"]):
+        return None
+    if given["lr_scheduler_type"] == "constant":
+        return None
+    return "warmup: it is one step ahead, as the first step there has a learning rate of 0"
+
+
+def _order(given: GivenArguments) -> str | None:
+    said = "the order of examples is another permutation of the same seed"
+    if not given["val_size"]:
+        return said
+    return f"{said}, and so is the choice of the rows that val_size holds out"
+
+
+def _packing(given: GivenArguments) -> str | None:
+    if given["packing"] or given["neat_packing"] or (given["stage"] == "pt"):
+        return (
+            "packing: a batch has as many examples here as it has packed rows there, so it has "
+            "fewer tokens, and an epoch has more steps; raise train.global_batch_size if you like"
+        )
+    return None
+
+
+def _long(_given: GivenArguments) -> str | None:
+    return (
+        "long examples: later turns, then the end of a response are truncated, never the question"
+    )
+
+
+def _overwrite(given: GivenArguments) -> str | None:
+    if not given["overwrite_output_dir"]:
+        return None
+    return "overwrite_output_dir: a run in output_dir is resumed; checkpoint.resume=none does not"
+
+
+def _trackers(given: GivenArguments) -> str | None:
+    others = [n for n in given["report_to"] if n not in ("none", "all", "tensorboard")]
+    return f"report_to: {', '.join(others)} is not written; metrics.jsonl is" if others else None
+
+
+def _swanlab(given: GivenArguments) -> str | None:
+    return "use_swanlab: SwanLab is not written; metrics.jsonl is" if given["use_swanlab"] else None
+
+
+def _new_adapter(given: GivenArguments) -> str | None:
+    goes_on = given["adapter_name_or_path"] and not given["create_new_adapter"]
+    if goes_on and given.sets("lora_rank", "lora_alpha", "lora_target"):
+        return "lora_rank, lora_alpha, lora_target: those of the adapter count, as there"
+    return None
+
+
+def _half_badam(given: GivenArguments) -> str | None:
+    if given["use_badam"] and given["fp16"]:
+        return "fp16 with BAdam: weights are float32 in memory, and computed in float16"
+    return None
+
+
+def _at_the_end(given: GivenArguments) -> str | None:
+    wants = [name for name in ("do_eval", "do_predict") if given[name]]
+    if (
+        not given["do_train"]
+        or not wants
+        or (wants == ["do_eval"] and eval_strategy(given) != "no")
+    ):
+        return None
+    return f"{', '.join(wants)}: run `surefoot eval RUN` after training"
+
+
+DIFFERENCES: tuple[Note, ...] = (
+    *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
+    *(_new_adapter, _half_badam, _at_the_end),
+)
+
+
+def _badam_decay(given: GivenArguments) -> str | None:
+    if given["use_badam"] and given["badam_mode"] == "layer" and given["weight_decay"] != 0.01:
+        return (
+            f"weight_decay {given['weight_decay']:g} is ignored with BAdam: 0.01 is applied, "
+            "to norms and biases, too"
+        )
+    return None
+
+
+def _badam_resume(given: GivenArguments) -> str | None:
+    if not given["use_badam"]:
+        return None
+    return "a resumed BAdam run starts at block 0 with the moments of another block"
+
+
+def _badam_interval(given: GivenArguments) -> str | None:
+    if given["use_badam"] and given["badam_switch_interval"] == -1:
+        return "badam_switch_interval: -1 switches at every step"
+    return None
+
+
+def _badam_ratio(given: GivenArguments) -> str | None:
+    if (
+        given["use_badam"]
+        and given["badam_mode"] == "ratio"
+        and given.sets("badam_switch_interval")
+    ):
+        return "badam_switch_interval is ignored in ratio mode, where it is 100"
+    return None
+
+
+def _preference_loss(given: GivenArguments) -> str | None:
+    if given["stage"] == "dpo" and given["pref_loss"] in ("hinge", "ipo"):
+        return f"pref_loss: {given['pref_loss']} computes sigmoid, with trl 0.24"
+    return None
+
+
+def _constant(given: GivenArguments) -> str | None:
+    warms = given["warmup_steps"] or given["warmup_ratio"]
+    if given["lr_scheduler_type"] == "constant" and warms:
+        return "lr_scheduler_type: constant has no warmup; constant_with_warmup has (so it is here)"
+    return None
+
+
+def _shifted(given: GivenArguments) -> str | None:
+    return "shift_attn is ignored with transformers 4.48 and later" if given["shift_attn"] else None
+
+
+def _mixed_documents(given: GivenArguments) -> str | None:
+    if given["packing"] and not given["neat_packing"] and given["stage"] != "pt":
+        return "packing lets examples of one row attend to each other"
+    return None
+
+
+def _rounding(given: GivenArguments) -> str | None:
+    if not given["pure_bf16"] or given["use_badam"]:
+        return None
+    return "pure_bf16 rounds to the nearest weight, so updates below 0.2 % of a weight are lost"
+
+
+def _muon(given: GivenArguments) -> str | None:
+    if given["use_muon"] and given["finetuning_type"] == "lora":
+        return "Muon orthogonalizes the two factors of LoRA, too"
+    return None
+
+
+def _tokenized(given: GivenArguments) -> str | None:
+    if given["tokenized_path"]:
+        return "tokenized_path, once written, hides changes of dataset, template and cutoff_len"
+    return None
+
+
+def _thoughts(given: GivenArguments) -> str | None:
+    is_thinking = given["template"] in ("qwen3", "glm4_5v", "deepseekr1", "qwen3_5", "hunyuan")
+    if is_thinking and given["enable_thinking"] and given["stage"] != "pt":
+        return "responses without thoughts are trained to begin with empty ones"
+    return None
+
+
+MISTAKES: tuple[Note, ...] = (
+    *(_badam_decay, _badam_resume, _badam_interval, _badam_ratio, _preference_loss, _constant),
+    *(_shifted, _mixed_documents, _rounding, _muon, _tokenized, _thoughts),
+)
+
+
+def said(notes: tuple[Note, ...], given: GivenArguments) -> Iterator[str]:
+    """The lines that hold for these arguments."""
+    for note in notes:
+        if (line := note(given)) is not None:
+            yield line

@@ -1,0 +1,78 @@
+"""The section ``data``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from ..arguments.argument import RefusedArgumentError
+from ..given import GivenArguments, Settings
+from ..templates import SAME, TEMPLATES
+
+ONLINE, REMOTE = "ONLINE", "REMOTE:"
+
+
+def _datasets(given: GivenArguments) -> Settings:
+    """Names of ``dataset_info.json``, or hub ids."""
+    names, held = given["dataset"], given["eval_dataset"]
+    if not names and given["do_train"]:
+        raise RefusedArgumentError("dataset", "is missing, and there is nothing to train on")
+    found: Settings = {"data.datasets": _entries(given, names or held or [])}
+    if held:
+        found["data.eval_datasets"] = _entries(given, held)
+    return found
+
+
+def _entries(given: GivenArguments, names: Sequence[str]) -> list[object]:
+    if given["dataset_dir"] != ONLINE:
+        return list(names)
+    key = "ms_hub_url" if given.is_on("USE_MODELSCOPE_HUB") else "hf_hub_url"
+    return [{"name": name, key: name} for name in names]
+
+
+def _folder(given: GivenArguments) -> Settings:
+    folder = given["dataset_dir"]
+    if str(folder).startswith(REMOTE):
+        repository = str(folder).removeprefix(REMOTE)
+        raise RefusedArgumentError(
+            "dataset_dir",
+            f"{folder!r} is a folder on a hub; download it: `hf download {repository} "
+            "--repo-type dataset --local-dir data`, and write dataset_dir: data",
+        )
+    return {} if folder == ONLINE else {"data.dataset_dir": folder}
+
+
+def _template(given: GivenArguments) -> Settings:
+    """A bundled template of the same tokens, or the model's own."""
+    name = given["template"]
+    if name is None or given["stage"] == "pt":
+        return {}
+    if name not in TEMPLATES:
+        near = difflib.get_close_matches(name, TEMPLATES, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise RefusedArgumentError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
+    found: Settings = {"data.template": name if name in SAME else "auto"}
+    if SAME.get(name) is not None and not given.sets("default_system"):
+        found["data.default_system"] = SAME[name]
+    return found
+
+
+def _shuffle(given: GivenArguments) -> Settings:
+    return {"data.shuffle": False} if given["disable_shuffling"] else {}
+
+
+def _samples(given: GivenArguments) -> Settings:
+    """What they refuse, too."""
+    if given["streaming"] and given["max_samples"] is not None:
+        message = "excludes streaming; remove one of the two"
+        raise RefusedArgumentError("max_samples", message)
+    return {}
+
+
+DATA = (
+    ("dataset", _datasets),
+    ("dataset_dir", _folder),
+    ("template", _template),
+    ("disable_shuffling", _shuffle),
+    ("max_samples", _samples),
+)

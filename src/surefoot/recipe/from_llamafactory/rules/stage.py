@@ -1,0 +1,79 @@
+"""The section ``stage``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....stages import STAGES
+from ..arguments.argument import RefusedArgumentError
+from ..given import GivenArguments, Settings
+
+
+def _text(given: GivenArguments) -> Settings:
+    stage, smoothing = given["stage"], given["label_smoothing_factor"]
+    return {f"stage.{stage}.label_smoothing_factor": smoothing} if smoothing else {"stage": stage}
+
+
+def _dpo(given: GivenArguments) -> Settings:
+    loss = given["pref_loss"]
+    if loss == "kto_pair":
+        message = "kto_pair was removed from TRL; write stage: kto, or sigmoid"
+        raise RefusedArgumentError("pref_loss", message)
+    found: Settings = {"stage.dpo.beta": given["pref_beta"], "stage.dpo.loss_type": loss}
+    if given["pref_ftx"]:
+        found["stage.dpo.sft_weight"] = given["pref_ftx"]
+    if given["dpo_label_smoothing"]:
+        if loss != "sigmoid":
+            raise RefusedArgumentError("dpo_label_smoothing", "needs pref_loss: sigmoid")
+        found["stage.dpo.label_smoothing"] = given["dpo_label_smoothing"]
+    if loss == "simpo":
+        found["stage.dpo.gamma"] = given["simpo_gamma"]
+    return found | _reference(given, "dpo")
+
+
+def _kto(given: GivenArguments) -> Settings:
+    if given["pref_ftx"]:
+        raise RefusedArgumentError("pref_ftx", "kto has no such term here; write stage: dpo")
+    found: Settings = {
+        "stage.kto.beta": given["pref_beta"],
+        "stage.kto.desirable_weight": given["kto_chosen_weight"],
+        "stage.kto.undesirable_weight": given["kto_rejected_weight"],
+    }
+    return found | _reference(given, "kto")
+
+
+def _reference(given: GivenArguments, stage: str) -> Settings:
+    model = given["ref_model"]
+    return {f"stage.{stage}.reference": model} if model else {}
+
+
+def _rm(_given: GivenArguments) -> Settings:
+    return {"stage": "rm"}
+
+
+def _ppo(_given: GivenArguments) -> Settings:
+    if "ppo" not in STAGES:
+        message = "ppo is not supported; stage: grpo trains on rewards without a value model"
+        raise RefusedArgumentError("stage", message)
+    return {"stage": "ppo"}
+
+
+BY_STAGE: dict[str, Callable[[GivenArguments], Settings]] = {
+    "pt": _text,
+    "sft": _text,
+    "rm": _rm,
+    "dpo": _dpo,
+    "kto": _kto,
+    "ppo": _ppo,
+}
+
+
+def _stage(given: GivenArguments) -> Settings:
+    stage = given["stage"]
+    if given["label_smoothing_factor"] and stage not in ("pt", "sft"):
+        message = f"{stage} has no such loss; dpo has dpo_label_smoothing"
+        raise RefusedArgumentError("label_smoothing_factor", message)
+    return BY_STAGE[stage](given)
+
+
+STAGE = (("stage", _stage),)

@@ -1,0 +1,561 @@
+"""LLaMA-Factory's files and command lines as recipes, against its own arguments and examples."""
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Seq2SeqTrainingArguments, get_scheduler
+
+from surefoot.errors import RecipeError
+from surefoot.recipe.conversion import convert_any
+from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
+from surefoot.recipe.from_llamafactory.arguments.argument import Combined, NoEffect, Refused, Same
+from surefoot.recipe.from_llamafactory.command_line import read_command_line
+from surefoot.recipe.from_llamafactory.conversion import translate
+from surefoot.recipe.from_llamafactory.opening import find_translation
+from surefoot.recipe.from_llamafactory.rules import RULES
+from surefoot.recipe.from_llamafactory.templates import SAME, TEMPLATES
+from surefoot.recipe.other_yaml import MINDFORMERS
+from surefoot.recipe.recipe import Recipe, load, load_translation
+from surefoot.recipe.yaml import parse
+from surefoot.schema import dotted, paths
+
+FOLDER = Path(__file__).parent / "llamafactory"
+THEIRS = json.loads((FOLDER / "arguments.json").read_text())
+EXAMPLES = json.loads((FOLDER / "examples.json").read_text())
+COMMAND = shlex.split(
+    "--stage sft --do_train True --model_name_or_path MODEL --preprocessing_num_workers 16 "
+    "--finetuning_type full --template qwen --flash_attn auto --dataset_dir DATA "
+    "--dataset alpaca_zh --cutoff_len 1024 --learning_rate 5e-05 --num_train_epochs 3.0 "
+    "--max_samples 1000 --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
+    "--lr_scheduler_type cosine --max_grad_norm 1.0 --logging_steps 5 --save_steps 100 "
+    "--warmup_steps 0 --optim adamw_torch --packing False --report_to none --use_badam True "
+    "--output_dir OUT --fp16 True --plot_loss True --ddp_timeout 180000000 "
+    "--include_num_input_tokens_seen True --badam_mode layer --badam_switch_mode ascending "
+    "--badam_switch_interval 50 --badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps "
+    "--eval_steps 100 --per_device_eval_batch_size 2"
+)
+LEAST = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "do_train": True}
+
+
+def translation(environment=None, **values):
+    """The arguments of a file with the least that a run needs, and ``values``."""
+    document = parse(json.dumps({**LEAST, **values}), "their.yaml")
+    return translate(document, environment or {})
+
+
+def recipe(environment=None, **values):
+    return load_translation(translation(environment, **values))
+
+
+def refusal(**values):
+    with pytest.raises(RecipeError) as caught:
+        recipe(**values)
+    return str(caught.value)
+
+
+# The table
+
+
+def test_no_argument_of_theirs_is_missing():
+    names = {name for group in THEIRS.values() for name in group}
+    assert len(names) > 340
+    assert names <= ARGUMENTS.keys()
+    installed = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    assert installed <= ARGUMENTS.keys()
+    assert sum(map(len, GROUPS.values())) == len(ARGUMENTS)  # none is in two groups
+
+
+def test_the_defaults_are_theirs():
+    for group, fields in THEIRS.items():
+        for name, default in fields.items() if isinstance(fields, dict) else ():
+            if default != "(required)":
+                ours = ARGUMENTS[name].default
+                assert ours in (default, [default]), f"{group}.{name}"
+
+
+def test_every_setting_of_the_table_exists():
+    known = {dotted(path) for path in paths(Recipe)}
+    for name, argument in [
+        *ARGUMENTS.items(),
+        *((k, a) for f in FILES.values() for k, a in f.items()),
+    ]:
+        outcome = argument.outcome
+        if isinstance(outcome, Same):
+            assert outcome.setting in known, name
+        elif isinstance(outcome, Combined):
+            assert set(outcome.settings) <= known, name
+        else:
+            assert len(str(getattr(outcome, "reason", "") or outcome.instead)) > 8, name
+
+
+def test_every_combined_argument_is_read_by_a_rule():
+    folder = Path(inspect.getfile(RULES[0][1])).parent
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    code += (folder.parent / "differences.py").read_text()
+    code += (folder.parent / "conversion.py").read_text()
+    for name, argument in ARGUMENTS.items():
+        if isinstance(argument.outcome, Combined):
+            assert f'"{name}"' in code, name
+
+
+# The command of the page that users learn from
+
+
+def test_the_command_from_their_page_is_a_recipe():
+    document, overrides = read_command_line(COMMAND)
+    found = load_translation(translate(document, {}))
+    assert overrides == []
+    assert (found.model.path, found.model.gradient_checkpointing) == ("MODEL", "full")
+    data, train = found.data, found.train
+    assert [str(name) for name in data.datasets] == ["alpaca_zh"]
+    assert (data.template, data.cutoff_len, data.max_samples) == ("qwen", 1024, 1000)
+    assert data.default_system.startswith("You are Qwen, created by Alibaba Cloud.")
+    assert (data.val_size, data.dataset_dir.name, data.packing) == (0.1, "DATA", True)
+    method = found.method
+    assert (type(method).__name__, method.order, method.switch_interval) == (
+        "BAdam",
+        "ascending",
+        50,
+    )
+    assert (train.num_epochs, train.micro_batch_size, train.global_batch_size) == (3.0, 2, 16)
+    assert (train.precision, train.log_steps, train.eval_steps) == ("fp16", 5, 100)
+    assert (found.checkpoint.save_steps, found.checkpoint.keep) == (100, None)
+    optim = found.optim
+    assert (optim.learning_rate, optim.schedule, optim.weight_decay) == (5e-5, "cosine", 0.0)
+    assert (optim.warmup_ratio, optim.warmup_steps) == (0.0, None)
+
+
+def test_what_differs_is_named_in_a_few_lines():
+    document, _ = read_command_line(COMMAND)
+    lines = list(translate(document, {}).notes())
+    assert len(lines) <= 9 and max(map(len, lines)) < 180
+    text = "\n".join(lines)
+    assert "LLaMA-Factory: weight_decay 0 is ignored with BAdam: 0.01 is applied" in text
+    assert "without effect here: preprocessing_num_workers, " in text
+    assert "'False' is text" not in text  # a command line has text only
+
+
+def test_a_converted_file_is_the_same_recipe(tmp_path):
+    converted = convert_any(COMMAND)
+    (tmp_path / "recipe.yaml").write_text(converted.text)
+    document, _ = read_command_line(COMMAND)
+    assert load(tmp_path / "recipe.yaml").train == load_translation(translate(document)).train
+    assert converted.text.endswith("\n") and converted.notes
+
+
+def test_flags_without_values_and_their_other_spellings():
+    words = "--model_name_or_path m --do_train --bf16 --max-steps=-1 --lora_target q_proj v_proj"
+    document, overrides = read_command_line([*words.split(), "train.on_nan=skip"])
+    assert document.data == {
+        "model_name_or_path": "m",
+        "do_train": True,
+        "bf16": True,
+        "max_steps": "-1",
+        "lora_target": ["q_proj", "v_proj"],
+    }
+    assert overrides == ["train.on_nan=skip"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--stage sft dpo", "'dpo' belongs to no argument"),
+        ("--stage sft --stage dpo", "--stage occurs twice"),
+        ("--model_name_or_path m --learning_rte 1", "--learning_rte: learning_rte: no argument of"),
+        ("--model_name_or_path m --lora_rank x", "--lora_rank: lora_rank: expected a whole number"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_with_its_word(words, said):
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        translate(read_command_line(words.split())[0])
+
+
+# Files
+
+
+def test_yaml_and_json_are_read_with_overrides_of_both_kinds(tmp_path):
+    content = {**LEAST, "learning_rate": 1e-4}
+    for name in ("their.yaml", "their.json"):
+        (tmp_path / name).write_text(json.dumps(content))
+        found = load(tmp_path / name, ["learning_rate=2e-4", "optim.adamw.beta1=0.8"])
+        assert (found.optim.learning_rate, found.optim.beta1) == (2e-4, 0.8)
+    assert load(tmp_path / name, {"learning_rate": 3e-4}).optim.learning_rate == 3e-4
+    with pytest.raises(RecipeError, match=r"command line: lora_rank: lora_rank: expected a whole"):
+        load(tmp_path / name, ["lora_rank=x"])
+
+
+def test_all_mistakes_are_named_at_once_with_their_lines(tmp_path):
+    text = "model_name_or_path: m\nlora_rnk: 8\nmixture_of_depths: convert\nstage: sfft\n"
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path / "file.yaml")
+    lines = str(caught.value).splitlines()
+    assert (
+        "file.yaml:2:1 lora_rnk: no argument of LLaMA-Factory (did you mean lora_rank?)" in lines[0]
+    )
+    assert re.search(r":3:1 mixture_of_depths: .*later tokens, which generation does not", lines[1])
+    assert ":4:1 stage: expected one of pt, sft, rm, ppo, dpo, kto, got 'sfft' (did you" in lines[2]
+
+
+def test_an_error_of_a_setting_names_the_argument_it_is_of(tmp_path):
+    (tmp_path / "file.yaml").write_text("\n".join(f"{k}: {v}" for k, v in LEAST.items()))
+    with pytest.raises(RecipeError, match=r"command line: cutoff_len: data.cutoff_len: must be"):
+        load(tmp_path / "file.yaml", ["cutoff_len=2"])
+
+
+def test_a_recipe_and_a_file_of_mindspore_are_not_taken_for_theirs(tmp_path):
+    text = "model: {path: x}\ndata: {datasets: [d]}\ntrain: {output_dir: x}\nstage: sft\n"
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert find_translation([str(tmp_path / "recipe.yaml")]) is None
+    assert not set(MINDFORMERS) & ARGUMENTS.keys()
+
+
+def test_text_for_a_switch_is_read_as_it_is_meant():
+    found = translation(packing="false", lora_rank="16", learning_rate="1e-4")
+    assert load_translation(found).method.rank == 16
+    assert any("packing: 'false' is text, which counts as true" in line for line in found.notes())
+
+
+# Settings of several arguments
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"), [({}, 1), ({"WORLD_SIZE": "4"}, 4), ({"NPROC_PER_NODE": "2"}, 2)]
+)
+def test_a_global_batch_counts_all_ranks(environment, ranks):
+    sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}
+    found = recipe(environment, **sizes)
+    assert found.train.global_batch_size == 15 * ranks
+    assert found.train.micro_batch_size == 3
+    if ranks > 1:
+        assert (found.parallel.dp_replicate, found.parallel.dp_shard) == (ranks, 1)
+    assert found.parallel.num_processes == (2 if "NPROC_PER_NODE" in environment else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("z0", (4, 1, True, 1)),
+        ("z2", (1, 4, False, 1)),
+        ("z2_autotp", (1, 2, False, 2)),
+        ("z3", (1, 4, True, 1)),
+    ],
+)
+def test_deepspeed_files_shard_alike(tmp_path, name, mesh):
+    text = EXAMPLES[f"examples/deepspeed/ds_{name}_config.json"]
+    (tmp_path / "ds.json").write_text(text)
+    found = recipe({"WORLD_SIZE": "4"}, deepspeed=str(tmp_path / "ds.json"))
+    parallel = found.parallel
+    assert mesh == (
+        parallel.dp_replicate,
+        parallel.dp_shard,
+        parallel.reshard_after_forward,
+        parallel.tp,
+    )
+    assert found.train.global_batch_size == 8 * 4 // parallel.tp
+
+
+def test_what_deepspeed_keeps_in_main_memory(tmp_path):
+    for name, is_refused in (("z2_offload", False), ("z3_offload", True)):
+        content = json.loads(EXAMPLES[f"examples/deepspeed/ds_{name}_config.json"])
+        if is_refused:
+            assert "offload_param: weights stay on the GPU" in refusal(deepspeed=content)
+        else:
+            assert recipe(deepspeed=content).optim.offload_state
+    assert "DeepSpeed files" in refusal(deepspeed={"zero_optimisation": {"stage": 3}})
+    assert "no such file" in refusal(deepspeed=str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n.startswith("examples/accelerate")])
+def test_fsdp_files_shard_alike(name):
+    content = json.loads(json.dumps(parse(EXAMPLES[name]).data))
+    if "offload" in name:
+        assert "weights stay on the GPU" in refusal(fsdp_config=content)
+        return
+    parallel = recipe({"WORLD_SIZE": "4"}, fsdp_config=content).parallel
+    assert (parallel.dp_replicate, parallel.dp_shard) == (1, 4)
+
+
+def test_methods_and_their_settings():
+    assert recipe(finetuning_type="lora").method.rank == 8
+    lora = recipe(lora_rank=4, lora_target="q_proj,v_proj", use_dora=True, lora_dropout=0.1).method
+    assert (lora.rank, lora.targets, lora.dora, lora.dropout) == (
+        4,
+        ("q_proj", "v_proj"),
+        True,
+        0.1,
+    )
+    pissa = recipe(pissa_init=True, pissa_iter=-1).method
+    assert (pissa.init, pissa.init_iterations) == ("pissa", 0)
+    assert recipe(finetuning_type="oft", oft_block_size=16).method.block_size == 16
+    freeze = recipe(finetuning_type="freeze", freeze_trainable_layers=-3).method
+    assert (freeze.num_layers, freeze.modules) == (-3, ("all",))
+    badam = {"finetuning_type": "full", "use_badam": True}
+    ratio = recipe(**badam, badam_mode="ratio", badam_mask_mode="scatter").method
+    assert (ratio.update_ratio, ratio.mask, ratio.switch_interval) == (0.05, "scatter", 100)
+    never = recipe(**badam, badam_switch_interval=-1, badam_start_block=3).method
+    assert (never.order, never.start_block) == ("fixed", 3)
+    half = recipe(**badam, bf16=True)
+    assert (half.model.dtype, half.optim.bf16_weights) == ("bfloat16", "master")
+    assert "needs finetuning_type: full, not lora" in refusal(use_badam=True)
+    assert "needs finetuning_type: lora" in refusal(finetuning_type="full", use_dora=True)
+
+
+def test_llama_pro_is_had_by_the_override_that_its_error_names(tmp_path):
+    (tmp_path / "their.yaml").write_text(
+        EXAMPLES["examples/extras/llama_pro/llama3_freeze_sft.yaml"]
+    )
+    with pytest.raises(RecipeError, match=r"add use_llama_pro=false method\.llama_pro\.num_new_la"):
+        load(tmp_path / "their.yaml")
+    cure = ["use_llama_pro=false", "method.llama_pro.num_new_layers=8"]
+    assert load(tmp_path / "their.yaml", cure).method.num_new_layers == 8
+
+
+def test_several_adapters():
+    found = recipe(adapter_name_or_path="a,b,c", lora_rank=3)
+    assert [path.name for path in found.model.frozen_adapters] == ["a", "b"]
+    assert found.model.adapter.name == "c"
+    found = recipe(adapter_name_or_path="a,b", create_new_adapter=True, lora_rank=3)
+    assert [path.name for path in found.model.frozen_adapters] == ["a", "b"]
+    assert (found.model.adapter, found.method.rank) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "settings"),
+    [
+        ({"use_galore": True, "galore_rank": 4}, "GaLore", {"rank": 4, "scale": 2.0}),
+        ({"use_apollo": True}, "Apollo", {"rank": 16, "scale": 32.0, "scaling": "channel"}),
+        ({"use_adam_mini": True, "adam_beta1": 0.8}, "AdamMini", {"beta1": 0.8}),
+        ({"use_muon": True, "weight_decay": 0.1}, "Muon", {"weight_decay": 0.1}),
+        ({"optim": "adamw_8bit"}, "AdamW8bit", {}),
+        ({"optim": "paged_adamw_8bit"}, "AdamW8bit", {"offload_state": True}),
+        ({"optim": "adamw_torch_4bit"}, "AdamW4bit", {}),
+        ({"optim": "lion_32bit"}, "Lion", {"beta2": 0.999}),
+        ({"optim": "adafactor"}, "Adafactor", {}),
+        ({"optim": "schedule_free_adamw"}, "ScheduleFree", {}),
+        ({"loraplus_lr_ratio": 16.0}, "AdamW", {"learning_rates": {"lora_B": 16.0}}),
+    ],
+)
+def test_optimizers(values, name, settings):
+    kind = "lora" if "loraplus_lr_ratio" in values else "full"
+    found = recipe(finetuning_type=kind, **values).optim
+    assert type(found).__name__ == name
+    assert {key: getattr(found, key) for key in settings} == settings
+
+
+def test_optimizers_that_are_not_supported_are_named():
+    assert "'lomo' is not supported" in refusal(optim="lomo")
+    assert "excludes LoRA" in refusal(use_galore=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "stage"),
+    [
+        ({"stage": "pt", "label_smoothing_factor": 0.1}, {"label_smoothing_factor": 0.1}),
+        ({"stage": "rm"}, {}),
+        ({"stage": "dpo", "pref_loss": "ipo", "pref_beta": 0.2}, {"loss_type": "ipo", "beta": 0.2}),
+        ({"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7}, {"gamma": 0.7}),
+        (
+            {"stage": "dpo", "pref_ftx": 0.5, "ref_model": "r"},
+            {"sft_weight": 0.5, "reference": "r"},
+        ),
+        ({"stage": "kto", "kto_chosen_weight": 2.0}, {"desirable_weight": 2.0, "beta": 0.1}),
+    ],
+)
+def test_stages(values, stage):
+    found = recipe(**values).stage
+    assert type(found).__name__.lower() == values["stage"]
+    assert {key: getattr(found, key) for key in stage} == stage
+
+
+def test_losses_that_trl_ignores_are_named():
+    notes = "\n".join(translation(stage="dpo", pref_loss="hinge").notes())
+    assert "pref_loss: hinge computes sigmoid" in notes
+    assert "write stage: kto" in refusal(stage="dpo", pref_loss="kto_pair")
+
+
+def test_intervals_of_steps_and_epochs():
+    found = recipe(eval_strategy="epoch", val_size=0.1, save_strategy="epoch", logging_steps=7)
+    assert found.train.eval_epoch and found.checkpoint.save_epoch
+    assert (found.train.eval_steps, found.checkpoint.save_steps, found.train.log_steps) == (
+        None,
+        None,
+        7,
+    )
+    found = recipe(eval_strategy="steps", val_size=3, logging_steps=7, save_strategy="no")
+    assert (found.train.eval_steps, found.checkpoint.save_steps) == (7, None)
+    found = recipe(max_steps=50, save_steps=0.25, evaluation_strategy="steps", val_size=3)
+    assert (found.checkpoint.save_steps, found.train.eval_steps) == (13, 500)
+    found = recipe(save_strategy="best", eval_strategy="steps", eval_steps=9, val_size=3)
+    assert found.checkpoint.save_steps == 9
+    assert "set max_steps, or write a number" in refusal(save_steps=0.25)
+    assert "nothing to evaluate on; set val_size" in refusal(eval_strategy="steps")
+
+
+def test_hubs_are_settings_of_the_environment():
+    found = recipe({"USE_MODELSCOPE_HUB": "1"}, dataset_dir="ONLINE", dataset="a/b,c/d")
+    assert found.model.hub == "modelscope"
+    assert found.data.datasets[1].source == {"name": "c/d", "ms_hub_url": "c/d"}
+    found = recipe(dataset_dir="ONLINE", dataset="a/b")
+    assert (found.model.hub, found.data.datasets[0].source["hf_hub_url"]) == ("huggingface", "a/b")
+    assert "hf download x/y --repo-type dataset" in refusal(dataset_dir="REMOTE:x/y")
+
+
+def test_generation_has_their_defaults_if_any_is_set():
+    found = recipe(temperature=0.5).generate
+    assert (found.do_sample, found.temperature, found.top_p, found.top_k) == (True, 0.5, 0.7, 50)
+    assert recipe().generate.do_sample is False
+
+
+def test_templates_are_bundled_or_the_models_own():
+    assert recipe(template="llama3").data.template == "llama3"
+    found = translation(template="qwen3_nothink")
+    assert load_translation(found).data.template == "auto"
+    assert "template: qwen3_nothink is the model's own chat template here" in "\n".join(
+        found.notes()
+    )
+    assert "(did you mean qwen3?)" in refusal(template="qwenn3")
+    assert recipe(template="qwen", default_system="x").data.default_system == "x"
+    assert set(SAME) <= set(TEMPLATES)
+
+
+def test_the_same_templates_are_bundled():
+    from surefoot.data.text.templates import names
+
+    assert set(SAME) <= set(names())
+
+
+def test_a_secret_is_refused_with_the_variable_that_holds_it():
+    assert "set HF_TOKEN in the environment" in refusal(hf_hub_token="hf_x")
+
+
+def test_resuming_names_auto_or_a_folder():
+    assert recipe().checkpoint.resume == "auto"
+    assert recipe(resume_from_checkpoint=True).checkpoint.resume == "auto"
+    assert recipe(resume_from_checkpoint="x/checkpoint-3").checkpoint.resume == "x/checkpoint-3"
+
+
+# Learning rates and lengths, against transformers
+
+
+def factors(name, steps, warmup, **kwargs):
+    """The factor of the learning rate at every step, by transformers."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer.defaults["lr"] = 1.0
+    schedule = get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=kwargs or None,
+    )
+    return [schedule.lr_lambdas[0](step) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    "warmup", [{}, {"warmup_steps": 7}, {"warmup_ratio": 0.1}, {"warmup_steps": 0.1}]
+)
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("cosine_with_restarts", {}),
+        ("polynomial", {"lr_end": 0.1}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("inverse_sqrt", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}),
+        ("warmup_stable_decay", {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+def test_the_schedule_is_theirs_after_warmup_and_one_step_ahead_in_it(name, kwargs, warmup):
+    for steps in (50, 51, 52):
+        values = {"max_steps": steps, "learning_rate": 1.0, "lr_scheduler_type": name, **warmup}
+        optim = recipe(**values, lr_scheduler_kwargs=kwargs or None).optim
+        share = warmup.get("warmup_ratio", warmup.get("warmup_steps", 0))
+        count = int(share) if share >= 1 else math.ceil(share * steps)
+        if name == "warmup_stable_decay":  # as their create_custom_scheduler sets it
+            stable = (steps - count) // 3
+            kwargs = {"num_stable_steps": stable, "num_decay_steps": steps - count - stable}
+        theirs = factors(name, steps, count, **kwargs)
+        count = 0 if name == "constant" else count
+        schedule = optim.schedule_over(steps)
+        ours = [schedule.factor(step) for step in range(steps)]
+        assert schedule.warmup_steps == count
+        assert ours[count:] == pytest.approx(theirs[count:], abs=1e-12)
+        assert ours[: max(0, count - 1)] == pytest.approx(theirs[1:count], abs=1e-12)
+        kwargs = {} if name == "warmup_stable_decay" else kwargs
+
+
+def test_schedules_that_depend_on_results_are_refused():
+    assert "function of the step" in refusal(lr_scheduler_type="reduce_lr_on_plateau")
+    assert "num_cycles is not supported" in refusal(
+        lr_scheduler_type="cosine_with_restarts", lr_scheduler_kwargs={"num_cycles": 3}
+    )
+
+
+# Their examples
+
+REFUSED = {
+    "asft/": "use_asft_loss: true is not supported",
+    "dft/": "use_dft_loss: true is not supported",
+    "eaft/": "use_eaft_loss: true is not supported",
+    "llama_pro/": "use_llama_pro: true is not supported: scripts/llama_pro.py is not needed",
+    "mod/": "mixture_of_depths: 'convert' is not supported",
+    "inference/qwen3_lora": "type: surefoot chat Qwen/Qwen3-4B-Instruct-2507 --adapter saves/qwen3",
+    "inference/": "type: surefoot chat ",
+    "merge_lora/qwen3_gptq": "GPTQ models are not written",
+    "merge_lora/qwen3_lora": "type: surefoot export saves/qwen3-4b/lora/sft saves/qwen3_sft_merged",
+    "merge_lora/": "type: surefoot export saves/qwen3-4b/full/sft saves/qwen3_sft_merged",
+    "sft_ray": "hf download llamafactory/demo_data",
+}
+NO_RUNS = ("accelerate", "deepspeed/", "multi_tokens", ".sh")
+
+
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if not any(w in n for w in NO_RUNS)])
+def test_their_example_is_a_recipe_or_refused_with_what_to_do(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (n for n in EXAMPLES if "deepspeed/" in n):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(EXAMPLES[path])
+    document = parse(EXAMPLES[name], name)
+    reason = next((said for part, said in REFUSED.items() if part in name), None)
+    if reason is not None:
+        with pytest.raises(RecipeError, match=re.escape(reason)):
+            translate(document, {})
+        return
+    found = load_translation(translate(document, {}))
+    told = document.data
+    assert found.train.global_batch_size == told.get("per_device_train_batch_size", 8) * told.get(
+        "gradient_accumulation_steps", 1
+    )
+    assert found.optim.learning_rate == told.get("learning_rate", 5e-5)
+    assert found.data.cutoff_len == told["cutoff_len"]
+
+
+def test_their_shell_script_is_the_same_run_as_its_yaml():
+    script = EXAMPLES["examples/train_lora/qwen3_lora_sft.sh"]
+    words = shlex.split(
+        script.replace("\\\n", "").replace("${MODEL_PATH}", "Qwen/Qwen3-4B-Instruct-2507")
+    )
+    words = words[words.index("train") + 1 :]
+    document, _ = read_command_line(words)
+    theirs = parse(EXAMPLES["examples/train_lora/qwen3_lora_sft.yaml"], "qwen3_lora_sft.yaml")
+    assert load_translation(translate(document, {})) == load_translation(translate(theirs, {}))
+
+
+def test_refused_arguments_say_what_to_do_instead():
+    for name, argument in ARGUMENTS.items():
+        if isinstance(argument.outcome, Refused):
+            assert re.search(r"; |write|set |remove|name ", argument.outcome.reason), name
+        if isinstance(argument.outcome, NoEffect):
+            assert not argument.outcome.reason.endswith("."), name
