@@ -97,7 +97,7 @@ def trainer(
     data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, {"policy": folder}, codec, data, world)
     ahead.run(network)
-    return assemble(recipe, codec, network, ahead, saver)
+    return assemble(recipe, codec, {"policy": network}, ahead, saver)
 
 
 def learn(made, count):

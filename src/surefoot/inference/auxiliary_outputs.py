@@ -1,14 +1,17 @@
-"""What auxiliary models compute for examples to evaluate on, kept in the cache of training."""
+"""What auxiliary models compute for examples to evaluate on, kept in the cache of training; and
+those that stay beside the model that is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from ..batch import Features
 from ..data.store.dataset import in_memory
 from ..data.text.codec import Codec
+from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
 from ..network.network import Network
@@ -19,7 +22,7 @@ from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
 from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from ..training.stage import POLICY
+from ..training.stage import POLICY, auxiliary_models
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -35,7 +38,7 @@ def auxiliary_columns(
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
     nothing if the stage has no auxiliary models. None of these is left in memory."""
-    if not recipe.stage.auxiliary:
+    if not auxiliary_models(recipe.stage, "ahead"):
         return {}
     with world.main_first():  # which downloads, and fills the cache
         base = resolve(recipe.model)
@@ -48,18 +51,39 @@ def auxiliary_columns(
     if not found.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
         longest = min(longest, recipe.data.longest)
-        with _networks(recipe, codec, world, parallel, longest) as networks:
+        with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}
 
 
 @contextmanager
+def staying(
+    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
+) -> Iterator[dict[str, Network]]:
+    """The auxiliary models that stay beside the model that is evaluated, by role. Raises
+    ``RecipeError`` on several ranks, which share the logits of a model."""
+    if auxiliary_models(recipe.stage, "window") and world.size > 1:
+        raise RecipeError(
+            f"parallel: two distributions over the vocabulary are compared on one rank, not on "
+            f"{world.size}; evaluate this run on one process"
+        )
+    with _networks(recipe, "window", codec, world, parallel, recipe.data.longest) as networks:
+        yield networks
+
+
+@contextmanager
 def _networks(
-    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection, longest: int
+    recipe: Recipe,
+    when: Literal["ahead", "window"],
+    codec: Codec,
+    world: World,
+    parallel: ParallelSection,
+    longest: int,
 ) -> Iterator[dict[str, Network]]:
     """The auxiliary models of the stage, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
-    roles = {role: model_of(one, recipe.model) for role, one in recipe.stage.auxiliary.items()}
+    needed = auxiliary_models(recipe.stage, when)
+    roles = {role: model_of(one, recipe.model) for role, one in needed.items()}
     with ExitStack() as stack:
         for role, model in roles.items():
             if model not in opened:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ..generate.generation import BatchSlice, Ids, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
+from ..model.head.divergence import Target
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
@@ -32,7 +33,7 @@ from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
-from .runner import Engine
+from .runner import Engine, ModelForward
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,29 @@ class Network:
         """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
         micro-batch. ``before`` and ``after`` get the index of each."""
         return self.engine.forward_backward(window, loss_of, spec, before, after)
+
+    @torch.no_grad()
+    def target(self, batch: Batch) -> Target:
+        """The distributions at the trained positions of ``batch``, for another network to be
+        compared with. Without dropout; what was gathered stays so."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            return self.engine.runner.target(batch)
+        finally:
+            self.module.train(was_training)
+
+    def compared_with(self, others: Mapping[str, Network]) -> Network:
+        """The same network, whose outputs may be divergences from ``others``, by role."""
+        targets = {role: other.target for role, other in others.items()}
+        return self._with_runner(replace(self.engine.runner, targets=targets))
+
+    def without_adapter(self) -> Network:
+        """The base under the adapter as a network of its own, on the same weights."""
+        return self._with_runner(replace(self.engine.runner, is_base=True))
+
+    def _with_runner(self, runner: ModelForward) -> Network:
+        return replace(self, engine=replace(self.engine, runner=runner))
 
     @torch.no_grad()
     def generate(

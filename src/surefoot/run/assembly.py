@@ -19,7 +19,7 @@ from ..recipe.recipe_data import settled
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from . import data_loading
-from .auxiliary import open_ahead
+from .auxiliary import check_tokens, open_ahead, open_networks
 from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
@@ -96,6 +96,7 @@ def build(
     codec = build_codec(recipe, base)
     if start is None:
         world.on_main(partial(check_early, recipe, world, codec))
+        world.on_main(partial(check_tokens, recipe, codec))
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
@@ -111,6 +112,7 @@ def build(
         recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
     )
     ahead.run(policy)
+    networks = open_networks(recipe, policy, codec, bases.folders, longest)
     saver = build_saver(written, policy, codec, bases.policy, world)
     end_with_responses(policy, codec)  # the files beside the weights have their own
     saver = replace(
@@ -121,7 +123,7 @@ def build(
         listeners=listeners,
     )
     members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
-    trainer = assemble(recipe, codec, policy, ahead, saver, members, feeder, trial=trial)
+    trainer = assemble(recipe, codec, networks, ahead, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
         check_code(code, start.folder)

@@ -1,7 +1,9 @@
-"""Auxiliary models before the first step: which compute which columns, and when."""
+"""Auxiliary models: those that compute columns before the first step, and those that stay beside
+the policy."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +18,10 @@ from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
+from ..model.pretrained.positions import read_config
 from ..network.network import Network
 from ..network.open import open_network
+from ..parallel.sharded_model import keep_ends_gathered
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
@@ -34,11 +38,13 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY
+from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import windows_of_run
 from . import data_loading
 from .contexts import context_of
 from .policy import options_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Ahead:
 
     def run_without_policy(self) -> None:
         """Compute all columns, unless the initial policy computes some."""
-        models = self.recipe.stage.auxiliary.values()
+        models = auxiliary_models(self.recipe.stage, "ahead").values()
         if not self.found.is_complete and all(one.model is not None for one in models):
             self.run(None)
 
@@ -85,7 +91,7 @@ class Ahead:
         recipe, codec, world = self.recipe, self.codec, self.world
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
-            for role, one in recipe.stage.auxiliary.items():
+            for role, one in auxiliary_models(recipe.stage, "ahead").items():
                 is_policy = one.model is None
                 networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
@@ -110,7 +116,7 @@ def open_ahead(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
     loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if recipe.stage.auxiliary and loader.order.is_complete:
+    if auxiliary_models(recipe.stage, "ahead") and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
@@ -122,7 +128,8 @@ def columns_of(
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
-    models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
+    ahead = auxiliary_models(stage, "ahead")
+    models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
     found = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
         for role, model in models.items()
@@ -161,6 +168,60 @@ def open_auxiliary(
     options = options_of(recipe, longest=longest)
     options = replace(options, method=None, heads=(), is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
+
+
+def open_networks(
+    recipe: Recipe,
+    policy: Network,
+    codec: Codec,
+    folders: Mapping[str, Path],
+    longest: int = 0,
+) -> dict[str, Network]:
+    """The policy and the models that stay beside it, by role; the policy's outputs may be
+    divergences from these. One that is the base under its adapter is no second model."""
+    others: dict[str, Network] = {}
+    for role in auxiliary_models(recipe.stage, "window"):
+        if is_base_of_policy(recipe, role) and not _trains_head(policy):
+            others[role] = policy.without_adapter()
+            logger.info("%s: the base under the adapter, without a second model", role)
+            continue
+        folder = folders.get(role if recipe.stage.auxiliary[role].model is not None else POLICY)
+        others[role] = open_auxiliary(recipe, role, codec, policy.world, longest, folder)
+        others[role].module.eval()
+        keep_ends_gathered(others[role].module)  # the head computes in the backward pass, too
+    return {POLICY: policy.compared_with(others) if others else policy, **others}
+
+
+def is_base_of_policy(recipe: Recipe, role: str) -> bool:
+    """Whether the model of a role is what the policy computes without its adapter."""
+    section = recipe.model
+    is_bare = section.adapter is None and not section.frozen_adapters
+    is_same = model_of(recipe.stage.auxiliary[role], section) == section
+    return is_same and is_bare and not recipe.method.saves_base_model
+
+
+def _trains_head(policy: Network) -> bool:
+    head = policy.inner.get_output_embeddings()
+    return head is not None and any(p.requires_grad for p in head.parameters())
+
+
+def check_tokens(recipe: Recipe, codec: Codec) -> None:
+    """Raise ``RecipeError`` unless all auxiliary models have the tokens of the policy, and those
+    that it is compared with have embeddings for all of them. Reads no weights."""
+    for role, one in recipe.stage.auxiliary.items():
+        if one.model is None:
+            continue
+        model = model_of(one, recipe.model)
+        base = resolve(model)
+        tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+        refuse_other_tokens(recipe, role, tokenizer, codec)
+        size = read_config(base, model).get_text_config().vocab_size
+        if one.when == "window" and size < len(tokenizer):
+            raise RecipeError(
+                f"the {role} {model.path} has embeddings for {size:,} tokens, and the tokenizer "
+                f"has {len(tokenizer):,}, so its distribution is not over all of them; choose a "
+                "model that has them all, or leave model.new_special_tokens out"
+            )
 
 
 def refuse_other_tokens(

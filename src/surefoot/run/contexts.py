@@ -33,17 +33,17 @@ def context_of(
 def build_evaluation(
     recipe: Recipe,
     codec: Codec,
-    policy: Network,
+    networks: Mapping[str, Network],
     world: World,
     memory: MemoryGuard | None = None,
 ) -> Evaluation:
-    """How the policy is measured; training computes and collates its windows alike."""
-    section, stage = recipe.train, recipe.stage
+    """How the policy of ``networks`` is measured; training computes and collates alike."""
+    section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
     guard = memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
-        return context_of(recipe, codec, {POLICY: policy}, world, seed, guard)
+        return context_of(recipe, codec, networks, world, seed, guard)
 
     return Evaluation(
         stage,

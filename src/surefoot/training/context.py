@@ -145,6 +145,7 @@ class BlankContext:
     codec: Codec
     stage: Stage
     packing: bool
+    seed: int = 0
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """Zeros."""

@@ -38,10 +38,13 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy, which computes before the first step and is freed."""
+    """A frozen model beside the policy."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
+    # ahead: it computes before the first step, and is freed. window: it stays; each window can be
+    # computed with it, and the outputs of the policy may be divergences from it
+    when: Literal["ahead", "window"] = "ahead"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class StageContext(Protocol):
     @property
     def codec(self) -> Codec:
         """Tokenizer and chat template."""
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn: of this window and no other."""
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, as its spec says."""
@@ -137,6 +144,11 @@ class Stage(Protocol):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
+
+
+def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models of a stage that compute ``when``, by role."""
+    return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.
