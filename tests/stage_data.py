@@ -20,7 +20,8 @@ SETTINGS = {
         "passes": 2,
         "mini_batches": 2,
         "max_new_tokens": 5,
-    }
+    },
+    "distill": {"on_policy": 0.5, "max_new_tokens": 5, "sft_weight": 0.5},
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number

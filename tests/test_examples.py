@@ -137,6 +137,7 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
         "dpo.yaml",
         "kto.yaml",
         "grpo.yaml",
+        "distill.yaml",
         "badam.yaml",
     ],
 )

@@ -19,7 +19,7 @@ from ..recipe.recipe_data import settled
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from . import data_loading
-from .auxiliary import check_tokens, open_ahead, open_networks
+from .auxiliary import check_tokens, open_ahead, open_auxiliary, open_networks
 from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
@@ -112,7 +112,10 @@ def build(
         recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
     )
     ahead.run(policy)
-    networks = open_networks(recipe, policy, codec, bases.folders, longest)
+    opened = partial(
+        open_auxiliary, recipe, codec=codec, world=world, longest=longest, folders=bases.folders
+    )
+    networks = open_networks(recipe, policy, opened)
     saver = build_saver(written, policy, codec, bases.policy, world)
     end_with_responses(policy, codec)  # the files beside the weights have their own
     saver = replace(

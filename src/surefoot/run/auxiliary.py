@@ -4,10 +4,11 @@ the policy."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,7 +43,7 @@ from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import windows_of_run
 from . import data_loading
 from .contexts import context_of
-from .policy import options_of
+from .policy import frozen_options, options_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ class Ahead:
 
     def _opened(self, role: str) -> Network:
         longest = data_loading.longest_document(self.recipe, self.loaded)
-        folder = self.folders.get(role)
-        return open_auxiliary(self.recipe, role, self.codec, self.world, longest, folder)
+        return open_auxiliary(self.recipe, role, self.codec, self.world, longest, self.folders)
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
@@ -157,36 +157,32 @@ def open_auxiliary(
     codec: Codec,
     world: World,
     longest: int = 0,
-    folder: Path | None = None,
+    folders: Mapping[str, Path] = MappingProxyType({}),
 ) -> Network:
-    """The frozen model of a role, from its ``folder`` if that is known, for documents of up to
+    """The frozen model of a role, from its folder if that is known, for documents of up to
     ``longest`` tokens. Raises ``RecipeError`` if its tokens are not the policy's."""
-    model = model_of(recipe.stage.auxiliary[role], recipe.model)
-    base = folder or resolve(model)
+    one = recipe.stage.auxiliary[role]
+    model = model_of(one, recipe.model)
+    base = folders.get(POLICY if one.model is None else role) or resolve(model)
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
-    options = options_of(recipe, longest=longest)
-    options = replace(options, method=None, heads=(), is_trainable=False)
+    options = frozen_options(recipe, longest=longest)
     return open_network(base, model, tokenizer, world, options)
 
 
 def open_networks(
-    recipe: Recipe,
-    policy: Network,
-    codec: Codec,
-    folders: Mapping[str, Path],
-    longest: int = 0,
+    recipe: Recipe, policy: Network, opened: Callable[[str], Network]
 ) -> dict[str, Network]:
     """The policy and the models that stay beside it, by role; the policy's outputs may be
-    divergences from these. One that is the base under its adapter is no second model."""
+    divergences from these. One that is the base under its adapter is no second model; any other is
+    ``opened``."""
     others: dict[str, Network] = {}
     for role in auxiliary_models(recipe.stage, "window"):
         if is_base_of_policy(recipe, role) and not _trains_head(policy):
             others[role] = policy.without_adapter()
             logger.info("%s: the base under the adapter, without a second model", role)
             continue
-        folder = folders.get(role if recipe.stage.auxiliary[role].model is not None else POLICY)
-        others[role] = open_auxiliary(recipe, role, codec, policy.world, longest, folder)
+        others[role] = opened(role)
         others[role].module.eval()
         keep_ends_gathered(others[role].module)  # the head computes in the backward pass, too
     return {POLICY: policy.compared_with(others) if others else policy, **others}
