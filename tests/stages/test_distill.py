@@ -101,7 +101,7 @@ def test_a_prompt_ends_where_the_last_response_begins():
         ({"temperature": 0}, "temperature"),
         ({"beta": 1}, "forward_kl"),
         ({"on_policy": 1.5, "max_new_tokens": 2}, "on_policy"),
-        ({"on_policy": 0.5}, "max_new_tokens must be at least 1"),
+        ({"on_policy": 0.5}, "max_new_tokens: must be at least 1"),
         ({"max_new_tokens": 5}, "no effect without on_policy"),
         ({"sft_weight": -1}, "sft_weight"),
         ({"sampling_batch_size": 0}, "sampling_batch_size"),
