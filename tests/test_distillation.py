@@ -172,9 +172,9 @@ def test_a_teacher_that_has_changed_is_refused_at_a_resume(made, tmp_path):
 def test_a_teacher_takes_no_gradients_and_no_dropout(made):
     trainer = build(load(made.recipe, ["train.output_dir=unused"]))
     network = trainer.policy.network
-    teacher = network.engine.runner.targets["teacher"].__self__
-    assert not teacher.module.training
-    assert not any(p.requires_grad for p in teacher.module.parameters())
+    teacher = network.engine.runner.targets["teacher"].__self__.model
+    assert not teacher.training
+    assert not any(p.requires_grad for p in teacher.parameters())
     assert set(trainer.states) == {
         *("model", "optimizer", "scaler", "loader", "trainer", "callbacks", "random")
     }

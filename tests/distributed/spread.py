@@ -31,7 +31,8 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.auxiliary import open_ahead, open_networks
+from surefoot.run.auxiliary import open_ahead
+from surefoot.run.networks.auxiliary_networks import open_networks
 from surefoot.run.policy import frozen_options, options_of
 from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT

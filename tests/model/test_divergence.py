@@ -10,7 +10,7 @@ from surefoot.batch import Divergence, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.model.head import chunked_cross_entropy, outputs
 from surefoot.model.head.chunked_cross_entropy import Head
-from surefoot.model.head.divergence import KINDS, Target, divergences
+from surefoot.model.head.divergence import KINDS, TargetDistribution, divergences
 from surefoot.model.head.logprob_head import logprob_head_of
 
 N, D, V = 11, 5, 17
@@ -45,7 +45,7 @@ def made(dtype=torch.float64, *, words=V, softcap=None):
     torch.manual_seed(3)
     head = Head(torch.randn(V, D, dtype=dtype), torch.randn(V, dtype=dtype), softcap)
     other = Head(torch.randn(words, D + 2, dtype=dtype), None, None)
-    target = Target(torch.randn(N, D + 2, dtype=dtype), other)
+    target = TargetDistribution(torch.randn(N, D + 2, dtype=dtype), other)
     return head, torch.randn(N, D, dtype=dtype), torch.randint(V, (N,)), target
 
 
@@ -101,7 +101,7 @@ def test_rows_that_only_one_model_has_take_no_part(words, kind):
     hidden.requires_grad_()
     found, _ = divergences(head, hidden, labels, target, divergence)
     narrow = Head(head.weight[:least], head.bias[:least])
-    other = Target(target.hidden, Head(target.head.weight[:least]))
+    other = TargetDistribution(target.hidden, Head(target.head.weight[:least]))
     wanted, _ = divergences(narrow, hidden, labels % least, other, divergence)
     torch.testing.assert_close(found, wanted)
     slopes = [torch.autograd.grad(values.sum(), hidden)[0] for values in (found, wanted)]
@@ -112,7 +112,7 @@ def test_rows_that_only_one_model_has_take_no_part(words, kind):
 def test_a_model_does_not_differ_from_itself(kind):
     head, hidden, labels, _ = made()
     hidden.requires_grad_()
-    same = Target(hidden.detach(), head)
+    same = TargetDistribution(hidden.detach(), head)
     found, _ = divergences(head, hidden, labels, same, Divergence("teacher", kind))
     assert found.abs().max() < 1e-12
     assert torch.autograd.grad(found.sum(), hidden)[0].abs().max() < 1e-12
@@ -122,7 +122,7 @@ def test_probabilities_too_small_for_float32_give_numbers():
     head = Head(torch.eye(V))
     hidden = torch.zeros(2, V)
     hidden[0, 0], hidden[1, 1] = 400.0, -400.0
-    target = Target(-hidden, head)
+    target = TargetDistribution(-hidden, head)
     for kind in KINDS:
         inputs = hidden.clone().requires_grad_()
         found, _ = divergences(

@@ -21,7 +21,6 @@ from ..generate.generation import BatchSlice, Ids, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
-from ..model.head.divergence import Target
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
@@ -73,20 +72,9 @@ class Network:
         micro-batch. ``before`` and ``after`` get the index of each."""
         return self.engine.forward_backward(window, loss_of, spec, before, after)
 
-    @torch.no_grad()
-    def target(self, batch: Batch) -> Target:
-        """The distributions at the trained positions of ``batch``, for another network to be
-        compared with. Without dropout; what was gathered stays so."""
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            return self.engine.runner.target(batch)
-        finally:
-            self.module.train(was_training)
-
     def compared_with(self, others: Mapping[str, Network]) -> Network:
         """The same network, whose outputs may be divergences from ``others``, by role."""
-        targets = {role: other.target for role, other in others.items()}
+        targets = {role: other.engine.runner.target for role, other in others.items()}
         return self._with_runner(replace(self.engine.runner, targets=targets))
 
     def without_adapter(self) -> Network:

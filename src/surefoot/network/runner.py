@@ -21,7 +21,7 @@ from ..errors import RecipeError
 from ..model.adapters.base_pass import without_adapter
 from ..model.attention.isolation import unpacked
 from ..model.head import outputs
-from ..model.head.divergence import Target
+from ..model.head.divergence import TargetDistribution
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
@@ -48,7 +48,7 @@ class ModelForward:
     multiple: int = 1  # sequences are padded to a multiple of it
     is_base: bool = False  # without the adapter of ``model``
     # by role, the other models that ``Outputs.divergences`` may be from
-    targets: Mapping[str, Callable[[Batch], Target]] = field(default_factory=dict)
+    targets: Mapping[str, Callable[[Batch], TargetDistribution]] = field(default_factory=dict)
 
     def run(self, batch: Batch, spec: OutputSpec, hidden: torch.Tensor | None = None) -> Outputs:
         """The outputs of ``batch``, which is on the model's device, with gradients if they are
@@ -66,10 +66,17 @@ class ModelForward:
                 target=target,
             )
 
-    def target(self, batch: Batch) -> Target:
-        """The distributions of the model at the trained positions of ``batch``."""
-        with self._computing(batch):
-            return outputs.compute_target(self.model, batch, self.head)
+    @torch.no_grad()
+    def target(self, batch: Batch) -> TargetDistribution:
+        """The distributions at the trained positions of ``batch``, for another model to be compared
+        with. Without dropout; what was gathered stays so."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self._computing(batch):
+                return outputs.compute_target(self.model, batch, self.head)
+        finally:
+            self.model.train(was_training)
 
     @contextlib.contextmanager
     def _computing(self, batch: Batch) -> Iterator[None]:

@@ -173,8 +173,8 @@ class Distill:
         """Two distributions are compared on one rank; the student's responses replace others."""
         if self.on_policy and data.train_on_prompt:
             message = (
-                "stage distill with on_policy replaces responses, which cannot be told from "
-                "prompts that are trained on; leave one of the two out"
+                "stage distill with on_policy replaces last responses, and where prompts are "
+                "trained on, no label says where one begins; leave one of the two out"
             )
             yield Problem(("data", "train_on_prompt"), message)
         for axis in ("tp", "pp"):

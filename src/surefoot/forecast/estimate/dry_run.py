@@ -22,7 +22,6 @@ from ...batch import Batch, with_router_loss
 from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
-from ...model.pretrained.loading import DTYPES, resolve
 from ...network.network import Network
 from ...network.open import open_network
 from ...network.preflight import check_optimizer_shards
@@ -32,9 +31,8 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.auxiliary import open_networks
-from ...run.policy import frozen_options, options_of
-from ...training.precompute import model_of
+from ...run.networks.auxiliary_networks import open_networks, parts_of
+from ...run.policy import options_of
 from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions
 from .live_bytes import LiveBytes
@@ -154,10 +152,10 @@ def build(
     network.module.train()
 
     def opened(role: str) -> Network:
-        model = model_of(recipe.stage.auxiliary[role], recipe.model)
-        frozen = replace(frozen_options(recipe), precision=setting.precision)
+        place, model, frozen = parts_of(recipe, role)
+        frozen = replace(frozen, precision=setting.precision)
         own = FakeTensors(setting, tensors.mode)
-        return open_network(resolve(model), model, tokenizer, ALONE, frozen, own)
+        return open_network(place, model, tokenizer, ALONE, frozen, own)
 
     networks = open_networks(recipe, network, opened)
     others = [one for one in networks.values() if one.module is not network.module]
@@ -333,10 +331,3 @@ def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
     window = getattr(model.config.get_text_config(), "sliding_window", None)
     is_local = window is not None and batch.input_ids.shape[1] >= window
     return not is_local and bool(batch.attention_mask.all())
-
-
-def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
-    """The dtype in which weights are loaded; None: as they are stored."""
-    if recipe.model.dtype != "auto":
-        return DTYPES[recipe.model.dtype]
-    return None if on_gpu else torch.float32

@@ -37,13 +37,13 @@ Compare = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torc
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetDistribution:
     """Distributions to be compared with, as what they are computed from."""
 
     hidden: torch.Tensor  # [N, D] of the other model
     head: Head
 
-    def cast(self) -> Target:
+    def cast(self) -> TargetDistribution:
         """With a matrix of the dtype it is multiplied in."""
         return replace(self, head=self.head.cast())
 
@@ -52,7 +52,7 @@ def divergences(
     head: Head,
     hidden_ND: torch.Tensor,
     labels_N: torch.Tensor,
-    target: Target,
+    target: TargetDistribution,
     divergence: Divergence,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] the divergence from ``target`` at each position, and [N] the log-probability of each
@@ -106,7 +106,7 @@ class _Divergences(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         head: Head,
-        target: Target,
+        target: TargetDistribution,
         divergence: Divergence,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
@@ -149,7 +149,7 @@ class _Divergences(torch.autograd.Function):
 
 
 def _compared(
-    logits_CV: torch.Tensor, target: Target, chunk: slice, divergence: Divergence
+    logits_CV: torch.Tensor, target: TargetDistribution, chunk: slice, divergence: Divergence
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The divergences of a chunk, and their gradients with respect to its logits over T."""
     others_CV = target.head.logits(target.hidden[chunk])

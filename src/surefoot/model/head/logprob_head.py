@@ -24,7 +24,7 @@ from ...errors import ModelError
 from ..attention.packed import one_document
 from ..meta_tensors import on_meta
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
-from .divergence import Target, divergences
+from .divergence import TargetDistribution, divergences
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -45,7 +45,7 @@ class LogprobHead:
         labels_N: torch.Tensor,
         spec: OutputSpec,
         values: nn.Linear | None = None,
-        target: Target | None = None,
+        target: TargetDistribution | None = None,
     ) -> Outputs:
         """Run ``model``, which returns what its head returns; the outputs of ``spec`` at the
         ``trained`` positions, whose labels these are. ``values`` is the head of ``Outputs.values``,
@@ -87,14 +87,16 @@ class LogprobHead:
         self,
         model: Callable[[], torch.Tensor],
         trained: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Target:
+    ) -> TargetDistribution:
         """Run ``model`` without its head, for others to be compared with its distributions at the
         ``trained`` positions."""
-        held: list[Target] = []
+        held: list[TargetDistribution] = []
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
-            held.append(Target(*self._head(hidden_ND, 1.0)))  # gathered now, if it is sharded
+            held.append(
+                TargetDistribution(*self._head(hidden_ND, 1.0))
+            )  # gathered now, if it is sharded
             return hidden_ND
 
         with _answering(self, answer):
@@ -107,7 +109,7 @@ class LogprobHead:
         trained: Callable[[torch.Tensor], torch.Tensor],
         labels_N: torch.Tensor,
         spec: OutputSpec,
-        target: Target,
+        target: TargetDistribution,
     ) -> Outputs:
         """Divergences, and log-probabilities of labels if ``spec`` names them."""
         divergence = spec.divergence

@@ -21,7 +21,7 @@ from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained
 from ...errors import ModelError
 from ..attention.packed import packed_arguments
 from ..pretrained.router_loss import COEFFICIENTS
-from .divergence import Target
+from .divergence import TargetDistribution
 from .logprob_head import LogprobHead
 
 
@@ -72,7 +72,7 @@ def compute(
     vocabulary: Vocabulary | None = None,
     head: LogprobHead | None = None,
     values: nn.Linear | None = None,
-    target: Target | None = None,
+    target: TargetDistribution | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and return the outputs of ``spec``.
 
@@ -112,7 +112,7 @@ def compute(
     return replace(answers, router_loss=router[0])
 
 
-def compute_target(model: nn.Module, batch: Batch, head: LogprobHead | None) -> Target:
+def compute_target(model: nn.Module, batch: Batch, head: LogprobHead | None) -> TargetDistribution:
     """The distributions of ``model`` at the trained positions of ``batch``. Raises ``ModelError``
     if it does not return its head's logits unchanged."""
     if head is None:
