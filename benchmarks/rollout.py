@@ -152,7 +152,9 @@ def compare(name: str, model: PreTrainedModel, args: argparse.Namespace, most: i
     if not args.skip_continuous:
         ways["continuous batching"] = lambda: continuous(model, prompts, wanted, args.slots)
     lengths = sorted(len(one.ids) for one in wanted.values())
-    say(f"{name}: responses of {lengths[0]} to {lengths[-1]} tokens, {median(lengths)} in the middle")
+    say(
+        f"{name}: responses of {lengths[0]} to {lengths[-1]} tokens, {median(lengths)} in the middle"
+    )
     costs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     count = sum(lengths)
     for _ in range(args.repetitions):

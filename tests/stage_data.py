@@ -33,6 +33,7 @@ SETTINGS = {
         "normalize_scores": True,
         "whiten_rewards": True,
     },
+    "distill": {"on_policy": 0.5, "max_new_tokens": 5, "sft_weight": 0.5},
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number

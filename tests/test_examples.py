@@ -138,6 +138,7 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
         "kto.yaml",
         "grpo.yaml",
         "ppo.yaml",
+        "distill.yaml",
         "badam.yaml",
     ],
 )

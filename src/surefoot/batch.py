@@ -190,6 +190,17 @@ Window = Sequence[Batch]  # the micro-batches of one optimizer step
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """How far a model's next-token distribution is from that of another model; see
+    ``model/head/divergence.py``."""
+
+    role: str  # of the other model
+    kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    beta: float = 0.5  # jsd: the share of the other model in the mixture
+    temperature: float = 1.0  # logits of both are divided by it
+
+
+@dataclass(frozen=True)
 class OutputSpec:
     """Which outputs of a model a stage needs, and where."""
 
@@ -197,6 +208,7 @@ class OutputSpec:
     at: Literal["labels", "ends"] = "labels"  # ends: the last token of each document (a score)
     smoothing: float = 0.0  # probability that is spread evenly over the vocabulary, of each label
     temperature: float = 1.0  # logits are divided by it before log-probabilities are computed
+    divergence: Divergence | None = None  # what ``divergences`` are
 
     @property
     def is_reward(self) -> bool:
@@ -211,6 +223,8 @@ class OutputSpec:
             raise ValueError(f"at the ends of documents there are only values, not {self.outputs}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if ("divergences" in self.outputs) != (self.divergence is not None):
+            raise ValueError("divergences need to know which, and from what")
 
 
 @dataclass(frozen=True)
@@ -226,6 +240,7 @@ class Outputs:
     entropies: torch.Tensor | None = None  # [N] float32, nats
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
+    divergences: torch.Tensor | None = None  # [N] float32, nats, from another model's distribution
     # scalar, the loss that balances the experts of a mixture times its coefficient, if the model
     # computes it
     router_loss: torch.Tensor | None = None

@@ -79,7 +79,7 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
 
 
 ASKED = Message("user", "What is 1 plus 1?")
-IMITATE = ["sft", "pt"]  # stages that train on whatever response a row has
+IMITATE = ["sft", "pt", "distill"]  # stages that train on whatever response a row has
 
 
 @pytest.mark.parametrize("name", IMITATE)
@@ -143,11 +143,11 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     sizes = [len(ends(b).labels) if stage.spec.is_reward else b.num_trained for b in halves]
     values = [torch.randn(size, dtype=torch.float64) for size in sizes]
     parts = [
-        stage.loss("policy", Outputs(x, x.sum(), values=v), batch)
+        stage.loss("policy", Outputs(x, x.sum(), values=v, divergences=x.exp()), batch)
         for x, v, batch in zip(logps, values, halves, strict=True)
     ]
     joined = torch.cat(logps)
-    said = Outputs(joined, joined.sum(), values=torch.cat(values))
+    said = Outputs(joined, joined.sum(), values=torch.cat(values), divergences=joined.exp())
     together = stage.loss("policy", said, whole)
     torch.testing.assert_close(together.total, sum(part.total for part in parts))
     assert together.weight == sum(part.weight for part in parts)

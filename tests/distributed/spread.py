@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,14 +25,15 @@ from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
 from surefoot.network.heads import add_heads
-from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head
+from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
 from surefoot.network.tensors import REAL
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.auxiliary import open_ahead
-from surefoot.run.policy import options_of
+from surefoot.run.networks.auxiliary_networks import open_networks
+from surefoot.run.policy import frozen_options, options_of
 from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
@@ -97,8 +99,13 @@ def trainer(
     data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, {"policy": folder}, codec, data, world)
     ahead.run(network)
-    ahead = ahead.with_windows(network)
-    return assemble(recipe, codec, network, ahead, saver)
+
+    def opened(role):
+        path = Path(recipe.stage.auxiliary[role].model)
+        section = ModelSection(path=str(path))
+        return open_network(path, section, None, world, frozen_options(recipe))
+
+    return assemble(recipe, codec, open_networks(recipe, network, opened), ahead, saver)
 
 
 def learn(made, count):

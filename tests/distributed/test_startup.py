@@ -75,7 +75,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     )
     examples = EncodedData(small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, {"policy": folder}, codec, examples, world)
-    made = assemble(recipe, codec, policy, ahead, saver)
+    made = assemble(recipe, codec, {"policy": policy}, ahead, saver)
     may_share = packing and "shifted_attention_group" not in (model or {})
     assert policy.sharing.is_proven == may_share, "prompts may be shared"
     return made

@@ -9,7 +9,7 @@ import torch
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, metrics
-from stage_data import DATASETS, REWARD, written
+from stage_data import DATASETS, REWARD, SETTINGS, written
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import RunError
@@ -63,13 +63,13 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stage", ["kto", "grpo"])
+@pytest.mark.parametrize("stage", ["kto", "grpo", "distill"])
 def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_path):
     """Of grpo a window is 4 steps, and what was sampled is not sampled again."""
     data = {"datasets": [DATASETS.get(stage, "sums")], "cache_dir": str(tmp_path / "cache")}
     made = Project(
         tmp_path,
-        stage=written(stage) if stage == "grpo" else stage,
+        stage=written(stage) if stage in SETTINGS else stage,
         data=data,
         train={"max_steps": 10},
         checkpoint={"save_steps": 6, "async_save": False},

@@ -202,7 +202,8 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     examples = counted(recipe.train.fixed_micro_batch_size, "example")
     passes = f"{course.micro_batches:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
-    most = " (all responses of max_new_tokens)" if recipe.stage.max_new_tokens else ""
+    longest = recipe.stage.max_new_tokens
+    most = f" (all responses of max_new_tokens, {longest:,})" if longest else ""
     yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} trained{most}"
     heavy = found.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"

@@ -1,14 +1,17 @@
-"""What auxiliary models compute for examples to evaluate on, kept in the cache of training."""
+"""What auxiliary models compute for examples to evaluate on, kept in the cache of training; and
+those that stay beside the model that is evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Literal
 
 from ..batch import Features
 from ..data.store.dataset import in_memory
 from ..data.text.codec import Codec
+from ..errors import RecipeError
 from ..model.pretrained.loading import resolve
 from ..model.section import ModelSection
 from ..network.network import Network
@@ -16,10 +19,11 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.auxiliary import columns_of, eval_set, heads_of, refuse_other_tokens
+from ..run.auxiliary import columns_of, eval_set
 from ..run.contexts import context_of
+from ..run.networks.auxiliary_networks import heads_of, refuse_other_tokens
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
+from ..training.stage import POLICY, auxiliary_models
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -35,7 +39,7 @@ def auxiliary_columns(
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
     nothing if the stage has no auxiliary models. None of these is left in memory."""
-    if not auxiliary_of(recipe.stage, "ahead"):
+    if not auxiliary_models(recipe.stage, "ahead"):
         return {}
     with world.main_first():  # which downloads, and fills the cache
         base = resolve(recipe.model)
@@ -48,39 +52,45 @@ def auxiliary_columns(
     if not found.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
         longest = min(longest, recipe.data.longest)
-        models = auxiliary_of(recipe.stage, "ahead")
-        with _networks(recipe, models, codec, world, parallel, longest) as networks:
+        with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}
 
 
 @contextmanager
-def models_of_windows(
+def staying(
     recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
 ) -> Iterator[dict[str, Network]]:
-    """The models that the stage prepares windows with, by role."""
-    models = auxiliary_of(recipe.stage, "window")
+    """The auxiliary models that stay beside the model that is evaluated, by role. Raises
+    ``RecipeError`` if the model is compared with one of them on several ranks, which share the
+    logits of a model."""
+    if recipe.stage.spec.divergence is not None and world.size > 1:
+        raise RecipeError(
+            f"parallel: two distributions over the vocabulary are compared on one rank, not on "
+            f"{world.size}; evaluate this run on one process"
+        )
     longest = recipe.data.longest + recipe.stage.max_new_tokens
-    with _networks(recipe, models, codec, world, parallel, longest) as networks:
+    with _networks(recipe, "window", codec, world, parallel, longest) as networks:
         yield networks
 
 
 @contextmanager
 def _networks(
     recipe: Recipe,
-    models: Mapping[str, AuxiliaryModel],
+    when: Literal["ahead", "window"],
     codec: Codec,
     world: World,
     parallel: ParallelSection,
     longest: int,
 ) -> Iterator[dict[str, Network]]:
-    """These models, by role; roles of the same model share it."""
+    """The auxiliary models of the stage, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
-    roles = {role: model_of(one, recipe.model) for role, one in models.items()}
+    needed = auxiliary_models(recipe.stage, when)
+    roles = {role: model_of(one, recipe.model) for role, one in needed.items()}
     with ExitStack() as stack:
         for role, model in roles.items():
             if model not in opened:
-                heads = heads_of(models[role], model, resolve(model))
+                heads = heads_of(needed[role], model, resolve(model))
                 other = replace(recipe, model=model)
                 start = open_start(other, world=world, parallel=parallel, heads=heads)
                 refuse_other_tokens(recipe, role, start.tokenizer, codec)

@@ -21,7 +21,7 @@ from ..run.contexts import context_of
 from ..training.objectives.advantages import is_flat
 from ..training.recording import Recorded, RecordingContext
 from ..training.stage import POLICY
-from .auxiliary_outputs import models_of_windows
+from .auxiliary_outputs import staying
 from .evaluation import encoded, ready_to_measure
 from .model_loading import PLAINLY, open_start
 
@@ -86,7 +86,7 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
     started = time.monotonic()
     with (
         ready_to_measure(opened, recipe, longest) as network,
-        models_of_windows(recipe, opened.codec, ALONE, PLAINLY) as others,
+        staying(recipe, opened.codec, ALONE, PLAINLY) as others,
     ):
         networks = {POLICY: network, **others}
         inner = context_of(recipe, opened.codec, networks, ALONE, recipe.train.seed)

@@ -18,7 +18,7 @@ from ..recipe.recipe import Recipe
 from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
-from .auxiliary_outputs import auxiliary_columns, models_of_windows
+from .auxiliary_outputs import auxiliary_columns, staying
 from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_start, open_to_measure
@@ -133,7 +133,7 @@ def evaluate_run(
     opened = adopt(_open(recipe, path, base, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
-    with models_of_windows(recipe, opened.codec, world, parallel) as others:
+    with staying(recipe, opened.codec, world, parallel) as others:
         results = [
             _evaluate(opened, recipe, part, columns.get(part.name), others, progress)
             for part in parts

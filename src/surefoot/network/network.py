@@ -6,8 +6,8 @@ Only this folder knows whether it is complete, sharded or a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
-from .runner import Engine
+from .runner import Engine, ModelForward
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Network:
         default_factory=PromptSharing
     )  # whether packed rows share prompts
     awaits_values: bool = False  # from a checkpoint, after which packing is to be verified
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # evaluations
 
     @torch.no_grad()
     def forward(self, batch: Batch, spec: OutputSpec) -> Outputs:
@@ -71,6 +72,18 @@ class Network:
         """Run ``window`` and leave its summed gradients in the parameters; one detached loss per
         micro-batch. ``before`` and ``after`` get the index of each."""
         return self.engine.forward_backward(window, loss_of, spec, before, after)
+
+    def compared_with(self, others: Mapping[str, Network]) -> Network:
+        """The same network, whose outputs may be divergences from ``others``, by role."""
+        targets = {role: other.engine.runner.target for role, other in others.items()}
+        return self._with_runner(replace(self.engine.runner, targets=targets))
+
+    def without_adapter(self) -> Network:
+        """The base under the adapter as a network of its own, on the same weights."""
+        return self._with_runner(replace(self.engine.runner, is_base=True))
+
+    def _with_runner(self, runner: ModelForward) -> Network:
+        return replace(self, engine=replace(self.engine, runner=runner))
 
     @torch.no_grad()
     def generate(
@@ -121,13 +134,14 @@ class Network:
     def evaluating(self) -> Iterator[None]:
         """Evaluation mode: without dropout, and with a key-value cache, which layers that recompute
         their activations refuse in training mode. Nothing stays gathered afterwards."""
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            yield
-        finally:
-            gather_nothing(self.module)
-            self.module.train(was_training)
+        with self.around():
+            was_training = self.module.training
+            self.module.eval()
+            try:
+                yield
+            finally:
+                gather_nothing(self.module)
+                self.module.train(was_training)
 
     def trained(self, optim: Optimizer) -> TrainedParameters:
         """An optimizer of ``named``, or of those of them that the method trains at a step."""

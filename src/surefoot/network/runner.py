@@ -7,8 +7,8 @@ The loop and the stages cannot tell one engine from the other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
+from ..model.adapters.base_pass import without_adapter
 from ..model.attention.isolation import unpacked
 from ..model.head import outputs
+from ..model.head.divergence import TargetDistribution
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
@@ -44,11 +46,15 @@ class ModelForward:
     head: LogprobHead | None = None  # the output head, if it can return log-probabilities
     values: nn.Linear | None = None  # the head of ``Outputs.values``
     multiple: int = 1  # sequences are padded to a multiple of it
+    is_base: bool = False  # without the adapter of ``model``
+    # by role, the other models that ``Outputs.divergences`` may be from
+    targets: Mapping[str, Callable[[Batch], TargetDistribution]] = field(default_factory=dict)
 
     def run(self, batch: Batch, spec: OutputSpec, hidden: torch.Tensor | None = None) -> Outputs:
         """The outputs of ``batch``, which is on the model's device, with gradients if they are
         enabled. ``hidden`` enters the last stage of a pipeline in place of embedded tokens."""
-        with autocast(self.precision, batch.input_ids.device):
+        target = None if spec.divergence is None else self.targets[spec.divergence.role](batch)
+        with self._computing(batch):
             return outputs.compute(
                 self.model,
                 widened(batch, self.multiple),
@@ -57,7 +63,28 @@ class ModelForward:
                 vocabulary=self.vocabulary,
                 head=self.head,
                 values=self.values,
+                target=target,
             )
+
+    @torch.no_grad()
+    def target(self, batch: Batch) -> TargetDistribution:
+        """The distributions at the trained positions of ``batch``, for another model to be compared
+        with. Without dropout; what was gathered stays so."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with self._computing(batch):
+                return outputs.compute_target(self.model, batch, self.head)
+        finally:
+            self.model.train(was_training)
+
+    @contextlib.contextmanager
+    def _computing(self, batch: Batch) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(autocast(self.precision, batch.input_ids.device))
+            if self.is_base:
+                stack.enter_context(without_adapter(self.model))
+            yield
 
 
 @dataclass(frozen=True)

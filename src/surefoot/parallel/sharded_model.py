@@ -87,6 +87,12 @@ def reduce_gradients(model: nn.Module, *, now: bool) -> None:
         model.set_is_last_backward(now)
 
 
+def keep_ends_gathered(model: nn.Module) -> None:
+    """Leave the weights outside of the layers gathered after a forward pass."""
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(False, recurse=False)
+
+
 def gather_nothing(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has left gathered."""
     for module in model.modules():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from .. import interchange
@@ -23,10 +22,10 @@ from .auxiliary import open_ahead
 from .base_models import find_bases
 from .code_files import check_code, code_of
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
+from .networks.auxiliary_networks import check_models
 from .policy import (
     Around,
     build_codec,
-    check_early,
     end_with_responses,
     open_policy,
     settle_packing,
@@ -95,7 +94,7 @@ def build(
     recipe = replace(written, stage=parts.of(written.stage))
     codec = build_codec(recipe, base)
     if start is None:
-        world.on_main(partial(check_early, recipe, world, codec))
+        check_models(recipe, world, codec)
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
@@ -110,8 +109,7 @@ def build(
     policy = open_policy(
         recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
     )
-    ahead.run(policy)
-    ahead = ahead.with_windows(policy)
+    networks = ahead.networks(policy)
     saver = build_saver(written, policy, codec, bases.policy, world)
     end_with_responses(policy, codec)  # the files beside the weights have their own
     saver = replace(
@@ -122,7 +120,7 @@ def build(
         listeners=listeners,
     )
     members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
-    trainer = assemble(recipe, codec, policy, ahead, saver, members, feeder, trial=trial)
+    trainer = assemble(recipe, codec, networks, ahead, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
         check_code(code, start.folder)

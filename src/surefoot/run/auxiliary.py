@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from ..data.order.loader import Loader
 from ..data.prepared.streaming_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
-from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
-from ..model.section import ModelSection
-from ..network.heads import has_head
 from ..network.network import Network
-from ..network.open import open_network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import open_codec
 from ..training.context import BlankContext
 from ..training.evaluation import EvaluationSet, windows_of
-from ..training.initial_values import InitialValues
 from ..training.precompute import (
     NOTHING,
     KeptWindows,
@@ -37,10 +29,11 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
+from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import windows_of_run
 from . import data_loading
 from .contexts import context_of
+from .networks.auxiliary_networks import needs_start, open_auxiliary, open_networks
 from .policy import options_of
 
 
@@ -56,8 +49,6 @@ class Ahead:
     loaded: TrainingData
     train: WindowSet | None  # None: nothing is computed
     held_out: Mapping[str, WindowSet]
-    others: Mapping[str, Network] = field(default_factory=dict)  # that prepare windows, by role
-    first: Mapping[str, InitialValues] = field(default_factory=dict)  # of those of the policy
 
     @property
     def data(self) -> TrainingData:
@@ -81,16 +72,22 @@ class Ahead:
 
     def run_without_policy(self) -> None:
         """Compute all columns, unless the initial policy computes some."""
-        models = auxiliary_of(self.recipe.stage, "ahead").values()
+        models = auxiliary_models(self.recipe.stage, "ahead").values()
         if not self.found.is_complete and all(one.model is not None for one in models):
             self.run(None)
+
+    def networks(self, policy: Network) -> dict[str, Network]:
+        """Compute the rest with the initial policy and other models, which are freed afterwards.
+        The policy, and the models that stay beside it, by role."""
+        self.run(policy)
+        return open_networks(self.recipe, policy, self._opened)
 
     def run(self, policy: Network | None) -> None:
         """Compute the rest with the initial policy and other models, which are freed afterwards."""
         recipe, codec, world = self.recipe, self.codec, self.world
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
-            for role, one in auxiliary_of(recipe.stage, "ahead").items():
+            for role, one in auxiliary_models(recipe.stage, "ahead").items():
                 is_policy = one.model is None
                 networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
@@ -98,21 +95,11 @@ class Ahead:
     @property
     def needs_start(self) -> bool:
         """Whether a resumed run needs the policy as it was before the first step, too."""
-        models = auxiliary_of(self.recipe.stage, "window").values()
-        return not self.found.is_complete or any(one.model is None for one in models)
-
-    def with_windows(self, policy: Network) -> Ahead:
-        """With the models that windows are prepared with; ``policy`` has its first values."""
-        models = auxiliary_of(self.recipe.stage, "window")
-        starts = [role for role, one in models.items() if one.model is None]
-        first = dict.fromkeys(starts, InitialValues(policy)) if starts else {}
-        others = {role: policy if role in first else self._opened(role) for role in models}
-        return replace(self, others=others, first=first)
+        return not self.found.is_complete or needs_start(self.recipe)
 
     def _opened(self, role: str) -> Network:
         longest = data_loading.longest_document(self.recipe, self.loaded)
-        folder = self.folders.get(role)
-        return open_auxiliary(self.recipe, role, self.codec, self.world, longest, folder)
+        return open_auxiliary(self.recipe, role, self.codec, self.world, longest, self.folders)
 
     def blank(self) -> None:
         """Columns of zeros, for measurements of speed."""
@@ -129,7 +116,7 @@ def open_ahead(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
     loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if auxiliary_of(recipe.stage, "ahead") and loader.order.is_complete:
+    if auxiliary_models(recipe.stage, "ahead") and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
@@ -141,7 +128,7 @@ def columns_of(
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
-    ahead = auxiliary_of(stage, "ahead")
+    ahead = auxiliary_models(stage, "ahead")
     models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
     found = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
@@ -162,46 +149,3 @@ def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
     """The examples of an evaluation, and its windows of ``size``."""
     windows = partial(windows_of, len(dataset), size)
     return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
-
-
-def open_auxiliary(
-    recipe: Recipe,
-    role: str,
-    codec: Codec,
-    world: World,
-    longest: int = 0,
-    folder: Path | None = None,
-) -> Network:
-    """The frozen model of a role, from its ``folder`` if that is known, for documents of up to
-    ``longest`` tokens. Raises ``RecipeError`` if its tokens are not the policy's."""
-    model = model_of(recipe.stage.auxiliary[role], recipe.model)
-    base = folder or resolve(model)
-    tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
-    refuse_other_tokens(recipe, role, tokenizer, codec)
-    options = options_of(recipe, longest=longest)
-    heads = heads_of(recipe.stage.auxiliary[role], model, base)
-    options = replace(options, method=None, heads=heads, is_trainable=False)
-    return open_network(base, model, tokenizer, world, options)
-
-
-def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
-    """The heads of an auxiliary model. Raises ``ModelError`` if it is to give rewards, and has no
-    head for them."""
-    if not auxiliary.spec.is_reward:
-        return ()
-    folders = [base] if model.adapter is None else [model.adapter, base]
-    if not any(has_head(folder, "values") for folder in folders):
-        raise ModelError(f"{model.adapter or base}: not a reward model; train one with stage: rm")
-    return ("values",)
-
-
-def refuse_other_tokens(
-    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
-) -> None:
-    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
-    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
-        model = model_of(recipe.stage.auxiliary[role], recipe.model)
-        raise RecipeError(
-            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
-            "their outputs cannot be compared; choose a model with the same tokenizer"
-        )

@@ -15,6 +15,7 @@ from ..errors import ModelError
 from ..model.pretrained import base_identity
 from ..model.pretrained.base_identity import BaseModel, Record, changed, identify, pinned, some
 from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
 from ..recipe.recipe import Recipe
 from ..training.precompute import model_of
 from ..training.stage import POLICY
@@ -98,11 +99,18 @@ def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
     for role, one in auxiliary.items():
         if one.model is not None:
             other = pinned(model_of(one, recipe.model), known.get(role))
-            try:
-                folder = resolve(other)
-            except ModelError as error:
-                raise ModelError(str(error).replace("model.path", f"the {role}", 1)) from None
             found[role] = BaseModel(
-                other, folder, adapter=other.adapter, has_adapter_weights=other.adapter is not None
+                other,
+                _resolved(other, role),
+                adapter=other.adapter,
+                has_adapter_weights=other.adapter is not None,
             )
     return BaseModels(recipe, found, known, checkpoint)
+
+
+def _resolved(section: ModelSection, role: str) -> Path:
+    """The folder of an auxiliary model. Raises ``ModelError``, which names the role."""
+    try:
+        return resolve(section)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path:", f"the {role}:", 1)) from None

@@ -13,13 +13,9 @@ from ..recipe.recipe import Recipe
 from ..training.context import NetworkContext, collate_of
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
-from ..training.initial_values import InitialValues
 from ..training.rewards.process import RewardProcess
 from ..training.stage import POLICY
 from ..training.windows import Place, StageState
-
-NOTHING: Mapping[str, InitialValues] = {}
-NO_NETWORKS: Mapping[str, Network] = {}
 
 
 def context_of(
@@ -29,35 +25,28 @@ def context_of(
     world: World,
     seed: int,
     memory: MemoryGuard | None = None,
-    first: Mapping[str, InitialValues] = NOTHING,
 ) -> NetworkContext:
-    """The context of the recipe's stage over ``networks``, by role; ``first`` are the initial
-    values of some."""
+    """The context of the recipe's stage over ``networks``, by role."""
     memory = memory or MemoryGuard.of(recipe.train, world)
     packing = recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed, first)
+    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed)
 
 
 def build_evaluation(
     recipe: Recipe,
     codec: Codec,
-    policy: Network,
+    networks: Mapping[str, Network],
     world: World,
     memory: MemoryGuard | None = None,
-    *,
-    others: Mapping[str, Network] = NO_NETWORKS,
-    first: Mapping[str, InitialValues] = NOTHING,
 ) -> Evaluation:
-    """How the policy is measured, with ``others`` by role that prepare windows, some with
-    their ``first`` values; training computes and collates its windows alike."""
-    section, stage = recipe.train, recipe.stage
-    networks = {POLICY: policy, **others}
+    """How the policy of ``networks`` is measured; training computes and collates alike."""
+    section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
     process, state = RewardProcess(), StageState()  # one for all windows
     guard = memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
-        found = context_of(recipe, codec, networks, world, seed, guard, first)
+        found = context_of(recipe, codec, networks, world, seed, guard)
         return replace(found, process=process, state=state.values)
 
     return Evaluation(

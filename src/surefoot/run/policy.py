@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +84,12 @@ def options_of(
         is_read=is_read,
         is_new=is_new,
     )
+
+
+def frozen_options(recipe: Recipe, *, longest: int = 0) -> NetworkOptions:
+    """The options for a model beside it, which only computes outputs."""
+    options = options_of(recipe, longest=longest)
+    return replace(options, method=None, heads=(), is_trainable=False)
 
 
 def check_early(recipe: Recipe, world: World, codec: Codec) -> None:

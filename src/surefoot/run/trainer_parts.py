@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ..data.text.codec import Codec
@@ -25,7 +25,7 @@ from .policy import Around, build_learner
 def assemble(
     recipe: Recipe,
     codec: Codec,
-    policy: Network,
+    networks: Mapping[str, Network],
     ahead: Ahead,
     saver: Saver,
     members: Sequence[TrainerCallback] = (),
@@ -33,13 +33,12 @@ def assemble(
     *,
     trial: Around | None = None,
 ) -> Trainer:
-    """Assemble the parts."""
+    """Assemble the parts; ``networks`` by role are the policy and those that stay beside it."""
     section, stage, world = recipe.train, recipe.stage, ahead.world
+    policy = networks[POLICY]
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
-    evaluation = build_evaluation(
-        recipe, codec, policy, world, memory, others=ahead.others, first=ahead.first
-    )
+    evaluation = build_evaluation(recipe, codec, networks, world, memory)
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(
         loader,

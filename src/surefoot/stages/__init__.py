@@ -1,5 +1,6 @@
 """The training objectives. To add one: write its file, add its line."""
 
+from .distill import Distill
 from .dpo import DPO
 from .grpo import GRPO
 from .kto import KTO
@@ -8,4 +9,7 @@ from .pt import PT
 from .rm import RM
 from .sft import SFT
 
-STAGES = {"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO, "grpo": GRPO, "ppo": PPO}
+STAGES = {
+    **{"pt": PT, "sft": SFT, "dpo": DPO, "rm": RM, "kto": KTO},
+    **{"grpo": GRPO, "ppo": PPO, "distill": Distill},
+}

@@ -7,7 +7,7 @@ to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -32,7 +32,6 @@ from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
-from .initial_values import InitialValues
 from .rewards.kinds import FunctionReward
 from .rewards.process import RewardProcess, Texts
 from .rewards.reward import Reward, computed
@@ -64,7 +63,6 @@ class NetworkContext:
     packing: bool
     world: World
     seed: int  # of what is sampled: of this window and no other
-    first: Mapping[str, InitialValues] = field(default_factory=dict)  # of the roles that have them
     process: RewardProcess = field(default_factory=RewardProcess)
     state: Mapping[str, float] = field(default_factory=dict)  # of the stage after the last window
 
@@ -181,10 +179,7 @@ class NetworkContext:
         closed: until then the network may have other values."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
-        with ExitStack() as stack:
-            if role in self.first:
-                stack.enter_context(self.first[role].in_place())
-            stack.enter_context(network.evaluating())
+        with network.evaluating():
             for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
                 batch = batch_of(items, examples, collate).to(device())
                 yield items, network.forward(batch, spec), batch
@@ -198,6 +193,7 @@ class BlankContext:
     codec: Codec
     stage: Stage
     packing: bool
+    seed: int = 0
     state: Mapping[str, float] = field(default_factory=dict)
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:

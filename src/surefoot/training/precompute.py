@@ -34,7 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
-from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_of
+from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,8 @@ def precomputation(
 ) -> Precomputation:
     """The known columns of ``sets``, and what the models of ``identity`` are to compute."""
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
-    pieces = list(cut(root / FOLDER, identity, sets)) if auxiliary_of(stage, "ahead") else []
+    is_needed = bool(auxiliary_models(stage, "ahead"))
+    pieces = list(cut(root / FOLDER, identity, sets)) if is_needed else []
     known = [piece.read() for piece in pieces] if world.is_main else None
     return Precomputation(stage, identity, pieces, world.from_main(known), world)
 

@@ -40,11 +40,12 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
-    then; one of the windows is there whenever ``prepare`` asks it."""
+    """A frozen model beside the policy."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
+    # ahead: it computes before the first step, and is freed. window: it stays; each window can be
+    # computed with it, and the outputs of the policy may be divergences from it
     when: Literal["ahead", "window"] = "ahead"
 
 
@@ -64,6 +65,10 @@ class StageContext(Protocol):
     @property
     def codec(self) -> Codec:
         """Tokenizer and chat template."""
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn: of this window and no other."""
 
     @property
     def state(self) -> Mapping[str, float]:
@@ -158,8 +163,8 @@ class Stage(Protocol):
         """Settings of other sections that this stage does not support."""
 
 
-def auxiliary_of(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
-    """The auxiliary models of ``stage`` that compute then, by role."""
+def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models of a stage that compute ``when``, by role."""
     return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -20,7 +22,6 @@ from ...batch import Batch, with_router_loss
 from ...errors import ModelError
 from ...model.head import outputs
 from ...model.precision import autocast
-from ...model.pretrained.loading import DTYPES
 from ...network.network import Network
 from ...network.open import open_network
 from ...network.preflight import check_optimizer_shards
@@ -30,6 +31,7 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor.sequence_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
+from ...run.networks.auxiliary_networks import open_networks, parts_of
 from ...run.policy import options_of
 from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions
@@ -40,6 +42,7 @@ from .stage_share import StageShare
 CPU = torch.device("cpu")
 UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+_MANY = 100_000  # more layers than a model has
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is raised as well
 
 
@@ -55,6 +58,7 @@ class DryRunModel:
     tensors: FakeTensors
     recipe: Recipe
     steps: int = LONG  # of the run, if they are known
+    others: Sequence[Network] = ()  # that stay beside it, on weights of their own
 
     @property
     def setting(self) -> HoldingOptions:
@@ -146,7 +150,16 @@ def build(
     network = open_network(base, section, tokenizer, ALONE, options, tensors)
     check_optimizer_shards(network, recipe.optim, recipe.parallel)
     network.module.train()
-    return DryRunModel(network, tensors, recipe, steps)
+
+    def opened(role: str) -> Network:
+        place, model, frozen = parts_of(recipe, role)
+        frozen = replace(frozen, precision=setting.precision)
+        own = FakeTensors(setting, tensors.mode)
+        return open_network(place, model, tokenizer, ALONE, frozen, own)
+
+    networks = open_networks(recipe, network, opened)
+    others = [one for one in networks.values() if one.module is not network.module]
+    return DryRunModel(networks[POLICY], tensors, recipe, steps, others)
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
@@ -194,9 +207,26 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
                 kept=skeleton.kept_gradient(name) if parameter.requires_grad else 0,
             )
         )
-    buffers = {id(buffer): buffer for buffer in skeleton.network.module.buffers()}.values()
+    found += [
+        Weight(tuple(p.shape), p.element_size(), False, layer)
+        for number, other in enumerate(skeleton.others, 1)
+        for p, layer in _layered(other.module, number)
+    ]
+    modules = [skeleton.network.module, *(other.module for other in skeleton.others)]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
     found += [Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers]
     return found
+
+
+def _layered(module: nn.Module, number: int) -> Iterator[tuple[nn.Parameter, int | None]]:
+    """The parameters of another model with the index of the layer of each, which no other model
+    has."""
+    blocks = {
+        id(parameter): number * _MANY + index
+        for index, layer in enumerate(layers(module))
+        for parameter in layer.parameters()
+    }
+    return ((parameter, blocks.get(id(parameter))) for parameter in module.parameters())
 
 
 def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None) -> Pass:
@@ -222,7 +252,8 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
 def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
-    own = [*module.parameters(), *module.buffers()]
+    modules = [module, *(other.module for other in skeleton.others)]
+    own = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
     kept_of: dict[torch.Tensor, int]
     kept_of = {p: skeleton.kept_gradient(name) for name, p in skeleton.network.named.items()}
 
@@ -300,10 +331,3 @@ def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
     window = getattr(model.config.get_text_config(), "sliding_window", None)
     is_local = window is not None and batch.input_ids.shape[1] >= window
     return not is_local and bool(batch.attention_mask.all())
-
-
-def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
-    """The dtype in which weights are loaded; None: as they are stored."""
-    if recipe.model.dtype != "auto":
-        return DTYPES[recipe.model.dtype]
-    return None if on_gpu else torch.float32

@@ -119,7 +119,7 @@ class _Totals(torch.autograd.Function):
         smoothing: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         head = replace(head, weight=weight_VD, bias=bias_V)
-        gradients = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
         found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         learns = any(ctx.needs_input_grad)
@@ -161,7 +161,7 @@ class _ChunkedLogps(torch.autograd.Function):
         ctx.is_frozen = not any(ctx.needs_input_grad[1:])
         head = replace(head, weight=weight_VD, bias=bias_V)
         waits = ctx.is_frozen and ctx.needs_input_grad[0]
-        gradients = _Gradients.of(head, hidden_ND, (waits, False, False))
+        gradients = HeadGradients.of(head, hidden_ND, (waits, False, False))
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         for chunk in head.chunks(len(hidden_ND)):
             learnt = gradients.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
@@ -183,7 +183,7 @@ class _ChunkedLogps(torch.autograd.Function):
             return (hidden_ND * factors_N1).to(hidden_ND.dtype), None, None, None, None
         hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
-        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        found = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
             slopes_CV = found.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
             if slopes_CV is not None:
@@ -224,7 +224,7 @@ class _Scores(torch.autograd.Function):
         of_logps_N, of_entropies_N, of_means_N = gradients[:3]
         hidden_ND, weight_VD, bias_V, labels_N, entropies_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
-        found = _Gradients.of(head, hidden_ND, ctx.needs_input_grad)
+        found = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = found.head
         for chunk in head.chunks(len(hidden_ND)):
             logits_CV = head.logits(hidden_ND[chunk])
@@ -257,7 +257,7 @@ def uncapped(
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class HeadGradients:
     """Sums over chunks, for everything trainable; at least float32 where they are sums."""
 
     head: Head  # as it is multiplied
@@ -267,7 +267,7 @@ class _Gradients:
     bias: torch.Tensor | None
 
     @staticmethod
-    def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> _Gradients:
+    def of(head: Head, inputs: torch.Tensor, needed: tuple[bool, ...]) -> HeadGradients:
         """Zeros."""
         weight, bias = head.weight, head.bias
 
@@ -275,7 +275,7 @@ class _Gradients:
             make = torch.empty_like if len(inputs) else torch.zeros_like
             return make(like, dtype=wide(like.dtype))
 
-        return _Gradients(
+        return HeadGradients(
             head.cast(),
             inputs,
             torch.empty_like(inputs) if needed[0] else None,

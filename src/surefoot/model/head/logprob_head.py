@@ -24,6 +24,7 @@ from ...errors import ModelError
 from ..attention.packed import one_document
 from ..meta_tensors import on_meta
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
+from .divergence import TargetDistribution, divergences
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"
@@ -44,10 +45,15 @@ class LogprobHead:
         labels_N: torch.Tensor,
         spec: OutputSpec,
         values: nn.Linear | None = None,
+        target: TargetDistribution | None = None,
     ) -> Outputs:
         """Run ``model``, which returns what its head returns; the outputs of ``spec`` at the
         ``trained`` positions, whose labels these are. ``values`` is the head of ``Outputs.values``,
-        which leave the model beside the log-probabilities."""
+        which leave the model beside the log-probabilities. ``target`` is what ``divergences`` are
+        from."""
+        if spec.divergence is not None:
+            assert target is not None
+            return self._diverging(model, trained, labels_N, spec, target)
         needs, smoothing = set(spec.outputs), spec.smoothing
         is_valued, needs = "values" in needs, needs - {"values"}
         held: list[Scores] = []
@@ -77,6 +83,48 @@ class LogprobHead:
             needs |= {"logps"}
             return replace(_outputs(found, held, needs, smoothing), values=values_N)
         return _outputs(found, held, needs, smoothing)
+
+    def target(
+        self,
+        model: Callable[[], torch.Tensor],
+        trained: Callable[[torch.Tensor], torch.Tensor],
+    ) -> TargetDistribution:
+        """Run ``model`` without its head, for others to be compared with its distributions at the
+        ``trained`` positions."""
+        held: list[TargetDistribution] = []
+
+        def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
+            hidden_ND = trained(hidden_BKD)
+            held.append(
+                TargetDistribution(*self._head(hidden_ND, 1.0))
+            )  # gathered now, if it is sharded
+            return hidden_ND
+
+        with _answering(self, answer):
+            model()
+        return held[0]
+
+    def _diverging(
+        self,
+        model: Callable[[], torch.Tensor],
+        trained: Callable[[torch.Tensor], torch.Tensor],
+        labels_N: torch.Tensor,
+        spec: OutputSpec,
+        target: TargetDistribution,
+    ) -> Outputs:
+        """Divergences, and log-probabilities of labels if ``spec`` names them."""
+        divergence = spec.divergence
+        assert divergence is not None
+        is_alone = set(spec.outputs) == {"divergences"}
+
+        def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
+            hidden_ND, head = self._head(trained(hidden_BKD), spec.temperature)
+            found_N, logps_N = divergences(head, hidden_ND, labels_N, target, divergence)
+            return torch.stack([found_N] if is_alone else [found_N, logps_N])
+
+        with _answering(self, answer):
+            found = model()
+        return Outputs(divergences=found[0], logps=None if is_alone else found[1])
 
     def _answer(
         self, hidden_ND: torch.Tensor, labels_N: torch.Tensor, spec: OutputSpec, held: list[Scores]

@@ -21,6 +21,7 @@ from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained
 from ...errors import ModelError
 from ..attention.packed import packed_arguments
 from ..pretrained.router_loss import COEFFICIENTS
+from .divergence import TargetDistribution
 from .logprob_head import LogprobHead
 
 
@@ -71,6 +72,7 @@ def compute(
     vocabulary: Vocabulary | None = None,
     head: LogprobHead | None = None,
     values: nn.Linear | None = None,
+    target: TargetDistribution | None = None,
 ) -> Outputs:
     """Run ``model`` on ``batch`` and return the outputs of ``spec``.
 
@@ -82,6 +84,7 @@ def compute(
         vocabulary: of a head that leaves only a shard of the logits on this rank.
         head: the model's, if it is complete and can return more than logits.
         values: the head that computes ``Outputs.values``.
+        target: the distributions that ``Outputs.divergences`` are from.
 
     Raises ``ModelError`` if the model has no head for the values of ``spec``.
     """
@@ -99,12 +102,39 @@ def compute(
             f"{type(model).__name__} has no value head, or none whose values it would return "
             "unchanged; open it with heads, or take another architecture"
         )
+    if head is None and spec.divergence is not None:
+        raise no_distribution(model)
     if head is None:
         logits_Nv = trained(run(), at)
         answers = _of_logits(logits_Nv, at.labels, spec, vocabulary or WholeVocabulary())
     else:
-        answers = head.run(run, lambda x: trained(x, at), at.labels, spec, values)
+        answers = head.run(run, lambda x: trained(x, at), at.labels, spec, values, target)
     return replace(answers, router_loss=router[0])
+
+
+def compute_target(model: nn.Module, batch: Batch, head: LogprobHead | None) -> TargetDistribution:
+    """The distributions of ``model`` at the trained positions of ``batch``. Raises ``ModelError``
+    if it does not return its head's logits unchanged."""
+    if head is None:
+        raise no_distribution(model)
+    at = batch.at or trained_positions(batch)
+
+    def run() -> torch.Tensor:
+        logits: torch.Tensor = model(
+            logits_to_keep=at.kept, **_arguments(model, batch, None)
+        ).logits
+        return logits
+
+    return head.target(run, lambda x: trained(x, at))
+
+
+def no_distribution(model: nn.Module) -> ModelError:
+    """The error for a model whose distributions cannot be computed in chunks."""
+    return ModelError(
+        f"{type(_inner(model)).__name__}: its distribution over the vocabulary cannot be compared "
+        "with another model's, as it changes its logits after the output head, or the method "
+        "adapts or copies that head; take another model, or leave lm_head out of the method"
+    )
 
 
 def _router_loss(model: nn.Module, found: Any) -> torch.Tensor | None:

@@ -1,0 +1,155 @@
+"""The auxiliary models of a run: where they are, whether they have the policy's tokens, and those
+that stay beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from transformers import PreTrainedTokenizerBase
+
+from ...data.text.codec import Codec
+from ...errors import ModelError, RecipeError
+from ...model.pretrained.loading import resolve
+from ...model.pretrained.positions import read_config
+from ...model.section import ModelSection
+from ...network.draft import NetworkOptions
+from ...network.heads import has_head
+from ...network.network import Network
+from ...network.open import open_network
+from ...parallel.sharded_model import keep_ends_gathered
+from ...parallel.world import World
+from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import open_codec
+from ...training.initial_values import InitialValues
+from ...training.precompute import model_of
+from ...training.stage import POLICY, AuxiliaryModel, auxiliary_models
+from ..policy import check_early, frozen_options
+
+logger = logging.getLogger(__name__)
+NO_FOLDERS: Mapping[str, Path] = MappingProxyType({})
+
+
+def check_models(recipe: Recipe, world: World, codec: Codec) -> None:
+    """Raise what is known to be wrong with the models before the data is encoded, which may take
+    hours. A collective call."""
+    world.on_main(partial(check_early, recipe, world, codec))
+    world.on_main(partial(check_tokens, recipe, codec))
+
+
+def open_auxiliary(
+    recipe: Recipe,
+    role: str,
+    codec: Codec,
+    world: World,
+    longest: int = 0,
+    folders: Mapping[str, Path] = NO_FOLDERS,
+) -> Network:
+    """The frozen model of a role, from its folder if that is known, for documents of up to
+    ``longest`` tokens. Raises ``RecipeError`` if its tokens are not the policy's."""
+    base, model, options = parts_of(recipe, role, folders, longest)
+    tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+    refuse_other_tokens(recipe, role, tokenizer, codec)
+    return open_network(base, model, tokenizer, world, options)
+
+
+def parts_of(
+    recipe: Recipe, role: str, folders: Mapping[str, Path] = NO_FOLDERS, longest: int = 0
+) -> tuple[Path, ModelSection, NetworkOptions]:
+    """The folder of the model of a role, its section, and the options it is opened with."""
+    one = recipe.stage.auxiliary[role]
+    model = model_of(one, recipe.model)
+    base = folders.get(POLICY if one.model is None else role) or resolve(model)
+    options = frozen_options(recipe, longest=longest)
+    return base, model, replace(options, heads=heads_of(one, model, base))
+
+
+def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
+    """The heads of an auxiliary model. Raises ``ModelError`` if it is to give rewards, and has no
+    head for them."""
+    if not auxiliary.spec.is_reward:
+        return ()
+    folders = [base] if model.adapter is None else [model.adapter, base]
+    if not any(has_head(folder, "values") for folder in folders):
+        raise ModelError(f"{model.adapter or base}: not a reward model; train one with stage: rm")
+    return ("values",)
+
+
+def open_networks(
+    recipe: Recipe, policy: Network, opened: Callable[[str], Network]
+) -> dict[str, Network]:
+    """The policy and the models that stay beside it, by role; the policy's outputs may be
+    divergences from these. One that is the base under its adapter is no second model, and none that
+    only prepares windows is if it is the policy before the first step; any other is ``opened``."""
+    others: dict[str, Network] = {}
+    for role, one in auxiliary_models(recipe.stage, "window").items():
+        if is_base_of_policy(recipe, role) and not _trains_head(policy):
+            others[role] = policy.without_adapter()
+            logger.info("%s: the base under the adapter, without a second model", role)
+        elif one.model is None and not is_compared(recipe, role):
+            others[role] = replace(policy, around=InitialValues(policy).in_place)
+        else:
+            others[role] = opened(role)
+            others[role].module.eval()
+            if is_compared(recipe, role):  # its head computes in the backward pass, too
+                keep_ends_gathered(others[role].module)
+    return {POLICY: policy.compared_with(others) if others else policy, **others}
+
+
+def is_compared(recipe: Recipe, role: str) -> bool:
+    """Whether outputs of the policy are divergences from the model of a role."""
+    divergence = recipe.stage.spec.divergence
+    return divergence is not None and divergence.role == role
+
+
+def needs_start(recipe: Recipe) -> bool:
+    """Whether windows are prepared with the policy as it was before the first step."""
+    models = auxiliary_models(recipe.stage, "window").items()
+    return any(one.model is None and not is_compared(recipe, role) for role, one in models)
+
+
+def is_base_of_policy(recipe: Recipe, role: str) -> bool:
+    """Whether the model of a role is what the policy computes without its adapter."""
+    section = recipe.model
+    is_bare = section.adapter is None and not section.frozen_adapters
+    is_same = model_of(recipe.stage.auxiliary[role], section) == section
+    return is_same and is_bare and not recipe.method.saves_base_model
+
+
+def _trains_head(policy: Network) -> bool:
+    head = policy.inner.get_output_embeddings()
+    return head is not None and any(p.requires_grad for p in head.parameters())
+
+
+def check_tokens(recipe: Recipe, codec: Codec) -> None:
+    """Raise ``RecipeError`` unless all auxiliary models have the tokens of the policy, and those
+    that it is compared with have embeddings for all of them. Reads no weights."""
+    for role, one in recipe.stage.auxiliary.items():
+        if one.model is None:
+            continue
+        base, model, _ = parts_of(recipe, role)
+        tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
+        refuse_other_tokens(recipe, role, tokenizer, codec)
+        size = read_config(base, model).get_text_config().vocab_size
+        if is_compared(recipe, role) and size < len(tokenizer):
+            raise RecipeError(
+                f"the {role} {model.path} has embeddings for {size:,} tokens, and the tokenizer "
+                f"has {len(tokenizer):,}, so its distribution is not over all of them; choose a "
+                "model that has them all, or leave model.new_special_tokens out"
+            )
+
+
+def refuse_other_tokens(
+    recipe: Recipe, role: str, tokenizer: PreTrainedTokenizerBase, codec: Codec
+) -> None:
+    """Raise ``RecipeError`` unless the tokens of an auxiliary model are those of the policy."""
+    if tokenizer.get_vocab() != codec.tokenizer.get_vocab():
+        model = model_of(recipe.stage.auxiliary[role], recipe.model)
+        raise RecipeError(
+            f"the {role} {model.path} has a different tokenizer from {recipe.model.path}, so "
+            "their outputs cannot be compared; choose a model with the same tokenizer"
+        )
