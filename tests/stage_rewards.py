@@ -50,3 +50,14 @@ def loud(completions):
     """Prints."""
     print("not a result")
     return [1.0] * len(completions)
+
+
+def short(completions):
+    """One for all."""
+    return [1.0]
+
+
+def restless(completions, count=[0]):  # noqa: B006
+    """Other numbers at each call."""
+    count[0] += 1
+    return [float(count[0])] * len(completions)

@@ -15,7 +15,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
-from surefoot.training.rollout import Row, read_row
+from surefoot.training.rollouts.rollout import Row, read_row
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}

@@ -20,7 +20,7 @@ from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
-from ..training.rollout import Rollout, of_sample, read_row, with_row
+from ..training.rollouts.rollout import Rollout, of_sample, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 
