@@ -124,9 +124,7 @@ def test_a_reference_pulls_at_flat_groups_too_unless_they_are_dropped():
     assert len(prepared[False].examples) == 9
     assert len(prepared[True].examples) == 3
     assert all("reference" in item for item in prepared[False].examples)
-    flat = [1.0] * 9
-    assert stage_of("grpo").prepare(Rollouts(flat), PROMPTS).examples
-    assert not stage_of("grpo", drop_flat_groups=True).prepare(Rollouts(flat), PROMPTS).examples
+    assert not stage_of("grpo").prepare(Rollouts([1.0] * 9), PROMPTS).examples
 
 
 class Prompts:
