@@ -30,7 +30,7 @@ class Rollouts:
     rewards: list
     seen: dict = field(default_factory=dict)
 
-    def generate(self, prompts, settings):
+    def generate(self, prompts, settings, turn=0):
         self.seen["settings"] = settings
         found = []
         for number, _ in enumerate(prompts):

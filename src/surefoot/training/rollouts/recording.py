@@ -18,7 +18,9 @@ from ..stage import ByColumn, Prompts, Reduction, StageContext
 from .rollout import Rollout
 
 if TYPE_CHECKING:
+    from ...data.example import Message
     from ...generate.generation import Sample
+    from .environment import Event
 
 ByReward = Mapping[str, Sequence[float | None]]
 
@@ -61,9 +63,17 @@ class RecordingContext:
         """As ``inner``."""
         return self.inner.reduce(role, examples, function)
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """As ``inner``."""
-        return self.inner.generate(prompts, settings)
+        return self.inner.generate(prompts, settings, turn=turn)
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """As ``inner``."""
+        return self.inner.environment(path, events, seconds)
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
