@@ -39,6 +39,7 @@ def assemble(
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
     evaluation = build_evaluation(recipe, codec, networks, world, memory)
+    evaluation.kept.folder = None if trial else section.folder
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(
         loader,
@@ -76,4 +77,5 @@ def assemble(
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
         feeder=feeder or nullcontext(),
+        kept=evaluation.kept,
     )

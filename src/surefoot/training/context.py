@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
+from ..data.example import Message
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
@@ -28,6 +29,7 @@ from ..generate.generation import Sample
 from ..generate.section import GenerateSection
 from ..model.attention.isolation import PromptSharing
 from ..model.pretrained.loading import device
+from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
@@ -35,9 +37,12 @@ from .control.out_of_memory import MemoryGuard
 from .rewards.kinds import FunctionReward
 from .rewards.process import RewardProcess, Texts
 from .rewards.reward import Reward, computed
-from .rollout import Rollout
+from .rollouts.environment import Event
+from .rollouts.rollout import Rollout
+from .rollouts.stepping import stepped
 from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
 
+T = TypeVar("T")
 REWARD_SECONDS = 300.0  # that a function may take for the responses of a window
 
 
@@ -107,13 +112,22 @@ class NetworkContext:
         assert found is not None
         return self.world.summed(found).numpy()
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network, stops = self.networks[POLICY], self.codec.stop_token_ids
+        seed = derive(self.seed, turn) if turn else self.seed
         return self.memory.generate(
             settings,
-            lambda fitted: network.generate(prompts, fitted, seed=self.seed, stop_token_ids=stops),
+            lambda fitted: network.generate(prompts, fitted, seed=seed, stop_token_ids=stops),
         )
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """What each object of the user's class says, on rank 0. Raises ``RunError``."""
+        return self._on_main(lambda: stepped(self.process, path, events, seconds))
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
@@ -158,9 +172,9 @@ class NetworkContext:
             [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
         )
 
-    def _on_main(self, compute: Callable[[], list[float | None]]) -> list[float | None]:
+    def _on_main(self, compute: Callable[[], list[T]]) -> list[T]:
         """The result of rank 0, or its error, on every rank."""
-        found: list[float | None] | str = []
+        found: list[T] | str = []
         if self.world.is_main:
             try:
                 found = compute()
@@ -208,10 +222,18 @@ class BlankContext:
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """The longest possible responses."""
         ids = (0,) * settings.max_new_tokens
         return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """Nothing."""
+        return [None for _ in events]
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from ..data.example import Message
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
     from .rewards.reward import Reward
-    from .rollout import Rollout
+    from .rollouts.environment import Event
+    from .rollouts.rollout import Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids
@@ -83,8 +85,16 @@ class StageContext(Protocol):
         """[examples, ...] the result of ``function`` for a batch's outputs, a row per example: less
         to send than the outputs of every token."""
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
-        """One sampled response of the policy for each prompt."""
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
+        """One sampled response of the policy for each prompt. Each ``turn`` of a window draws other
+        numbers."""
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """What a user's environment says to each response; computed on one rank."""
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn

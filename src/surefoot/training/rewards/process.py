@@ -44,7 +44,7 @@ class Texts:
     def name(self, place: int) -> str:
         """A response, for messages."""
         origin = self.origins[place] if self.origins else f"prompt {place + 1} of the window"
-        return f"{origin} (response {_short(self.completions[place])})"
+        return f"{origin} (response {short(self.completions[place])})"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Found:
     failures: Sequence[Failure] = ()
 
 
-class _LateError(Exception):
+class LateError(Exception):
     """The limit is over."""
 
 
@@ -98,7 +98,7 @@ class RewardProcess:
         count = len(texts.completions)
         try:
             reply = self._ask(task, texts, seconds)
-        except _LateError:
+        except LateError:
             why = f"took more than {seconds:g} seconds (reward_timeout)"
             return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
         if "error" in reply:
@@ -117,7 +117,7 @@ class RewardProcess:
         for place in range(count):
             try:
                 reply = self._ask(task, texts.at(place), seconds)
-            except _LateError:
+            except LateError:
                 reply = {"error": why}
             if "error" in reply:
                 failures.append(Failure(place, reply["error"]))
@@ -126,19 +126,32 @@ class RewardProcess:
                 return Found([None] * count, failures)
         return Found(rewards, failures or [Failure(None, why)])
 
+    def step(
+        self, path: str, events: Sequence[Mapping[str, object]], seconds: float
+    ) -> dict[str, Any]:
+        """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
+        ``place`` of its response."""
+        try:
+            return self._send({"settings": {"path": path}, "events": list(events)}, seconds)
+        except LateError:
+            return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
+
     def _ask(self, task: Task, texts: Texts, seconds: float) -> dict[str, Any]:
-        """The process's answer. Raises ``_LateError``, and ends the process then."""
+        """The rewards of ``texts``. Raises ``LateError``."""
+        given = {
+            "rule": task.rule,
+            "settings": dict(task.settings),
+            "prompts": list(texts.prompts),
+            "completions": list(texts.completions),
+            "lengths": list(texts.lengths),
+            "columns": {name: list(values) for name, values in texts.columns.items()},
+        }
+        return self._send(given, seconds)
+
+    def _send(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        """The process's answer. Raises ``LateError``, and ends the process then."""
         process = self._running()
-        line = json.dumps(
-            {
-                "rule": task.rule,
-                "settings": dict(task.settings),
-                "prompts": list(texts.prompts),
-                "completions": list(texts.completions),
-                "lengths": list(texts.lengths),
-                "columns": {name: list(values) for name, values in texts.columns.items()},
-            }
-        )
+        line = json.dumps(given)
         assert process.stdin is not None
         try:
             process.stdin.write(line.encode() + b"\n")
@@ -148,8 +161,8 @@ class RewardProcess:
         found = _line(process, time.monotonic() + seconds)
         if found is None:
             self.end()
-            raise _LateError
-        return json.loads(found) if found else self._ended()  # type: ignore[no-any-return]
+            raise LateError
+        return dict(json.loads(found)) if found else self._ended()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
@@ -209,6 +222,7 @@ def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     return b"".join(parts)
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A response, for messages."""
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -175,6 +175,36 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
     return _one_by_one(task, count, whole)
 
 
+_SESSIONS: dict[int, Any] = {}  # objects of the user's environment, by the conversation
+
+
+def replies(task: Mapping[str, Any]) -> dict[str, Any]:
+    """What the user's environment says to each response: a message, or None at the end."""
+    found: list[dict[str, str] | None] = []
+    for number, event in enumerate(task["events"]):
+        try:
+            if event["is_first"]:
+                _SESSIONS[event["session"]] = _loaded(task["settings"]["path"])(event["row"])
+            found.append(_message(_SESSIONS[event["session"]].step(event["response"])))
+        except Exception as error:
+            return {"error": _said(error), "place": number}
+    return {"replies": found}
+
+
+def _message(said: object) -> dict[str, str] | None:
+    if said is None:
+        return None
+    if isinstance(said, str):
+        return {"role": "user", "content": said}
+    is_message = isinstance(said, dict) and said.keys() == {"role", "content"}
+    if is_message and said["role"] in ("user", "tool") and isinstance(said["content"], str):  # type: ignore[index]
+        return dict(said)  # type: ignore[call-overload]
+    raise ValueError(
+        'expected text, {"role": "user" or "tool", "content": text} or None from step, '
+        f"got {said!r}"
+    )
+
+
 def _one_by_one(task: Mapping[str, Any], count: int, whole: str) -> dict[str, Any]:
     rewards: list[float | None] = []
     errors: dict[str, str] = {}
@@ -234,7 +264,9 @@ def main() -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in tasks:
-        print(json.dumps(result(json.loads(line))), file=results, flush=True)
+        task = json.loads(line)
+        made = replies(task) if "events" in task else result(task)
+        print(json.dumps(made), file=results, flush=True)
 
 
 if __name__ == "__main__":

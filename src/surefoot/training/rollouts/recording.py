@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import Features, Outputs
-from ..data.text.codec import Codec
-from ..generate.section import GenerateSection
-from ..schema.locations import FunctionPath
-from .rewards.reward import Reward, total
+from ...batch import Features, Outputs
+from ...data.text.codec import Codec
+from ...generate.section import GenerateSection
+from ...schema.locations import FunctionPath
+from ..rewards.reward import Reward, total
+from ..stage import ByColumn, Prompts, Reduction, StageContext
 from .rollout import Rollout
-from .stage import ByColumn, Prompts, Reduction, StageContext
 
 if TYPE_CHECKING:
-    from ..generate.generation import Sample
+    from ...data.example import Message
+    from ...generate.generation import Sample
+    from .environment import Event
 
 ByReward = Mapping[str, Sequence[float | None]]
 
@@ -52,6 +54,11 @@ class RecordingContext:
         return self.inner.codec
 
     @property
+    def seed(self) -> int:
+        """That of ``inner``."""
+        return self.inner.seed
+
+    @property
     def state(self) -> Mapping[str, float]:
         """That of ``inner``."""
         return self.inner.state
@@ -66,9 +73,17 @@ class RecordingContext:
         """As ``inner``."""
         return self.inner.reduce(role, examples, function)
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """As ``inner``."""
-        return self.inner.generate(prompts, settings)
+        return self.inner.generate(prompts, settings, turn=turn)
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """As ``inner``."""
+        return self.inner.environment(path, events, seconds)
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn

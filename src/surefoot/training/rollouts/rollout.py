@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..batch import IGNORE_INDEX, Features
-from ..data.encoded import Dropped, Encoded, Truncated
-from ..data.example import Example
+from ...batch import IGNORE_INDEX, Features
+from ...data.encoded import Dropped, Encoded, Truncated
+from ...data.example import Example
 
 if TYPE_CHECKING:
-    from ..generate.generation import Sample
+    pass
 
 StopReason = Literal["stop", "length", "context"]
 
@@ -41,7 +41,6 @@ class Rollout:
     stop_reason: StopReason
     group: int  # the prompt, counted in its window
     row: Row
-    num_turns: int = 1
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -71,25 +70,8 @@ class Rollout:
         return {
             "input_ids": list(self.ids),
             "labels": [token if is_own else IGNORE_INDEX for token, is_own in pairs],
-            "advantages": list(advantages),  # type: ignore[dict-item]
+            "advantages": list(advantages),  # type: ignore[arg-type]
         }
-
-
-def of_sample(
-    prompt: Sequence[int], sample: Sample, temperature: float, row: Row, group: int
-) -> Rollout:
-    """The rollout of a single response."""
-    count = len(prompt)
-    return Rollout(
-        ids=(*prompt, *sample.ids),
-        learnt=(False,) * count + (True,) * len(sample.ids),
-        logps=(0.0,) * count + tuple(sample.logps),
-        num_prompt=count,
-        temperature=temperature,
-        stop_reason=sample.finish_reason,
-        group=group,
-        row=row,
-    )
 
 
 def with_row(outcome: Encoded, example: Example) -> Encoded:
