@@ -50,3 +50,27 @@ def loud(completions):
     """Prints."""
     print("not a result")
     return [1.0] * len(completions)
+
+
+def short(completions):
+    """One for all."""
+    return [1.0]
+
+
+def restless(completions, count=[0]):  # noqa: B006
+    """Other numbers at each call."""
+    count[0] += 1
+    return [float(count[0])] * len(completions)
+
+
+def deadly(completions, calls=[0]):  # noqa: B006
+    """As ``varied``, but at the second call it kills the run, once."""
+    import os
+    import signal
+
+    calls[0] += 1
+    armed = os.environ.get("DEADLY_REWARD", "")
+    if calls[0] == 2 and os.path.exists(armed):  # noqa: PTH110
+        os.remove(armed)  # noqa: PTH107
+        os.kill(os.getppid(), signal.SIGKILL)
+    return varied(None, completions)

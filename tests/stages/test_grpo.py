@@ -15,7 +15,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
-from surefoot.training.rollout import Row, read_row
+from surefoot.training.rollouts.rollout import Row, read_row
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
@@ -124,9 +124,7 @@ def test_a_reference_pulls_at_flat_groups_too_unless_they_are_dropped():
     assert len(prepared[False].examples) == 9
     assert len(prepared[True].examples) == 3
     assert all("reference" in item for item in prepared[False].examples)
-    flat = [1.0] * 9
-    assert stage_of("grpo").prepare(Rollouts(flat), PROMPTS).examples
-    assert not stage_of("grpo", drop_flat_groups=True).prepare(Rollouts(flat), PROMPTS).examples
+    assert not stage_of("grpo").prepare(Rollouts([1.0] * 9), PROMPTS).examples
 
 
 class Prompts:

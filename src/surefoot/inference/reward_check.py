@@ -19,7 +19,7 @@ from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 from ..run.contexts import context_of
 from ..training.objectives.advantages import is_flat
-from ..training.recording import Recorded, RecordingContext
+from ..training.rollouts.recording import Recorded, RecordingContext
 from ..training.stage import POLICY
 from .auxiliary_outputs import models_of_windows
 from .evaluation import encoded, ready_to_measure

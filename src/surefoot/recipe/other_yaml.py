@@ -78,7 +78,7 @@ LLAMAFACTORY = {  # the settings of its keys
     "dpo_label_smoothing": "stage.dpo.label_smoothing",
     "simpo_gamma": "stage.dpo.gamma",
     "ref_model": "stage.dpo.reference",
-    "reward_model": "stage.ppo.reward_model",
+    "reward_model": "stage.ppo.reward; as reward_model: {path: FOLDER}",
     "ppo_epochs": "stage.ppo.passes",
     "ppo_buffer_size": "stage.ppo.mini_batches; train.global_batch_size is as many times larger",
     "ppo_target": "stage.ppo.kl_target",

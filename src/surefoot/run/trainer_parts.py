@@ -40,6 +40,7 @@ def assemble(
     evaluation = build_evaluation(
         recipe, codec, policy, world, memory, others=ahead.others, first=ahead.first
     )
+    evaluation.kept.folder = None if trial else section.folder
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(
         loader,
@@ -77,4 +78,5 @@ def assemble(
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
         feeder=feeder or nullcontext(),
+        kept=evaluation.kept,
     )

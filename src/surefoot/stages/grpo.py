@@ -20,7 +20,7 @@ from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
-from ..training.rollout import Rollout, of_sample, read_row, with_row
+from ..training.rollouts.rollout import Rollout, of_sample, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 
@@ -41,7 +41,7 @@ class GRPO:
 
     ``train.global_batch_size`` counts prompts: a global batch of 16 prompts is a window of 16 x
     ``group_size`` responses, trained on in ``passes`` x ``mini_batches`` optimizer steps. A window
-    in which every advantage is 0 is skipped, unless ``beta`` is set. Dr. GRPO, DAPO, CISPO, GSPO,
+    in which every advantage is 0 is skipped. Dr. GRPO, DAPO, CISPO, GSPO,
     SAPO, RLOO and REINFORCE++ are other settings of ``surrogate``, ``advantage`` and
     ``average_over``.
     """
@@ -216,7 +216,7 @@ class GRPO:
         advantages = ADVANTAGES[self.advantage](groups, [one.num_learnt for one in rollouts])
         more = means([*self._named], by_reward)
         figures = {**_figures(rewards, groups, rollouts), **more}
-        if not self.beta and not any(advantages):
+        if not any(advantages):
             return Prepared((), figures)
         kept = [not (self.drop_flat_groups and is_flat(g)) for g in groups for _ in g]
         found = [

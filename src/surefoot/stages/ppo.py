@@ -23,7 +23,7 @@ from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
-from ..training.rollout import Rollout, of_sample, read_row, with_row
+from ..training.rollouts.rollout import Rollout, of_sample, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 

@@ -36,7 +36,7 @@ from .initial_values import InitialValues
 from .rewards.kinds import FunctionReward
 from .rewards.process import RewardProcess, Texts
 from .rewards.reward import Reward, computed
-from .rollout import Rollout
+from .rollouts.rollout import Rollout
 from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
 
 REWARD_SECONDS = 300.0  # that a function may take for the responses of a window

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
     from .rewards.reward import Reward
-    from .rollout import Rollout
+    from .rollouts.rollout import Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids

@@ -260,17 +260,18 @@ def memory_of(
         for skeleton in held
     ]
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = _auxiliary_size(recipe, held[0], count)
+    more = _auxiliary_size(recipe, held[0], count, on_gpu=machine.on_gpu)
     found = [replace(one, weights=one.weights + more, peak=one.peak + more) for one in found]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
 
 
-def _auxiliary_size(recipe: Recipe, policy: DryRunModel, count: int) -> int:
-    """Bytes on the largest of ``count`` ranks that share all weights: the first values of what is
-    trained, if the initial policy computes, and the weights of other models."""
+def _auxiliary_size(recipe: Recipe, policy: DryRunModel, count: int, *, on_gpu: bool) -> int:
+    """Bytes beside the policy's on the largest of ``count`` ranks that share all weights: those of
+    other models that compute in every window and, in main memory, the initial values of what is
+    trained, if the initial policy does."""
     roles = auxiliary_of(recipe.stage, "window").values()
     weights = [weight for one in roles if one.model for weight in _other(recipe, one, policy)]
-    if any(one.model is None for one in roles):
+    if not on_gpu and any(one.model is None for one in roles):
         weights += [
             Weight(tuple(p.shape), p.element_size(), False, None)
             for p in policy.network.named.values()

@@ -149,7 +149,7 @@ class RewardProcess:
         if found is None:
             self.end()
             raise _LateError
-        return json.loads(found) if found else self._ended()  # type: ignore[no-any-return]
+        return dict(json.loads(found)) if found else self._ended()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

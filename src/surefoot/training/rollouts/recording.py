@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import Features, Outputs
-from ..data.text.codec import Codec
-from ..generate.section import GenerateSection
-from ..schema.locations import FunctionPath
-from .rewards.reward import Reward, total
+from ...batch import Features, Outputs
+from ...data.text.codec import Codec
+from ...generate.section import GenerateSection
+from ...schema.locations import FunctionPath
+from ..rewards.reward import Reward, total
+from ..stage import ByColumn, Prompts, Reduction, StageContext
 from .rollout import Rollout
-from .stage import ByColumn, Prompts, Reduction, StageContext
 
 if TYPE_CHECKING:
-    from ..generate.generation import Sample
+    from ...generate.generation import Sample
 
 ByReward = Mapping[str, Sequence[float | None]]
 

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..batch import IGNORE_INDEX, Features
-from ..data.encoded import Dropped, Encoded, Truncated
-from ..data.example import Example
+from ...batch import IGNORE_INDEX, Features
+from ...data.encoded import Dropped, Encoded, Truncated
+from ...data.example import Example
 
 if TYPE_CHECKING:
-    from ..generate.generation import Sample
+    from ...generate.generation import Sample
 
 StopReason = Literal["stop", "length", "context"]
 
@@ -71,7 +71,7 @@ class Rollout:
         return {
             "input_ids": list(self.ids),
             "labels": [token if is_own else IGNORE_INDEX for token, is_own in pairs],
-            "advantages": list(advantages),  # type: ignore[dict-item]
+            "advantages": list(advantages),  # type: ignore[arg-type]
         }
 
 
