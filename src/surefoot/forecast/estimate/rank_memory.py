@@ -7,7 +7,7 @@ stages: the first of them, which has the most micro-batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,24 +20,18 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
-from ...model.pretrained.loading import resolve
 from ...model.section import Recomputation
-from ...network.heads import HEADS
-from ...network.open import open_network
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
-from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.policy import options_of
 from ...training.context import blank_examples
-from ...training.precompute import model_of
-from ...training.stage import AuxiliaryModel, auxiliary_of
+from ..auxiliary_weights import auxiliary_size
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch, held_dtype
-from .fake_tensors import FakeTensors, HoldingOptions
-from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
+from .fake_tensors import HoldingOptions
+from .memory_model import Memory, MeshShape, Pass, Snapshot, memory
 from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
@@ -260,39 +254,9 @@ def memory_of(
         for skeleton in held
     ]
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = _auxiliary_size(recipe, held[0], count, on_gpu=machine.on_gpu)
+    more = auxiliary_size(recipe, held[0], count, on_gpu=machine.on_gpu)
     found = [replace(one, weights=one.weights + more, peak=one.peak + more) for one in found]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
-
-
-def _auxiliary_size(recipe: Recipe, policy: DryRunModel, count: int, *, on_gpu: bool) -> int:
-    """Bytes beside the policy's on the largest of ``count`` ranks that share all weights: those of
-    other models that compute in every window and, in main memory, the initial values of what is
-    trained, if the initial policy does."""
-    roles = auxiliary_of(recipe.stage, "window").values()
-    weights = [weight for one in roles if one.model for weight in _other(recipe, one, policy)]
-    if not on_gpu and any(one.model is None for one in roles):
-        weights += [
-            Weight(tuple(p.shape), p.element_size(), False, None)
-            for p in policy.network.named.values()
-        ]
-    return sum(weight.share(count) * weight.item_size for weight in weights)
-
-
-def _other(recipe: Recipe, one: AuxiliaryModel, policy: DryRunModel) -> Iterator[Weight]:
-    """The weights of a model of its own, as a frozen one is held."""
-    model = model_of(one, recipe.model)
-    options = replace(
-        options_of(recipe),
-        method=None,
-        heads=[name for name in one.spec.outputs if name in HEADS],
-        is_trainable=False,
-        precision=policy.setting.precision,
-    )
-    tensors = FakeTensors(policy.setting)
-    network = open_network(resolve(model, weights=False), model, None, ALONE, options, tensors)
-    for parameter in network.module.parameters():
-        yield Weight(tuple(parameter.shape), parameter.element_size(), False, None)
 
 
 def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
