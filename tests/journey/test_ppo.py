@@ -1,7 +1,9 @@
 """PPO from the command line: scored by a reward model, planned, exported; and wrong input."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.training.rollouts.rollout import Rollout, Row
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"passes": 2, "max_new_tokens": 5}
 
 
@@ -144,3 +147,17 @@ def test_wrong_input_is_one_sentence(trained, tmp_path):
     told = run("train", trained.recipe, folder, f"stage.ppo.reference={other}", code=2)
     assert "has a different tokenizer" in told
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.proof
+def test_the_demos_model_learns_a_rule_that_it_was_never_shown(tmp_path, monkeypatch):
+    """About three minutes on two cores."""
+    folder = tmp_path / "examples"
+    shutil.copytree(EXAMPLES, folder, ignore=shutil.ignore_patterns("runs", "cluster"))
+    monkeypatch.chdir(folder)
+    run("train", "quickstart.yaml")
+    before = json.loads(run("eval", "ppo.yaml", "--model", "base", "--json"))
+    run("train", "ppo.yaml")
+    after = json.loads(run("eval", "ppo.yaml", "--json"))
+    assert before["reward"] < 0.3
+    assert after["reward"] > 0.9
