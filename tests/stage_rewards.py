@@ -74,3 +74,27 @@ def deadly(completions, calls=[0]):  # noqa: B006
         os.remove(armed)  # noqa: PTH107
         os.kill(os.getppid(), signal.SIGKILL)
     return varied(None, completions)
+
+
+class Counter:
+    """Counts the responses of a conversation, and ends it."""
+
+    def __init__(self, row):
+        self.goal, self.count = row["goal"], 0
+
+    def step(self, response):
+        self.count += 1
+        return f"{self.count} of {self.goal}" if self.count < self.goal else None
+
+
+class Broken:
+    def __init__(self, row):
+        self.goal = row["other"]
+
+
+class Wrong:
+    def __init__(self, row):
+        pass
+
+    def step(self, response):
+        return 3

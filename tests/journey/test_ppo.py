@@ -21,7 +21,7 @@ from surefoot.forecast.estimate.dry_run import build as dry_run
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.training.rollouts.rollout import Rollout, Row
+from surefoot.training.rollouts.rollout import DatasetRow, Rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"passes": 2, "max_new_tokens": 5}
@@ -75,12 +75,12 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
     ((item,),) = trainer.evaluation.context((0, 0)).codec.encode_chats([example])
     ids, labels = item["input_ids"], item["labels"]
     last = max(i for i, label in enumerate(labels) if label >= 0)
-    learnt = tuple(label >= 0 for label in labels[: last + 1])
+    is_sampled = tuple(label >= 0 for label in labels[: last + 1])
     rollout = Rollout(
-        *(tuple(ids[: last + 1]), learnt, (0.0,) * (last + 1), learnt.index(True)),
-        *(1.0, "stop", 0, Row({})),
+        *(tuple(ids[: last + 1]), is_sampled, (0.0,) * (last + 1), is_sampled.index(True)),
+        *(1.0, "stop", 0, DatasetRow({})),
     )
-    longer = replace(rollout, ids=(*rollout.ids, 5), learnt=(*learnt, True))
+    longer = replace(rollout, ids=(*rollout.ids, 5), is_sampled=(*is_sampled, True))
     (found,) = context.reward(stage._named, [rollout, longer], 10.0, "stop")
     assert found[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found[1] != pytest.approx(expected, rel=1e-3)

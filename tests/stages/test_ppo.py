@@ -40,7 +40,7 @@ class Rollouts:
     ends: list = field(default_factory=list)
     computed: list = field(default_factory=list)
 
-    def generate(self, prompts, settings):
+    def generate(self, prompts, settings, *, turn=0):
         reasons = self.ends or ["stop"] * len(prompts)
         counts = [1 + number % 4 for number in range(len(prompts))]
         return [
@@ -248,7 +248,7 @@ class Bandit:
         self.random = np.random.default_rng(0)
         self.state = {}
 
-    def generate(self, prompts, settings):
+    def generate(self, prompts, settings, *, turn=0):
         chances = self.logits.detach().softmax(0).numpy()
         arms = self.random.choice(len(chances), len(prompts), p=chances)
         return [Sample((int(arm),), (0.0,), "stop") for arm in arms]

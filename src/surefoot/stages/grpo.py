@@ -15,12 +15,13 @@ from ..data.text.collation import collate, with_owners, with_token_columns
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
-from ..schema.locations import ModelPath
+from ..schema.locations import FunctionPath, ModelPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
-from ..training.rollouts.rollout import Rollout, of_sample, read_row, with_row
+from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
+from ..training.rollouts.rollout import Rollout, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 
@@ -118,7 +119,13 @@ class GRPO:
     before the first step, of which only the trained weights are kept.
     """
     max_new_tokens: int = 256
-    """Longest response in tokens."""
+    """Longest response in tokens; with an environment, of all its turns together."""
+    environment: FunctionPath | None = None
+    """A Python class that answers responses, such as ``tools.py:Calculator``: ``Class(row)`` begins
+    a conversation, ``step(response)`` returns the next message, or None at its end.
+    """
+    max_turns: int = 8
+    """Responses in a conversation with an environment at most."""
     temperature: float = 1.0
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32
@@ -127,7 +134,13 @@ class GRPO:
     def __post_init__(self) -> None:
         if not self.reward:
             raise ValueError("reward: expected at least one")
-        for name in ("passes", "mini_batches", "max_new_tokens", "sampling_batch_size"):
+        for name in (
+            "passes",
+            "mini_batches",
+            "max_new_tokens",
+            "max_turns",
+            "sampling_batch_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 2:
@@ -159,6 +172,8 @@ class GRPO:
         for name in sorted(known - {*self._surrogate.settings}):
             if getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
+        if self.environment is None and self.max_turns != GRPO.max_turns:
+            raise ValueError("max_turns has no effect without an environment")
         for name in ("kl_estimator", "reference"):
             if not self.beta and getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect unless beta is positive")
@@ -213,7 +228,7 @@ class GRPO:
         rewards = total(by_reward, [one.weight for one in self.reward])
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]
-        advantages = ADVANTAGES[self.advantage](groups, [one.num_learnt for one in rollouts])
+        advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
         more = means([*self._named], by_reward)
         figures = {**_figures(rewards, groups, rollouts), **more}
         if not any(advantages):
@@ -222,20 +237,22 @@ class GRPO:
         found = [
             rollout.features(advantage)
             for rollout, advantage, is_kept in zip(rollouts, advantages, kept, strict=True)
-            if rollout.num_learnt and is_kept
+            if rollout.num_sampled and is_kept
         ]
         return Prepared(self._with_columns(context, found), figures)
 
     def _rollouts(self, context: StageContext, examples: Sequence[Features]) -> list[Rollout]:
         """A group of responses to each prompt, one after the other."""
-        repeated = [(n, item) for n, item in enumerate(examples) for _ in range(self.group_size)]
-        prompts = [[int(x) for x in item["input_ids"]] for _, item in repeated]
-        rows = [read_row(item) for item in examples]
-        samples = context.generate(prompts, self._sampling)
-        return [
-            of_sample(prompt, sample, self.temperature, rows[number], number)
-            for prompt, sample, (number, _) in zip(prompts, samples, repeated, strict=True)
+        prompts = [([int(x) for x in item["input_ids"]], read_row(item)) for item in examples]
+        repeated = [
+            (ids, row, number)
+            for number, (ids, row) in enumerate(prompts)
+            for _ in range(self.group_size)
         ]
+        if self.environment is None:
+            return converse(context, repeated, self._sampling, OneTurn())
+        environment = UserEnvironment(self.environment, self.reward_timeout)
+        return converse(context, repeated, self._sampling, environment, self.max_turns)
 
     @property
     def _named(self) -> dict[str, Reward]:
@@ -314,7 +331,7 @@ def _figures(
     known = [reward for reward in rewards if reward is not None]
     mean = math.fsum(known) / max(1, len(known))
     spread = math.fsum((reward - mean) ** 2 for reward in known) / max(1, len(known) - 1)
-    lengths = [one.num_learnt for one in rollouts]
+    lengths = [one.num_sampled for one in rollouts]
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),

@@ -28,7 +28,8 @@ from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
-from ..training.rollouts.rollout import Rollout, of_sample, read_row, with_row
+from ..training.rollouts.environment import OneTurn, converse
+from ..training.rollouts.rollout import Rollout, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 
@@ -199,20 +200,17 @@ class PPO:
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """Sample a response to each prompt, score it, and find how much better each of its tokens
         was than its value."""
-        prompts = [[int(x) for x in item["input_ids"]] for item in examples]
-        samples = context.generate(prompts, self._sampling)
-        rollouts = [
-            of_sample(prompt, sample, self.temperature, read_row(item), number)
-            for number, (prompt, sample, item) in enumerate(
-                zip(prompts, samples, examples, strict=True)
-            )
+        prompts = [
+            ([int(x) for x in item["input_ids"]], read_row(item), number)
+            for number, item in enumerate(examples)
         ]
+        rollouts = converse(context, prompts, self._sampling, OneTurn())
         by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
         scores = total(by_reward, [one.weight for one in self.reward])
         known = [
             _Response(rollout, score)
             for rollout, score in zip(rollouts, scores, strict=True)
-            if score is not None and rollout.num_learnt
+            if score is not None and rollout.num_sampled
         ]
         figures = {**_figures(known, rollouts), **means([*self._named], by_reward)}
         if not known:
@@ -363,6 +361,6 @@ def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[st
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),
-        "completion_length": sum(one.num_learnt for one in rollouts) / count,
+        "completion_length": sum(one.num_sampled for one in rollouts) / count,
         "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / count,
     }

@@ -44,11 +44,11 @@ class Texts:
     def name(self, place: int) -> str:
         """A response, for messages."""
         origin = self.origins[place] if self.origins else f"prompt {place + 1} of the window"
-        return f"{origin} (response {_short(self.completions[place])})"
+        return f"{origin} (response {short(self.completions[place])})"
 
 
 @dataclass(frozen=True)
-class Task:
+class RewardTask:
     """A reward, as the process knows it."""
 
     name: str  # for messages
@@ -57,7 +57,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """A response whose reward could not be computed; without a place, all of them."""
 
     place: int | None
@@ -65,14 +65,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Found:
+class RewardResult:
     """Rewards, None where there is none, and failures."""
 
     rewards: list[float | None]
-    failures: Sequence[Failure] = ()
+    failures: Sequence[RewardFailure] = ()
 
 
-class _LateError(Exception):
+class LateError(Exception):
     """The limit is over."""
 
 
@@ -82,7 +82,7 @@ class RewardProcess:
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
-    def check(self, task: Task, seconds: float) -> None:
+    def check(self, task: RewardTask, seconds: float) -> None:
         """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
         empty = Texts((), (), (), {})
         found = self.compute(task, empty, seconds)
@@ -90,55 +90,68 @@ class RewardProcess:
             raise RunError(f"{task.name}: {found.failures[0].why}")
 
     def compute(
-        self, task: Task, texts: Texts, seconds: float, *, is_one_enough: bool = True
-    ) -> Found:
+        self, task: RewardTask, texts: Texts, seconds: float, *, is_one_enough: bool = True
+    ) -> RewardResult:
         """The rewards of ``texts``, all in one call. If it fails, or takes more than ``seconds``,
         the responses are tried one by one, to find those that are at fault, or the first of those
         that take too long if ``is_one_enough``."""
         count = len(texts.completions)
         try:
             reply = self._ask(task, texts, seconds)
-        except _LateError:
+        except LateError:
             why = f"took more than {seconds:g} seconds (reward_timeout)"
             return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
         if "error" in reply:
-            return Found([None] * count, [Failure(None, reply["error"])])
-        failures = [Failure(int(at), why) for at, why in reply["errors"].items()]
-        return Found(reply["rewards"], failures)
+            return RewardResult([None] * count, [RewardFailure(None, reply["error"])])
+        failures = [RewardFailure(int(at), why) for at, why in reply["errors"].items()]
+        return RewardResult(reply["rewards"], failures)
 
     def _hanging(
-        self, task: Task, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
-    ) -> Found:
+        self, task: RewardTask, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
+    ) -> RewardResult:
         rewards: list[float | None] = []
-        failures: list[Failure] = []
+        failures: list[RewardFailure] = []
         count = len(texts.completions)
         if count < 2:
-            return Found([None] * count, [Failure(0 if count else None, why)])
+            return RewardResult([None] * count, [RewardFailure(0 if count else None, why)])
         for place in range(count):
             try:
                 reply = self._ask(task, texts.at(place), seconds)
-            except _LateError:
+            except LateError:
                 reply = {"error": why}
             if "error" in reply:
-                failures.append(Failure(place, reply["error"]))
+                failures.append(RewardFailure(place, reply["error"]))
             rewards += reply.get("rewards", [None])
             if failures and is_one_enough:
-                return Found([None] * count, failures)
-        return Found(rewards, failures or [Failure(None, why)])
+                return RewardResult([None] * count, failures)
+        return RewardResult(rewards, failures or [RewardFailure(None, why)])
 
-    def _ask(self, task: Task, texts: Texts, seconds: float) -> dict[str, Any]:
-        """The process's answer. Raises ``_LateError``, and ends the process then."""
+    def step(
+        self, path: str, events: Sequence[Mapping[str, object]], seconds: float
+    ) -> dict[str, Any]:
+        """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
+        ``place`` of its response."""
+        try:
+            return self._send({"settings": {"path": path}, "events": list(events)}, seconds)
+        except LateError:
+            return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
+
+    def _ask(self, task: RewardTask, texts: Texts, seconds: float) -> dict[str, Any]:
+        """The rewards of ``texts``. Raises ``LateError``."""
+        given = {
+            "rule": task.rule,
+            "settings": dict(task.settings),
+            "prompts": list(texts.prompts),
+            "completions": list(texts.completions),
+            "lengths": list(texts.lengths),
+            "columns": {name: list(values) for name, values in texts.columns.items()},
+        }
+        return self._send(given, seconds)
+
+    def _send(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        """The process's answer. Raises ``LateError``, and ends the process then."""
         process = self._running()
-        line = json.dumps(
-            {
-                "rule": task.rule,
-                "settings": dict(task.settings),
-                "prompts": list(texts.prompts),
-                "completions": list(texts.completions),
-                "lengths": list(texts.lengths),
-                "columns": {name: list(values) for name, values in texts.columns.items()},
-            }
-        )
+        line = json.dumps(given)
         assert process.stdin is not None
         try:
             process.stdin.write(line.encode() + b"\n")
@@ -148,7 +161,7 @@ class RewardProcess:
         found = _line(process, time.monotonic() + seconds)
         if found is None:
             self.end()
-            raise _LateError
+            raise LateError
         return dict(json.loads(found)) if found else self._ended()
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -209,6 +222,7 @@ def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     return b"".join(parts)
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A response, for messages."""
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
