@@ -16,11 +16,12 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...errors import RunError
-from . import worker
 
+WORKER = Path(__file__).with_name("worker.py")  # run by its path
 END_SECONDS = 5.0  # for a process to end by itself
 
 
@@ -167,7 +168,7 @@ class RewardProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__],
+                [sys.executable, "-P", str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the process that trains
