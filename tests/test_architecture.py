@@ -12,7 +12,7 @@ from house import PICTURE, ROOT, ROWS, drawn, modules
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
-LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
+LAZY |= {"jsonschema", "torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},
@@ -20,6 +20,7 @@ LATER, LATER_FILES = (
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
 LATER_FILES |= {"recipe/from_llamafactory/given"}
+LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

@@ -8,6 +8,7 @@ import torch
 
 from surefoot.training.objectives.gae import (
     clipped_value_losses,
+    explained_variance,
     generalized_advantages,
     whitened,
 )
@@ -49,10 +50,19 @@ def test_lambda_one_is_the_reward_to_go_and_lambda_zero_the_next_step():
 
 def test_whitened_numbers_have_variance_1_and_a_mean_that_moves_only_if_it_should():
     for shift_mean, mean in ((True, 0.0), (False, REWARDS.mean())):
-        found = whitened(REWARDS, shift_mean=shift_mean)
+        found = np.concatenate(whitened([REWARDS[:3], REWARDS[3:]], shift_mean=shift_mean))
         assert found.mean() == pytest.approx(mean, abs=1e-12)
         assert found.var(ddof=1) == pytest.approx(1, rel=1e-7)
-    assert whitened(np.array([3.0])) == [3.0]
+    assert whitened([np.array([3.0])]) == [[3.0]]
+
+
+def test_the_variance_that_values_explain():
+    returns = [REWARDS[:3], REWARDS[3:]]
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance([0 * one for one in returns], returns) == pytest.approx(0)
+    halves = [one / 2 for one in returns]
+    assert explained_variance(halves, returns) == pytest.approx(0.75)
+    assert explained_variance(returns, [0 * one for one in returns]) == 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

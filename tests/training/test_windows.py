@@ -63,9 +63,10 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("stage", ["kto", "grpo", "distill"])
+@pytest.mark.parametrize("stage", ["kto", "grpo", "ppo", "distill"])
 def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_path):
-    """Of grpo a window is 4 steps, and what was sampled is not sampled again."""
+    """Of grpo and ppo a window is 4 steps, and what was sampled is not sampled again; ppo keeps its
+    coefficient and the moments of all scores from window to window."""
     data = {"datasets": [DATASETS.get(stage, "sums")], "cache_dir": str(tmp_path / "cache")}
     made = Project(
         tmp_path,
@@ -81,8 +82,14 @@ def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_pat
     surefoot.train(made.recipe, **options)
     assert losses(tmp_path / "cut") == losses(made.run)
     assert_same(final_weights(tmp_path / "cut"), final_weights(made.run))
-    figures = [[r.get("reward"), r.get("kl")] for r in metrics(made.run)]
-    assert [[r.get("reward"), r.get("kl")] for r in metrics(tmp_path / "cut")] == figures
+    names = ("reward", "kl", "kl_coefficient", "explained_variance")
+    whole, cut = (
+        [[row.get(name) for name in names] for row in metrics(run)]
+        for run in (made.run, tmp_path / "cut")
+    )
+    assert cut == whole
+    if stage == "ppo":
+        assert len({row[2] for row in whole} - {None}) == 3
 
 
 def test_a_run_killed_inside_a_reward_is_resumed_to_the_same_bits(tmp_path, monkeypatch):

@@ -17,7 +17,12 @@ from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import ModelPath
-from ..training.objectives.gae import clipped_value_losses, generalized_advantages, whitened
+from ..training.objectives.gae import (
+    clipped_value_losses,
+    explained_variance,
+    generalized_advantages,
+    whitened,
+)
 from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, kl_estimates
 from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
@@ -30,6 +35,7 @@ from .rules import without_effect
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from ..data.text.codec import Codec
@@ -204,7 +210,7 @@ class PPO:
         known = [
             _Response(rollout, score)
             for rollout, score in zip(rollouts, scores, strict=True)
-            if score is not None and rollout.num_learnt
+            if score is not None and rollout.num_sampled
         ]
         figures = {**_figures(known, rollouts), **means([*self._named], by_reward)}
         if not known:
@@ -225,13 +231,13 @@ class PPO:
         advantages = self._advantages(rewards, values)
         returns = [a + v for a, v in zip(advantages, values, strict=True)]
         if self.whiten_advantages and not is_flat:  # the rest would be noise of variance 1
-            advantages = _whitened(advantages, shift_mean=True)
+            advantages = whitened(advantages, shift_mean=True)
         columns = {"old": logps, "old_values": values, "advantages": advantages, "returns": returns}
         found = [
             {**item, **{name: column[i] for name, column in columns.items()}}
             for i, item in enumerate(items)
         ]
-        more["explained_variance"] = _explained(values, returns)
+        more["explained_variance"] = explained_variance(values, returns)
         return Prepared(found, {**figures, **more}, state)  # type: ignore[arg-type]
 
     def _final_scores(self, known: Sequence[_Response], state: dict[str, float]) -> list[float]:
@@ -256,9 +262,7 @@ class PPO:
         state: dict[str, float],
     ) -> tuple[list[NDArray[np.float64]], dict[str, float]]:
         """The reward of each token: the penalty, and at the last one the score."""
-        import numpy as np
-
-        rewards, figures = [np.zeros(len(one)) for one in logps], dict[str, float]()
+        rewards, figures = [0.0 * one for one in logps], dict[str, float]()
         if self.kl_coefficient:
             outputs = context.compute(REFERENCE, items)
             pairs = zip(logps, (_array(one.logps) for one in outputs), strict=True)
@@ -271,7 +275,7 @@ class PPO:
         for reward, score in zip(rewards, scores, strict=True):
             reward[-1] += score
         if self.whiten_rewards:
-            rewards = _whitened(rewards, shift_mean=False)
+            rewards = whitened(rewards, shift_mean=False)
         return rewards, figures
 
     def _adapted(self, coefficient: float, kl: float, count: int) -> dict[str, float]:
@@ -328,32 +332,10 @@ class PPO:
                 yield Problem(("parallel", axis), message)
 
 
-def _array(values: object) -> NDArray[np.float64]:
-    import torch
-
-    assert isinstance(values, torch.Tensor)
-    return values.double().numpy()
-
-
-def _whitened(
-    each: Sequence[NDArray[np.float64]], *, shift_mean: bool
-) -> list[NDArray[np.float64]]:
-    """The same lists, whitened over all of them."""
-    import numpy as np
-
-    ends = np.cumsum([len(one) for one in each])[:-1]
-    return np.split(whitened(np.concatenate(each), shift_mean=shift_mean), ends)
-
-
-def _explained(
-    values: Sequence[NDArray[np.float64]], returns: Sequence[NDArray[np.float64]]
-) -> float:
-    """The share of the variance of returns that the values explain; 0 if there is none."""
-    import numpy as np
-
-    known, found = np.concatenate(returns), np.concatenate(values)
-    variance = float(known.var())
-    return 1 - float((known - found).var()) / variance if variance else 0.0
+def _array(values: torch.Tensor | None) -> NDArray[np.float64]:
+    assert values is not None
+    found: NDArray[np.float64] = values.double().numpy()
+    return found
 
 
 def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bool) -> None:
@@ -379,6 +361,6 @@ def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[st
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),
-        "completion_length": sum(one.num_learnt for one in rollouts) / count,
+        "completion_length": sum(one.num_sampled for one in rollouts) / count,
         "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / count,
     }

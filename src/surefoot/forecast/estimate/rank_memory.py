@@ -27,12 +27,12 @@ from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
-from ...run.networks.auxiliary_networks import needs_start
 from ...training.context import blank_examples
+from ..auxiliary_weights import initial_values_size
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
 from .fake_tensors import HoldingOptions
-from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
+from .memory_model import Memory, MeshShape, Pass, Snapshot, memory
 from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
@@ -262,19 +262,9 @@ def memory_of(
         for skeleton in held
     ]
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = 0 if machine.on_gpu else _first_size(recipe, held[0], count)
+    more = 0 if machine.on_gpu else initial_values_size(recipe, held[0], count)
     found = [replace(one, weights=one.weights + more, peak=one.peak + more) for one in found]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
-
-
-def _first_size(recipe: Recipe, policy: DryRunModel, count: int) -> int:
-    """Bytes on the largest of ``count`` ranks that share all weights: the first values of what is
-    trained, which are kept in main memory if windows are prepared with them."""
-    if not needs_start(recipe):
-        return 0
-    named = policy.network.named.values()
-    weights = [Weight(tuple(p.shape), p.element_size(), False, None) for p in named]
-    return sum(weight.share(count) * weight.item_size for weight in weights)
 
 
 def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:

@@ -59,7 +59,7 @@ def export(
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
         reward_head: how the head of a reward model is stored: ``score``, or ``v_head`` in a file of
-            its own, as the values of PPO, which are left out otherwise; see ``reward_model``.
+            its own, as the values of PPO, which are omitted otherwise; see ``reward_model``.
         progress: called with the bytes written and the total.
 
     Raises:

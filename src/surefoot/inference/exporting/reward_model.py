@@ -30,7 +30,7 @@ _FILE = HEADS["values"]
 def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
     """The head to store as ``kind``: that of a reward model, and that of any other model, such as
     the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
-    it is left out."""
+    it is omitted."""
     head = open_role(parts.folder, _FILE)
     is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
     if head is None or is_reward or kind == "v_head":

@@ -8,15 +8,14 @@ float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = "NDArray[np.float64]"
 
 
 def generalized_advantages(
@@ -28,6 +27,8 @@ def generalized_advantages(
 ) -> Floats:
     """[T] generalized advantage estimation (arXiv:1506.02438, equation 16): ``A_t = delta_t + gamma
     lambda A_t+1`` with ``delta_t = r_t + gamma V_t+1 - V_t``."""
+    import numpy as np
+
     found = np.zeros(len(values_T))
     advantage = value_after = 0.0
     for t in reversed(range(len(values_T))):
@@ -37,13 +38,27 @@ def generalized_advantages(
     return found
 
 
-def whitened(values_N: Floats, *, shift_mean: bool = True) -> Floats:
-    """[N] divided by the standard deviation, around 0 or around the mean that they have."""
-    if len(values_N) < 2:
-        return values_N
-    mean = values_N.mean()
-    found: Floats = (values_N - mean) / np.sqrt(values_N.var(ddof=1) + 1e-8)
-    return found if shift_mean else found + mean
+def whitened(each: Sequence[Floats], *, shift_mean: bool = True) -> list[Floats]:
+    """The numbers of all lists, divided by their standard deviation, around 0 or around the mean
+    that they have."""
+    import numpy as np
+
+    values = np.concatenate(each)
+    if len(values) < 2:
+        return list(each)
+    mean = values.mean()
+    found = (values - mean) / np.sqrt(values.var(ddof=1) + 1e-8)
+    ends = np.cumsum([len(one) for one in each])[:-1]
+    return np.split(found if shift_mean else found + mean, ends)
+
+
+def explained_variance(values: Sequence[Floats], returns: Sequence[Floats]) -> float:
+    """The share of the variance of returns that the values explain; 0 if there is none."""
+    import numpy as np
+
+    known, found = np.concatenate(returns), np.concatenate(values)
+    variance = float(known.var())
+    return 1 - float((known - found).var()) / variance if variance else 0.0
 
 
 def clipped_value_losses(
