@@ -303,7 +303,7 @@ class Says:
     value: float
 
     def reduce(self, role, examples, function):
-        return np.full((len(examples), 2), self.value)
+        return np.full((len(examples), 2, 2), self.value)
 
 
 def open_pairs(folder, items):
