@@ -78,6 +78,9 @@ LLAMAFACTORY = {  # the settings of its keys
     "dpo_label_smoothing": "stage.dpo.label_smoothing",
     "simpo_gamma": "stage.dpo.gamma",
     "ref_model": "stage.dpo.reference",
+    "ld_alpha": "stage.dpo.ld_alpha",
+    "kto_chosen_weight": "stage.kto.desirable_weight",
+    "kto_rejected_weight": "stage.kto.undesirable_weight",
     "stage": "stage",
 }
 # What a recipe has without a setting.

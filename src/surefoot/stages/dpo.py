@@ -17,7 +17,7 @@ from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
-from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
+from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured, no_remarks
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class DPO:
     max_new_tokens: ClassVar[int] = 0
     prepare = as_loaded
     metrics = as_measured
+    remarks = no_remarks
 
     beta: float = 0.1
     """Scale of the log-ratios: a small value lets the model move far from the reference. For

@@ -18,7 +18,15 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import FunctionPath
 from ..training.objectives.policy_gradient import clipped, group_advantages
-from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
+from ..training.stage import (
+    POLICY,
+    AuxiliaryModel,
+    Prepared,
+    StageContext,
+    as_measured,
+    no_columns,
+    no_remarks,
+)
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ class GRPO:
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     precompute = no_columns
     metrics = as_measured
+    remarks = no_remarks
 
     reward: FunctionPath
     """The function that rewards responses, such as ``rewards.py:exact_match``. It is called with

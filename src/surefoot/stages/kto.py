@@ -22,12 +22,15 @@ from .rules import without_effect
 if TYPE_CHECKING:
     import torch
 
+    from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
 
 LOGPS = OutputSpec(("logps",))
 UNLABELED = Dropped(
     'neither desirable nor undesirable (dataset_info.json names the column: "kto_tag": "label")'
 )
+
+LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3  # of weight times number, of desirable and other responses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,30 @@ class KTO:
         metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         total = (weights_E * losses_E).where(is_there_E, zero).sum()
         return Loss(total, is_there_E.sum(), metrics)
+
+    def remarks(self, examples: EncodedDataset) -> Iterator[str]:
+        """Kinds of responses whose weights are not balanced."""
+        import numpy as np
+
+        kinds = np.concatenate([s.features["desirable"].flat[:] for s in examples.stores])
+        num_good = int(np.count_nonzero(kinds[examples.index]))
+        num_bad = len(examples) - num_good
+        if not num_good or not num_bad:
+            kind = "desirable" if num_good else "undesirable"
+            yield f"stage.kto: all {len(examples):,} examples are {kind}, and it learns from both"
+            return
+        ratio = self.desirable_weight * num_good / max(1e-30, self.undesirable_weight * num_bad)
+        if LEAST_RATIO <= ratio <= MOST_RATIO:
+            return
+        good = [self.undesirable_weight * num_bad / num_good * r for r in (LEAST_RATIO, MOST_RATIO)]
+        bad = [self.desirable_weight * num_good / num_bad / r for r in (MOST_RATIO, LEAST_RATIO)]
+        yield (
+            f"stage.kto: {num_good:,} desirable examples of weight {self.desirable_weight:g} and "
+            f"{num_bad:,} undesirable ones of weight {self.undesirable_weight:g} are not balanced: "
+            f"weight times number has the ratio {ratio:.3g}, and should have 1 to 4/3 "
+            f"(arXiv:2402.01306). Set desirable_weight from {good[0]:.3g} to {good[1]:.3g}, or "
+            f"undesirable_weight from {bad[0]:.3g} to {bad[1]:.3g}"
+        )
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Only the last response is marked; the reference computes before the first step."""
