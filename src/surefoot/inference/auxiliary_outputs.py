@@ -63,7 +63,7 @@ def staying(
 ) -> Iterator[dict[str, Network]]:
     """The auxiliary models that stay beside the model that is evaluated, by role. Raises
     ``RecipeError`` on several ranks, which share the logits of a model."""
-    if auxiliary_models(recipe.stage, "window") and world.size > 1:
+    if recipe.stage.spec.divergence is not None and world.size > 1:
         raise RecipeError(
             f"parallel: two distributions over the vocabulary are compared on one rank, not on "
             f"{world.size}; evaluate this run on one process"

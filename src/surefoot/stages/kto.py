@@ -71,6 +71,11 @@ class KTO:
     """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
     before the first step.
     """
+    precompute_reference: bool = True
+    """Whether the reference's log-probabilities are computed before the first step and cached. If
+    not, the reference stays, and computes with each global batch: with an adapter that is new it is
+    the base, which needs no second model. Then the data may be streamed.
+    """
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -82,7 +87,8 @@ class KTO:
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """The reference."""
-        return {"reference": AuxiliaryModel(LOGPS, self.reference)}
+        when: Literal["ahead", "window"] = "ahead" if self.precompute_reference else "window"
+        return {"reference": AuxiliaryModel(LOGPS, self.reference, when)}
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the last response is trained."""
@@ -95,7 +101,11 @@ class KTO:
         return with_columns(batch, features, ["reference", "desirable", "z", "scale"])
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Add the reference's log-probability of each response, and of its mismatched one."""
+        """Add what the reference computes, unless it does so in each window."""
+        return self._compared(context, examples) if self.precompute_reference else examples
+
+    def _compared(self, context: StageContext, examples: Sequence[Features]) -> list[Features]:
+        """With the reference's log-probability of each response, and of its mismatched one."""
         own = context.reduce("reference", examples, log_probabilities)
         other = context.reduce("reference", mismatched(examples), log_probabilities)
         return [
@@ -105,6 +115,8 @@ class KTO:
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """The baseline of the window, and how many of its responses are of each kind."""
+        if not self.precompute_reference:
+            examples = self._compared(context, examples)
         z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
         kinds = [int(item["desirable"][0]) for item in examples]
         scales = [len(kinds) / kinds.count(kind) for kind in kinds]
@@ -170,13 +182,13 @@ class KTO:
         )
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Only the last response is marked; the reference computes before the first step."""
+        """Only the last response is marked; the reference may compute before the first step."""
         reason = "stage kto, which trains on last responses"
         yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
-        if data.streaming:
+        if data.streaming and self.precompute_reference:
             message = (
                 "stage kto computes reference log-probabilities of all batches before the first "
-                "step; leave it off"
+                "step; leave it off, or set stage.kto.precompute_reference: false"
             )
             yield Problem(("data", "streaming"), message)
 
