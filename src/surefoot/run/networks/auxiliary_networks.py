@@ -4,7 +4,7 @@ that stay beside it."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.text.codec import Codec
 from ...errors import RecipeError
+from ...model.head.outputs import no_distribution
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.positions import read_config
 from ...model.section import ModelSection
@@ -80,7 +81,16 @@ def open_networks(
         others[role] = opened(role)
         others[role].module.eval()
         keep_ends_gathered(others[role].module)  # the head computes in the backward pass, too
+    if recipe.stage.spec.divergence is not None:
+        refuse_unknown_distributions([policy, *others.values()])
     return {POLICY: policy.compared_with(others) if others else policy, **others}
+
+
+def refuse_unknown_distributions(networks: Sequence[Network]) -> None:
+    """Raise ``ModelError`` if the distributions of one cannot be computed in chunks."""
+    for network in networks:
+        if network.engine.runner.head is None:
+            raise no_distribution(network.module)
 
 
 def is_base_of_policy(recipe: Recipe, role: str) -> bool:
