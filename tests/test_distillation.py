@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from project import Project, assert_same, final_weights, losses, metrics, model_folder
 from surefoot.data.text.collation import collate
-from surefoot.errors import RecipeError
+from surefoot.errors import ModelError, RecipeError
 from surefoot.forecast.estimate import dry_run
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
+from surefoot.inference.auxiliary_outputs import staying
 from surefoot.inference.model_loading import PLAINLY
 from surefoot.inference.run_evaluation import evaluate_run
 from surefoot.model.pretrained.tokenizer import load_tokenizer
@@ -165,7 +167,7 @@ def test_a_teacher_that_has_changed_is_refused_at_a_resume(made, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(teacher)
     torch.nn.init.normal_(model.model.norm.weight)
     model.save_pretrained(teacher)
-    with pytest.raises(surefoot.errors.ModelError, match=r"the teacher: .* has changed since"):
+    with pytest.raises(ModelError, match=r"the teacher: .* has changed since"):
         surefoot.train(made.recipe, **options, **{"train.max_steps": 5})
 
 
@@ -178,6 +180,21 @@ def test_a_teacher_takes_no_gradients_and_no_dropout(made):
     assert set(trainer.states) == {
         *("model", "optimizer", "scaler", "loader", "trainer", "callbacks", "random")
     }
+
+
+def test_an_adapter_of_the_output_head_is_refused_before_the_first_step(made, tmp_path):
+    options = {"train.output_dir": str(tmp_path / "run"), "method": "lora"}
+    with pytest.raises(ModelError, match="leave lm_head out of the method"):
+        surefoot.train(made.recipe, **options, **{"method.lora.modules_to_save": ["lm_head"]})
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_two_distributions_are_not_compared_on_several_ranks(made):
+    with (
+        pytest.raises(RecipeError, match="evaluate this run on one process"),
+        staying(load(made.recipe), None, SimpleNamespace(size=2), PLAINLY),
+    ):
+        pass
 
 
 def test_a_plan_counts_the_teacher(made):

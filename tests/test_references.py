@@ -303,7 +303,7 @@ class Says:
     value: float
 
     def reduce(self, role, examples, function):
-        return np.full((len(examples), 2), self.value)
+        return np.full((len(examples), 2, 2), self.value)
 
 
 def open_pairs(folder, items):
@@ -332,3 +332,31 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
     first.write_bytes(content)
     second.write_bytes(b"")
     assert [known is None for known in open_pairs(tmp_path, items).known] == [True, True, False]
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_reference_in_the_window_computes_what_one_before_the_first_step_does(method, tmp_path):
+    """With an adapter it is the base, and there is no second model."""
+    data = {"datasets": ["marked"], "cache_dir": str(tmp_path / "cache"), "val_size": 4}
+    made = Project(
+        tmp_path,
+        stage={"kto": {}},
+        method=method,
+        data=data,
+        train={"max_steps": 4, "eval_steps": 4},
+    )
+    surefoot.train(made.recipe)
+    kept = list((tmp_path / "cache" / "reference").rglob("*.safetensors"))
+    options = {
+        "train.output_dir": str(tmp_path / "window"),
+        "stage.kto.precompute_reference": False,
+    }
+    surefoot.train(made.recipe, **options)
+    assert list((tmp_path / "cache" / "reference").rglob("*.safetensors")) == kept
+    names = ("loss", "kl", "rewards/margins", "eval_loss", "eval_kl")
+    pairs = zip(metrics(made.run), metrics(tmp_path / "window"), strict=True)
+    for ahead, inside in pairs:
+        assert [inside.get(n) for n in names] == [
+            ahead.get(n) if ahead.get(n) is None else pytest.approx(ahead[n], abs=1e-5)
+            for n in names
+        ]

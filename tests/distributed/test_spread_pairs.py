@@ -14,7 +14,7 @@ from surefoot.batch import IGNORE_INDEX, Loss, OutputSpec
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import collate_pairs
 from surefoot.parallel.world import ALONE
-from surefoot.training.stage import as_loaded, as_measured, no_columns, no_problems
+from surefoot.training.stage import as_loaded, as_measured, no_columns, no_problems, no_remarks
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Prefer:
     precompute = no_columns
     prepare = as_loaded
     metrics = as_measured
+    remarks = no_remarks
     problems = no_problems
 
     def collate(self, features, *, packing):

@@ -162,6 +162,48 @@ def test_losses_are_mixed_by_their_weights():
     assert not DPO(losses={"simpo": 1.0, "orpo": 1.0}).compares
 
 
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_tokens_by_which_a_response_is_longer_count_less(packing, loss_type):
+    """LD-DPO as in TRL's DPOTrainer: what both responses have counts in full, the rest ``ld_alpha``
+    times, of policy and reference."""
+    stage, tails = DPO(loss_type=loss_type, ld_alpha=0.3, sft_weight=0.5), [-1.5, -0.5, -2.0]
+    given = [
+        {**item, "reference_tail": [tail * (c > r), tail * (r > c)]}
+        for item, tail, (_, c, r, _) in zip(items(), tails, PAIRS, strict=True)
+    ]
+    batch = stage.collate(given, packing=packing)
+    said = outputs(batch)
+    logps, expected, at = said.logps.tolist(), 0.0, 0
+    for (_, chosen, rejected, sums), tail in zip(PAIRS, tails, strict=True):
+        parts = []
+        for count, other, whole in ((chosen, rejected, sums[0]), (rejected, chosen, sums[1])):
+            mine = logps[at : at + count]
+            shared = min(chosen, rejected)
+            ours = sum(mine[:shared]) + 0.3 * sum(mine[shared:])
+            theirs = whole - 0.7 * tail if count > other else whole
+            parts.append((ours - theirs) / (count if loss_type == "ipo" else 1))
+            expected -= 0.5 * sum(mine) / count if not parts[1:] else 0
+            at += count
+        margin = parts[0] - parts[1]
+        expected += (margin - 5) ** 2 if loss_type == "ipo" else -log_sigmoid(0.1 * margin)
+    loss = stage.loss("policy", said, batch).detach()
+    assert float(loss.total) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_reference_of_a_tail_is_that_of_its_tokens():
+    batch = DPO().collate(items(with_reference=False), packing=True)
+    said = outputs(batch)
+    found = DPO().sums(said, batch)
+    logps, wanted, at = said.logps.tolist(), [], 0
+    for _, *counts, _ in PAIRS:
+        for count in counts:
+            wanted.append(sum(logps[at + min(counts) : at + count]))
+            at += count
+    assert found[:, 1].flatten().tolist() == pytest.approx(wanted)
+    assert found[:, 0].tolist() == DPO().answers(said, batch).tolist()
+
+
 def test_where_policy_and_reference_agree_the_loss_is_ln_2_and_no_reward_is_given():
     stage = DPO()
     batch = stage.collate(items(with_reference=False), packing=True)
@@ -193,6 +235,8 @@ def test_a_pair_without_labels_counts_nothing(stage):
         ({"gamma": -1, "loss_type": "simpo"}, "gamma: must not be negative, got -1"),
         ({"gamma": 1}, "gamma has no effect with loss_type: sigmoid"),
         ({"sft_weight": -1}, "sft_weight: must not be negative, got -1"),
+        ({"ld_alpha": 2}, "ld_alpha: must be in"),
+        ({"ld_alpha": 0.5, "loss_type": "simpo"}, "ld_alpha has no effect with simpo"),
         ({"reference": "x", "loss_type": "orpo"}, "reference has no effect with loss_type: orpo"),
         ({"loss_type": "sigmod"}, "did you mean sigmoid"),
         ({"loss_type": "exo_pair"}, "label_smoothing: exo_pair needs a positive one"),

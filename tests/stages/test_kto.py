@@ -1,6 +1,7 @@
 """KTO against a loop over its formula, in float64."""
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from stage_data import examples_of
 from surefoot.batch import IGNORE_INDEX, Outputs
 from surefoot.data.encoded import Dropped
 from surefoot.data.example import Example, Message
+from surefoot.data.store.dataset import in_memory
 from surefoot.errors import RecipeError
 from surefoot.schema import read
 from surefoot.stages.kto import KTO, mismatched
@@ -123,3 +125,33 @@ def test_rows_without_a_label_are_dropped_and_only_last_answers_are_trained_on()
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(RecipeError, match=next(iter(settings))):
         read(KTO, settings)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "words"),
+    [
+        ([1, 1, 0, 0], {}, None),
+        ([1] * 4 + [0] * 3, {}, None),
+        ([1] * 9 + [0] * 3, {"undesirable_weight": 2.5}, None),
+        (
+            [1] * 30 + [0] * 3,
+            {},
+            "30 desirable .* weight 1 and 3 .* ratio 10, .* desirable_weight from 0.1 to 0.133, "
+            "or undesirable_weight from 7.5 to 10$",
+        ),
+        ([1, 0, 0], {"desirable_weight": 1.5}, "ratio 0.75"),
+        ([1, 1], {}, "all 2 examples are desirable"),
+        ([0], {}, "all 1 examples are undesirable"),
+    ],
+)
+def test_kinds_that_are_not_balanced_are_named_with_weights_that_would_be(kinds, settings, words):
+    found = list(KTO(**settings).remarks(in_memory([{"desirable": [kind]} for kind in kinds])))
+    assert len(found) == (words is not None)
+    assert words is None or re.search(words, found[0])
+    for name in ("desirable_weight", "undesirable_weight"):
+        if words and (
+            span := re.search(f"(?:Set|or) {name} from ([0-9.]+) to ([0-9.]+)", found[0])
+        ):
+            middle = (float(span[1]) + float(span[2])) / 2
+            again = KTO(**{**settings, name: middle})
+            assert not list(again.remarks(in_memory([{"desirable": [kind]} for kind in kinds])))

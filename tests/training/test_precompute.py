@@ -21,7 +21,7 @@ class Numbers:
 
     def reduce(self, role, examples, function):
         self.calls.append(len(examples))
-        return np.array([[item["input_ids"][0]] * 2 for item in examples], np.float64)
+        return np.array([[[item["input_ids"][0]] * 2] * 2 for item in examples], np.float64)
 
 
 def items(count, first=0):

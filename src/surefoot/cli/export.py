@@ -38,12 +38,13 @@ def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 )
 @click.option(
     "--reward-head",
-    type=click.Choice(["score", "v_head"]),
+    type=click.Choice(["score", "v_head", "adapter"]),
     default="score",
     show_default=True,
     help="Of a reward model: score in the layout of AutoModelForSequenceClassification, or a file "
-    "with v_head beside a language model, as TRL and LLaMA-Factory read it. Of a model with the "
-    "values of stage: ppo, v_head writes them, too.",
+    "with v_head beside a language model, as TRL and LLaMA-Factory read it; adapter writes a LoRA "
+    "adapter that is not merged, with score, for AutoPeftModelForSequenceClassification. Of a "
+    "model with the values of stage: ppo, v_head writes them, too.",
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def export(path: str, out: Path, **options: object) -> None:

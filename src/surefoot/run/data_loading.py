@@ -38,6 +38,8 @@ def open_data(
         found = prepared(recipe, codec)
     for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
+    for remark in recipe.stage.remarks(found.complete[0]):
+        logger.warning("%s", remark)
     return found, nullcontext()
 
 

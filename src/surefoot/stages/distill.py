@@ -17,7 +17,14 @@ from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
-from ..training.stage import AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
+from ..training.stage import (
+    AuxiliaryModel,
+    Prepared,
+    StageContext,
+    as_measured,
+    no_columns,
+    no_remarks,
+)
 from .sft import SFT
 
 if TYPE_CHECKING:
@@ -45,6 +52,7 @@ class Distill:
     group_size: ClassVar[int] = 1
     precompute = no_columns
     metrics = as_measured
+    remarks = no_remarks
 
     teacher: ModelPath | None = None
     """The teacher, a folder or a hub id, with the same tokenizer. Unset: the model before the first

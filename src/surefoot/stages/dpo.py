@@ -17,10 +17,12 @@ from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
-from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured
+from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured, no_remarks
 from .rules import without_effect
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from ..data.text.codec import Codec
@@ -69,6 +71,7 @@ class DPO:
     max_new_tokens: ClassVar[int] = 0
     prepare = as_loaded
     metrics = as_measured
+    remarks = no_remarks
 
     beta: float = 0.1
     """Scale of the log-ratios: a small value lets the model move far from the reference. For
@@ -89,6 +92,11 @@ class DPO:
     """
     gamma: float = 0.5
     """``simpo`` only: the target margin of the rewards."""
+    ld_alpha: float = 1.0
+    """Weight of the log-probabilities of the tokens by which a response is longer than the other
+    one of its pair (LD-DPO, arXiv:2409.06411): below 1, long responses are preferred less for their
+    length alone. For losses with a reference.
+    """
     sft_weight: float = 0.0
     """Weight of the ``sft`` loss on the chosen response, the mean over its tokens."""
 
@@ -126,6 +134,11 @@ class DPO:
                 raise ValueError(f"losses: expected some of {', '.join(LOSSES)}, got {name!r}")
             if weight <= 0:
                 raise ValueError(f"losses: the weight of {name} must be positive, got {weight}")
+        if not 0 <= self.ld_alpha <= 1:
+            raise ValueError(f"ld_alpha must be in [0, 1], got {self.ld_alpha}")
+        alone = [name for name in self._weights if not LOSSES[name].needs_reference]
+        if self.ld_alpha < 1 and alone:
+            raise ValueError(f"ld_alpha has no effect with {alone[0]}, which has no reference")
 
     @property
     def _weights(self) -> Mapping[str, float]:
@@ -153,17 +166,21 @@ class DPO:
         """Pack pairs, each prompt once, or pad them to a rectangle."""
         import torch
 
-        batch = collate_pairs(features, packing=packing)
-        if not all("reference" in item for item in features):
-            return batch
-        values = [float(value) for item in features for value in item["reference"]]
-        said = torch.tensor(values, dtype=torch.float32)
-        return replace(batch, extras={**batch.extras, "reference": said})
+        batch, extras = collate_pairs(features, packing=packing), dict[str, torch.Tensor]()
+        for name in ("reference", "reference_tail"):
+            if all(name in item for item in features):
+                values = [float(value) for item in features for value in item[name]]
+                extras[name] = torch.tensor(values, dtype=torch.float32)
+        return replace(batch, extras={**batch.extras, **extras})
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Add ``reference``: the log-probabilities of the chosen and the rejected answer."""
-        sums_P2 = context.reduce("reference", examples, self.answers).astype("float32")
-        return [{**item, "reference": row} for item, row in zip(examples, sums_P2, strict=True)]
+        """Add ``reference``: the log-probabilities of the chosen and the rejected answer, and
+        ``reference_tail``, those of the tokens by which one is longer."""
+        sums_P22 = context.reduce("reference", examples, self.sums).astype("float32")
+        return [
+            {**item, "reference": row[0], "reference_tail": row[1]}
+            for item, row in zip(examples, sums_P22, strict=True)
+        ]
 
     def answers(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
         """[P, 2] log-probability of the chosen and the rejected response of each pair."""
@@ -174,14 +191,30 @@ class DPO:
         )
         return sums.view(-1, 2)
 
+    def sums(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
+        """[P, 2, 2] of chosen and rejected response the log-probability, and its part of the tokens
+        by which a response is longer than the other."""
+        import torch
+
+        return torch.stack([self.answers(outputs, batch), self.tails(outputs, batch)], dim=1)
+
+    def tails(self, outputs: Outputs, batch: Batch) -> torch.Tensor:
+        """[P, 2] log-probability of the tokens by which a response is longer than the other."""
+        assert outputs.logps is not None
+        extras, logps_N = batch.extras, outputs.logps
+        is_tail_N = preferences.is_tail(extras["answer"], extras["answer_lengths"])
+        tails_N = logps_N.where(is_tail_N, logps_N.new_zeros(()))
+        return self.answers(replace(outputs, logps=tails_N), batch)
+
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The loss of each pair, summed; a pair without labels has no weight."""
-        logps_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
+        answers_P2, lengths_P2 = self.answers(outputs, batch), batch.extras["answer_lengths"]
         lengths_P2 = lengths_P2.view(-1, 2)
         is_there_P = (lengths_P2 > 0).all(1)
         counts_P2 = lengths_P2.clamp(min=1)
-        means_P2 = logps_P2 / counts_P2
-        reference_P2 = batch.extras["reference"].view(-1, 2) if self.compares else None
+        likelihood_P = -answers_P2[:, 0] / counts_P2[:, 0]
+        logps_P2 = self._without_tails(answers_P2, lambda: self.tails(outputs, batch))
+        means_P2, reference_P2 = logps_P2 / counts_P2, self._reference(batch)
 
         def relative(loss: PairLoss) -> torch.Tensor:
             said_P2 = means_P2 if loss.per_token else logps_P2
@@ -189,7 +222,6 @@ class DPO:
                 return said_P2
             return said_P2 - (reference_P2 / counts_P2 if loss.per_token else reference_P2)
 
-        likelihood_P = -means_P2[:, 0]
         losses_P = self.sft_weight * likelihood_P
         for loss, weight in self._parts:
             pairs = self._pairs(relative(loss), likelihood_P)
@@ -216,6 +248,18 @@ class DPO:
                 "step; switch streaming off, or use loss_type: cpo, orpo or simpo, which need none"
             )
             yield Problem(("data", "streaming"), message)
+
+    def _reference(self, batch: Batch) -> torch.Tensor | None:
+        if not self.compares:
+            return None
+        said, extras = batch.extras["reference"].view(-1, 2), batch.extras
+        return self._without_tails(said, lambda: extras["reference_tail"].view(-1, 2))
+
+    def _without_tails(
+        self, sums_P2: torch.Tensor, tails: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """[P, 2] log-probabilities in which those of tails have the weight ``ld_alpha``."""
+        return sums_P2 if self.ld_alpha == 1 else sums_P2 - (1 - self.ld_alpha) * tails()
 
     def _pairs(self, relative_P2: torch.Tensor, nll_P: torch.Tensor) -> Pairs:
         chosen_P, rejected_P = relative_P2.unbind(1)

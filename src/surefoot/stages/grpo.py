@@ -22,7 +22,15 @@ from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
 from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
 from ..training.rollouts.rollout import Rollout, read_row, with_row
-from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
+from ..training.stage import (
+    POLICY,
+    AuxiliaryModel,
+    Prepared,
+    StageContext,
+    as_measured,
+    no_columns,
+    no_remarks,
+)
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -53,6 +61,7 @@ class GRPO:
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     precompute = no_columns
     metrics = as_measured
+    remarks = no_remarks
 
     reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
     """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of

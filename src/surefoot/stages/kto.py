@@ -22,12 +22,15 @@ from .rules import without_effect
 if TYPE_CHECKING:
     import torch
 
+    from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
 
 LOGPS = OutputSpec(("logps",))
 UNLABELED = Dropped(
     'neither desirable nor undesirable (dataset_info.json names the column: "kto_tag": "label")'
 )
+
+LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3  # of weight times number, of desirable and other responses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,11 @@ class KTO:
     """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
     before the first step.
     """
+    precompute_reference: bool = True
+    """Whether the reference's log-probabilities are computed before the first step and cached. If
+    not, the reference stays, and computes with each global batch: with an adapter that is new it is
+    the base, which needs no second model. Then the data may be streamed.
+    """
 
     def __post_init__(self) -> None:
         if self.beta <= 0:
@@ -79,7 +87,8 @@ class KTO:
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """The reference."""
-        return {"reference": AuxiliaryModel(LOGPS, self.reference)}
+        when: Literal["ahead", "window"] = "ahead" if self.precompute_reference else "window"
+        return {"reference": AuxiliaryModel(LOGPS, self.reference, when)}
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the last response is trained."""
@@ -92,7 +101,11 @@ class KTO:
         return with_columns(batch, features, ["reference", "desirable", "z", "scale"])
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
-        """Add the reference's log-probability of each response, and of its mismatched one."""
+        """Add what the reference computes, unless it does so in each window."""
+        return self._compared(context, examples) if self.precompute_reference else examples
+
+    def _compared(self, context: StageContext, examples: Sequence[Features]) -> list[Features]:
+        """With the reference's log-probability of each response, and of its mismatched one."""
         own = context.reduce("reference", examples, log_probabilities)
         other = context.reduce("reference", mismatched(examples), log_probabilities)
         return [
@@ -102,6 +115,8 @@ class KTO:
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """The baseline of the window, and how many of its responses are of each kind."""
+        if not self.precompute_reference:
+            examples = self._compared(context, examples)
         z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
         kinds = [int(item["desirable"][0]) for item in examples]
         scales = [len(kinds) / kinds.count(kind) for kind in kinds]
@@ -142,14 +157,38 @@ class KTO:
         total = (weights_E * losses_E).where(is_there_E, zero).sum()
         return Loss(total, is_there_E.sum(), metrics)
 
+    def remarks(self, examples: EncodedDataset) -> Iterator[str]:
+        """Kinds of responses whose weights are not balanced."""
+        import numpy as np
+
+        kinds = np.concatenate([s.features["desirable"].flat[:] for s in examples.stores])
+        num_good = int(np.count_nonzero(kinds[examples.index]))
+        num_bad = len(examples) - num_good
+        if not num_good or not num_bad:
+            kind = "desirable" if num_good else "undesirable"
+            yield f"stage.kto: all {len(examples):,} examples are {kind}, and it learns from both"
+            return
+        ratio = self.desirable_weight * num_good / max(1e-30, self.undesirable_weight * num_bad)
+        if LEAST_RATIO <= ratio <= MOST_RATIO:
+            return
+        good = [self.undesirable_weight * num_bad / num_good * r for r in (LEAST_RATIO, MOST_RATIO)]
+        bad = [self.desirable_weight * num_good / num_bad / r for r in (MOST_RATIO, LEAST_RATIO)]
+        yield (
+            f"stage.kto: {num_good:,} desirable examples of weight {self.desirable_weight:g} and "
+            f"{num_bad:,} undesirable ones of weight {self.undesirable_weight:g} are not balanced: "
+            f"weight times number has the ratio {ratio:.3g}, and should have 1 to 4/3 "
+            f"(arXiv:2402.01306). Set desirable_weight from {good[0]:.3g} to {good[1]:.3g}, or "
+            f"undesirable_weight from {bad[0]:.3g} to {bad[1]:.3g}"
+        )
+
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Only the last response is marked; the reference computes before the first step."""
+        """Only the last response is marked; the reference may compute before the first step."""
         reason = "stage kto, which trains on last responses"
         yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
-        if data.streaming:
+        if data.streaming and self.precompute_reference:
             message = (
                 "stage kto computes reference log-probabilities of all batches before the first "
-                "step; leave it off"
+                "step; leave it off, or set stage.kto.precompute_reference: false"
             )
             yield Problem(("data", "streaming"), message)
 

@@ -15,7 +15,7 @@ from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
-from ..training.stage import AuxiliaryModel, as_loaded, no_columns
+from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_remarks
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class PT:
     precompute = no_columns
     prepare = as_loaded
     metrics = with_perplexity
+    remarks = no_remarks
 
     label_smoothing_factor: float = 0.0
     """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is

@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives import preferences
-from ..training.stage import AuxiliaryModel, as_loaded, as_measured, no_columns
+from ..training.stage import AuxiliaryModel, as_loaded, as_measured, no_columns, no_remarks
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class RM:
     precompute = no_columns
     prepare = as_loaded
     metrics = as_measured
+    remarks = no_remarks
 
     center_rewards_coefficient: float = 0.0
     """Weight of ``(r_chosen + r_rejected)^2``, which keeps the rewards near 0 (arXiv:2312.09244).

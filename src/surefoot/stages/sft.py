@@ -12,7 +12,7 @@ from ..data.example import Example
 from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
-from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems
+from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems, no_remarks
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -36,6 +36,7 @@ class SFT:
     precompute = no_columns
     prepare = as_loaded
     metrics = with_perplexity
+    remarks = no_remarks
     problems = no_problems
 
     label_smoothing_factor: float = 0.0

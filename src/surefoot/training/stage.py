@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..data.example import Message
+    from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
     from .rewards.reward import Reward
@@ -157,6 +158,10 @@ class Stage(Protocol):
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics of an evaluation, from its mean ``loss`` and the means of related metrics."""
 
+    def remarks(self, examples: EncodedDataset) -> Iterator[str]:
+        """What is unusual about the examples to train on, and what to do about it; logged when a
+        run starts."""
+
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
 
@@ -184,6 +189,11 @@ def as_loaded(_self: object, _context: StageContext, examples: Sequence[Features
 def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:
     """An evaluation reports its means."""
     return means
+
+
+def no_remarks(_self: object, _examples: EncodedDataset) -> Iterator[str]:
+    """All examples are usual."""
+    return iter(())
 
 
 def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ from .adapter_places import updated_tensors
 from .base_model import base_weights, meta_model
 from .end_tokens import stop_token_ids
 from .resized import Grown
+from .reward_adapter import reward_adapter
 from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def export(
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
         reward_head: how the head of a reward model is stored: ``score``, or ``v_head`` in a file of
-            its own, as the values of PPO, which are omitted otherwise; see ``reward_model``.
+            its own, as the values of PPO, which are omitted otherwise (see ``reward_model``), or as
+            a part of its ``adapter``, which is not merged.
         progress: called with the bytes written and the total.
 
     Raises:
@@ -69,6 +71,11 @@ def export(
     target = Path(out).expanduser().absolute()
 
     def write(parts: ModelFolders) -> None:
+        if reward_head == "adapter":
+            files = reward_adapter(parts, dtype, trust_remote_code=trust_remote_code)
+            with new_folder(target, may_be_empty=True) as folder:
+                write_small(folder, files)
+            return
         source, small = whole_model(
             parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import save
@@ -23,15 +23,15 @@ from ...network.heads import HEADS
 from ..model_loading import ModelFolders
 
 logger = logging.getLogger(__name__)
-RewardHead = Literal["score", "v_head"]
-_FILE = HEADS["values"]
+RewardHead = Literal["score", "v_head", "adapter"]
+FILE = HEADS["values"]
 
 
 def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
     """The head to store as ``kind``: that of a reward model, and that of any other model, such as
     the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
     it is omitted."""
-    head = open_role(parts.folder, _FILE)
+    head = open_role(parts.folder, FILE)
     is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
     if head is None or is_reward or kind == "v_head":
         return head
@@ -39,7 +39,7 @@ def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
         "%s: its %s is not exported: the files of a language model have none; --reward-head v_head "
         "writes it beside them",
         parts.folder,
-        _FILE,
+        FILE,
     )
     return None
 
@@ -51,6 +51,26 @@ def as_sequence_classification(
     ``score`` in place of its output embeddings, and the changes of config.json. Opens with
     ``AutoModelForSequenceClassification``. Raises ``ModelError`` if transformers has none for it.
     """
+    made = sequence_classification_of(model)
+    tied = set(made.all_tied_weights_keys)
+    wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
+    stored = source.shapes()
+    wanted -= {SCORE}  # that of a base is replaced
+    kept = {name: name for name in stored if name in wanted}
+    if missing := sorted(wanted - kept.keys()):
+        raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
+    score = Renamed(head, {SCORE: f"{FILE}.weight"})
+    changes: dict[str, object] = {
+        "architectures": [type(made).__name__],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    return JoinedSource([("", Renamed(source, kept)), ("", score)]), changes
+
+
+def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
+    """transformers' sequence classification of one label on the language model ``model``, on the
+    meta device. Raises ``ModelError`` if there is none whose head reads the same hidden states."""
     labels = {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     config = type(model.config).from_dict({**model.config.to_dict(), **labels})
     try:
@@ -60,27 +80,14 @@ def as_sequence_classification(
         raise _unknown(model, "transformers has no sequence classification for it") from None
     if not _head_reads_last_hidden_states(model):
         raise _unknown(model, "it changes its last hidden states before the head")
-    tied = set(made.all_tied_weights_keys)
-    wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
-    stored = source.shapes()
-    wanted -= {SCORE}  # that of a base is replaced
-    kept = {name: name for name in stored if name in wanted}
-    if missing := sorted(wanted - kept.keys()):
-        raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
-    score = Renamed(head, {SCORE: f"{_FILE}.weight"})
-    changes: dict[str, object] = {
-        "architectures": [type(made).__name__],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-    }
-    return JoinedSource([("", Renamed(source, kept)), ("", score)]), changes
+    return cast(PreTrainedModel, made)
 
 
 def v_head_file(head: TensorSource) -> dict[str, bytes]:
     """The head in a file of its own beside the language model, with a bias of 0."""
-    weight = read_whole(head, f"{_FILE}.weight")
+    weight = read_whole(head, f"{FILE}.weight")
     tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
-    return {f"{_FILE}.safetensors": save(tensors)}
+    return {f"{FILE}.safetensors": save(tensors)}
 
 
 def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.text.codec import Codec
 from ...errors import ModelError, RecipeError
+from ...model.head.outputs import no_distribution
 from ...model.pretrained.loading import resolve
 from ...model.pretrained.positions import read_config
 from ...model.section import ModelSection
@@ -98,7 +99,16 @@ def open_networks(
             others[role].module.eval()
             if is_compared(recipe, role):  # its head computes in the backward pass, too
                 keep_ends_gathered(others[role].module)
+    if recipe.stage.spec.divergence is not None:
+        refuse_unknown_distributions([policy, *others.values()])
     return {POLICY: policy.compared_with(others) if others else policy, **others}
+
+
+def refuse_unknown_distributions(networks: Sequence[Network]) -> None:
+    """Raise ``ModelError`` if the distributions of one cannot be computed in chunks."""
+    for network in networks:
+        if network.engine.runner.head is None:
+            raise no_distribution(network.module)
 
 
 def is_compared(recipe: Recipe, role: str) -> bool:

@@ -36,6 +36,17 @@ def spread_over_answers(values_A: torch.Tensor, owner_N: torch.Tensor) -> torch.
     return torch.where(is_its_own_AN, values_A[:, None], values_A.new_zeros(())).sum(0)
 
 
+def is_tail(answer_N: torch.Tensor, lengths_A: torch.Tensor) -> torch.Tensor:
+    """[N] whether a position is beyond the length of the shorter response of its pair; ``answer_N``
+    is ascending, and responses 2 i and 2 i + 1 are a pair."""
+    import torch
+
+    shorter_A = lengths_A.view(-1, 2).amin(1).repeat_interleave(2)
+    starts_A = lengths_A.cumsum(0) - lengths_A
+    place_N = torch.arange(len(answer_N), device=answer_N.device) - starts_A[answer_N]
+    return place_N >= shorter_A[answer_N]
+
+
 def sigmoid(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
     """DPO (arXiv:2305.18290): ``-log sigmoid(beta margin)``. Smoothed (cDPO,
     ericmitchell.ai/cdpo.pdf), labels are wrong with that probability."""
