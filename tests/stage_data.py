@@ -11,15 +11,17 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages import STAGES
+from surefoot.training.rewards.kinds import FunctionReward
 
 REWARD = Path(__file__).parent / "stage_rewards.py"
 SETTINGS = {
     "grpo": {
-        "reward": FunctionPath(f"{REWARD}:varied"),
+        "reward": (FunctionReward(path=FunctionPath(f"{REWARD}:varied")),),
         "group_size": 3,
         "passes": 2,
         "mini_batches": 2,
         "max_new_tokens": 5,
+        "beta": 0.05,
     }
 }
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
@@ -36,7 +38,8 @@ def stage_of(name, **settings):
 
 def written(name):
     """The same as a recipe has it."""
-    return {name: {key: str(v) if key == "reward" else v for key, v in SETTINGS[name].items()}}
+    settings = SETTINGS[name].items()
+    return {name: {key: str(v[0].path) if key == "reward" else v for key, v in settings}}
 
 
 def examples_of(name, count=14, seed=5):

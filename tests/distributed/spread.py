@@ -97,6 +97,7 @@ def trainer(
     data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
     ahead = open_ahead(recipe, {"policy": folder}, codec, data, world)
     ahead.run(network)
+    ahead = ahead.with_windows(network)
     return assemble(recipe, codec, network, ahead, saver)
 
 

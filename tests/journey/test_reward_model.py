@@ -158,3 +158,37 @@ def test_a_reward_model_of_transformers_has_nothing_to_say(trained, tmp_path):
     sums = ("stage=sft", "data.datasets=[sums]")
     told = run("eval", made.recipe, *sums, "--model", tmp_path / "out", code=2)
     assert "a reward model scores responses" in told
+
+
+def test_it_rewards_the_rollouts_of_another_run(trained, tmp_path):
+    """As transformers computes its score at the last token of each."""
+    made, _, _ = trained
+    stage = {"reward": {"reward_model": {"path": str(made.run)}}, "group_size": 2}
+    ours = Project(
+        tmp_path / "policy",
+        stage={"grpo": {**stage, "max_new_tokens": 6}},
+        model={"path": str(made.folder / "model")},
+        data={"datasets": ["sums"], "val_size": 0.2},
+        train={"max_steps": 1, "eval_steps": 1},
+    )
+    surefoot.train(ours.recipe)
+    rows = [json.loads(line) for line in (ours.run / "rollouts-1.jsonl").read_text().splitlines()]
+    run("export", made.run, tmp_path / "out")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    rewards = [row["rewards"]["reward_model"] for row in rows]
+    assert len(set(rewards)) > 3
+    with torch.no_grad():
+        for row, reward in zip(rows, rewards, strict=True):
+            ids = [*row["prompt_ids"], *(token["id"] for token in row["tokens"])]
+            assert float(model(torch.tensor([ids])).logits) == pytest.approx(reward, abs=1e-4)
+
+
+def test_a_model_without_a_head_gives_no_rewards(trained, tmp_path):
+    made, _, _ = trained
+    model = made.folder / "model"
+    ours = Project(
+        tmp_path / "policy",
+        stage={"grpo": {"reward": {"reward_model": {"path": str(model)}}, "max_new_tokens": 6}},
+        model={"path": str(model)},
+    )
+    assert "not a reward model; train one with stage: rm" in run("train", ours.recipe, code=2)

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from stage_data import REWARD, stage_of
+from stage_data import stage_of
 from surefoot.batch import Outputs
 from surefoot.data.example import Example, Message
-from surefoot.errors import RecipeError, RunError
+from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.schema import read
-from surefoot.schema.locations import FunctionPath
 from surefoot.stages.grpo import GRPO
-from surefoot.training.rewards import scores
+from surefoot.training.rollouts.rollout import Row, read_row
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
@@ -31,7 +30,7 @@ class Rollouts:
     rewards: list
     seen: dict = field(default_factory=dict)
 
-    def generate(self, prompts, settings):
+    def generate(self, prompts, settings, turn=0):
         self.seen["settings"] = settings
         found = []
         for number, _ in enumerate(prompts):
@@ -39,9 +38,9 @@ class Rollouts:
             found.append(Sample(ids, np.zeros(len(ids), np.float32), "stop"))
         return found
 
-    def score(self, reward, prompts, samples, columns):
-        self.seen["columns"] = columns
-        return self.rewards
+    def reward(self, rewards, rollouts, seconds, on_error):
+        self.seen["rows"] = [one.row.columns for one in rollouts]
+        return [self.rewards for _ in rewards]
 
     def compute(self, role, examples, spec=None):
         counts = [sum(label >= 0 for label in item["labels"]) for item in examples]
@@ -56,7 +55,7 @@ def loop(stage, logps, window):
         gains = []
         for token, advantage in zip(range(at, at + count), item["advantages"], strict=True):
             ratio = math.exp(float(logps[token]) + 1.5)
-            near = min(max(ratio, 1 - stage.clip), 1 + stage.clip)
+            near = min(max(ratio, 0.8), 1.2)
             gains.append(min(ratio * advantage, near * advantage))
         total -= sum(gains) / count
         at += count
@@ -65,12 +64,12 @@ def loop(stage, logps, window):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_loss_is_that_of_the_formula(packing):
-    stage, rewards = stage_of("grpo"), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, None, 1.0]
+    stage, rewards = stage_of("grpo", beta=0.0), [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, None, 1.0]
     context = Rollouts(rewards)
     window = stage.prepare(context, PROMPTS)
     assert window.figures["reward"] == pytest.approx(5.5 / 8)
     assert window.figures["flat_groups"] == pytest.approx(1 / 3)
-    assert context.seen["columns"] == {"gold": [0, 0, 0, 1, 1, 1, 2, 2, 2]}
+    assert context.seen["rows"] == [{"gold": i} for i in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     assert context.seen["settings"].do_sample
     spread = np.std([1, 0.5, 0], ddof=1) + 1e-4
     assert [item["advantages"][0] for item in window.examples[:3]] == pytest.approx(
@@ -96,7 +95,7 @@ def test_the_loss_is_that_of_the_formula(packing):
 
 
 def test_a_single_step_needs_no_old_probabilities():
-    stage = stage_of("grpo", passes=1, mini_batches=1)
+    stage = stage_of("grpo", passes=1, mini_batches=1, beta=0.0)
     window = stage.prepare(Rollouts([float(i) for i in range(9)]), PROMPTS)
     assert all("old" not in item for item in window.examples)
     batch = stage.collate(window.examples, packing=True)
@@ -109,9 +108,23 @@ def test_a_single_step_needs_no_old_probabilities():
 
 def test_a_window_whose_groups_are_all_alike_is_left_out_with_its_figures():
     rewards = [1.0] * 3 + [0.0] * 3 + [None, None, 2.0]
-    window = stage_of("grpo").prepare(Rollouts(rewards), PROMPTS)
+    window = stage_of("grpo", beta=0.0).prepare(Rollouts(rewards), PROMPTS)
     assert not window.examples
     assert window.figures["flat_groups"] == 1
+
+
+def test_a_reference_pulls_at_flat_groups_too_unless_they_are_dropped():
+    rewards = [1.0] * 3 + [0.0] * 3 + [0.0, 1.0, 2.0]
+    prepared = {
+        is_dropped: stage_of("grpo", drop_flat_groups=is_dropped).prepare(
+            Rollouts(rewards), PROMPTS
+        )
+        for is_dropped in (False, True)
+    }
+    assert len(prepared[False].examples) == 9
+    assert len(prepared[True].examples) == 3
+    assert all("reference" in item for item in prepared[False].examples)
+    assert not stage_of("grpo").prepare(Rollouts([1.0] * 9), PROMPTS).examples
 
 
 class Prompts:
@@ -121,31 +134,10 @@ class Prompts:
 
 def test_the_row_is_kept_as_bytes_for_the_reward():
     row = {"question": "1+1?", "answer": "zwei, nämlich 2"}
-    example = Example((Message("user", "1+1?"),), columns=row)
+    example = Example((Message("user", "1+1?"),), columns=row, origin="sums:3")
     ((item,),) = stage_of("grpo").encode([example], Prompts())
     assert isinstance(item["row"], bytes)
-    assert json.loads(item["row"]) == row
-
-
-def function(name):
-    return FunctionPath(f"{REWARD}:{name}")
-
-
-def test_a_reward_gets_the_columns_that_it_names():
-    found = scores(
-        function("some"), ["p", "p"], ["ab", "c"], {"output": ["x", "yz"], "more": [1, 2]}
-    )
-    assert found == [None, 3.0]
-    assert scores(function("flat"), ["p"], ["a"], {"output": ["x"]}) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("wrong", "1 reward for 2"), ("missing", "defines no missing"), ("some", "TypeError")],
-)
-def test_a_reward_that_fails_is_an_error_that_names_it(name, words):
-    with pytest.raises(RunError, match=f"stage_rewards.py:{name}: .*{words}"):
-        scores(function(name), ["p", "p"], ["a", "b"], {})
+    assert read_row(item) == Row(row, "sums:3")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +147,11 @@ def test_a_reward_that_fails_is_an_error_that_names_it(name, words):
         {"reward": "no function"},
         {"reward": "r.py:f", "group_size": 1},
         {"reward": "r.py:f", "clip": 1},
+        {"reward": "r.py:f", "surrogate": "sapo", "clip_high": 0.3},
+        {"reward": "r.py:f", "dual_clip": 2.0},
+        {"reward": "r.py:f", "kl_estimator": "k1"},
+        {"reward": "r.py:f", "reference": "other"},
+        {"reward": "r.py:f", "beta": -0.1},
     ],
     ids=str,
 )

@@ -85,6 +85,26 @@ def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_pat
     assert [[r.get("reward"), r.get("kl")] for r in metrics(tmp_path / "cut")] == figures
 
 
+def test_a_run_killed_inside_a_reward_is_resumed_to_the_same_bits(tmp_path, monkeypatch):
+    """The reward is computed in a process of its own, which ends with the run."""
+    settings = {**written("grpo")["grpo"], "reward": f"{REWARD}:deadly", "mini_batches": 1}
+    made = Project(
+        tmp_path,
+        stage={"grpo": settings},
+        train={"max_steps": 4},
+        checkpoint={"save_steps": 2, "async_save": False},
+    )
+    surefoot.train(made.recipe)
+    options, armed = {"train.output_dir": str(tmp_path / "cut")}, tmp_path / "armed"
+    monkeypatch.setenv("DEADLY_REWARD", str(armed))
+    armed.touch()
+    assert in_child(lambda: surefoot.train(made.recipe, **options))
+    assert [path.name for path in checkpoints(tmp_path / "cut")][-1] == "checkpoint-2"
+    surefoot.train(made.recipe, **options)
+    assert losses(tmp_path / "cut") == losses(made.run)
+    assert_same(final_weights(tmp_path / "cut"), final_weights(made.run))
+
+
 def test_steps_of_windows_fill_an_epoch(tmp_path):
     made = Project(tmp_path, stage=written("grpo"), train={"max_steps": None, "num_epochs": 0.5})
     state = surefoot.train(made.recipe).state

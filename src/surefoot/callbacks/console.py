@@ -134,22 +134,25 @@ FORMATS = {
     "grad_norm": "{:.3g}",
     "learning_rate": "{:.3g}",
     "tokens_per_second": "{:,.0f}",
+    "reward": "{:.4g}",
     "rewards/accuracies": "{:.1%}",
     "rewards/margins": "{:.3g}",
     "eval_loss": "{:.4f}",
     "eval_perplexity": "{:.4g}",
     "eval_token_accuracy": "{:.1%}",
+    "eval_reward": "{:.4g}",
     "eval_rewards/accuracies": "{:.1%}",
     "eval_rewards/margins": "{:.3g}",
 }
 BAR = 20  # characters
 BY_IMPORTANCE = (
-    *("loss", "left", "checkpoint", "tokens_per_second"),
+    *("loss", "reward", "left", "checkpoint", "tokens_per_second"),
     *("rewards/accuracies", "learning_rate", "trend", "grad_norm", "memory", "rewards/margins"),
 )
 LABELS = {
     "loss": "loss",
     "trend": "",
+    "reward": "reward",
     "rewards/accuracies": "right",
     "rewards/margins": "margin",
     "learning_rate": "lr",

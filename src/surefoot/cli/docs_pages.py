@@ -194,6 +194,10 @@ def _section(cls: type) -> Iterator[str]:
         cells = [f"`{name}`", setting.expected, default, setting.doc]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
+    for name, setting in settings(cls).items():
+        for variant, one in (setting.each.choices if setting.each else {}).items():
+            yield f"#### `{name}: {variant}`\n"
+            yield from _section(one)
 
 
 def _default(setting: Setting) -> str:

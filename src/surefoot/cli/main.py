@@ -27,6 +27,8 @@ COMMANDS = {
     "encode": "Encode the data of a recipe before its run.",
     "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
     "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
+    "reward": "Try the rewards of a recipe on sampled responses.",
+    "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "predict": "Generate responses to a file of prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",

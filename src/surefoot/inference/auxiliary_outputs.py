@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from ..recipe.recipe_data import open_codec
 from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
 from ..run.contexts import context_of
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from ..training.stage import POLICY
+from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -35,7 +35,7 @@ def auxiliary_columns(
 ) -> dict[str, list[Features]]:
     """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
     nothing if the stage has no auxiliary models. None of these is left in memory."""
-    if not recipe.stage.auxiliary:
+    if not auxiliary_of(recipe.stage, "ahead"):
         return {}
     with world.main_first():  # which downloads, and fills the cache
         base = resolve(recipe.model)
@@ -48,18 +48,35 @@ def auxiliary_columns(
     if not found.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
         longest = min(longest, recipe.data.longest)
-        with _networks(recipe, codec, world, parallel, longest) as networks:
+        models = auxiliary_of(recipe.stage, "ahead")
+        with _networks(recipe, models, codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}
 
 
 @contextmanager
-def _networks(
-    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection, longest: int
+def models_of_windows(
+    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
 ) -> Iterator[dict[str, Network]]:
-    """The auxiliary models of the stage, by role; roles of the same model share it."""
+    """The models that the stage prepares windows with, by role."""
+    models = auxiliary_of(recipe.stage, "window")
+    longest = recipe.data.longest + recipe.stage.max_new_tokens
+    with _networks(recipe, models, codec, world, parallel, longest) as networks:
+        yield networks
+
+
+@contextmanager
+def _networks(
+    recipe: Recipe,
+    models: Mapping[str, AuxiliaryModel],
+    codec: Codec,
+    world: World,
+    parallel: ParallelSection,
+    longest: int,
+) -> Iterator[dict[str, Network]]:
+    """These models, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
-    roles = {role: model_of(one, recipe.model) for role, one in recipe.stage.auxiliary.items()}
+    roles = {role: model_of(one, recipe.model) for role, one in models.items()}
     with ExitStack() as stack:
         for role, model in roles.items():
             if model not in opened:

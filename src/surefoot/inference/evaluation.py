@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..network.network import Network
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import fitted
-from ..run.contexts import build_evaluation
+from ..run.contexts import NO_NETWORKS, build_evaluation
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
 from ..training.stage import Stage
@@ -49,18 +49,20 @@ def measure(
     examples: Sequence[Example],
     *,
     columns: Sequence[Features] | None = None,
+    others: Mapping[str, Network] = NO_NETWORKS,
     on_batch: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """The metrics of training's evaluations, the same on all ranks: loss, perplexity and token
     accuracy, say. ``columns`` are those that auxiliary models compute for each example, if the
-    stage has any (see ``auxiliary_columns``)."""
+    stage has any (see ``auxiliary_columns``), ``others`` the models that it prepares windows with.
+    """
     items = encoded(recipe.stage, examples, opened.codec)
     if columns is not None:
         items = _with_columns(items, columns)
     longest = min(recipe.data.longest, max(len(item["input_ids"]) for item in items))
     with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
-        found = build_evaluation(recipe, opened.codec, network, ALONE)
+        found = build_evaluation(recipe, opened.codec, network, ALONE, others=others)
         return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 

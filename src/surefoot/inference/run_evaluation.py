@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..batch import Features
 from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError, RunError
+from ..network.network import Network
 from ..parallel.section import ParallelSection
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
-from .auxiliary_outputs import auxiliary_columns
+from .auxiliary_outputs import auxiliary_columns, models_of_windows
 from .evaluation import adopt, measure, num_batches
 from .held_out_set import HeldOut, held_out
 from .model_loading import LoadedModel, open_model, open_start
@@ -132,7 +133,11 @@ def evaluate_run(
     opened = adopt(_open(recipe, path, base, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
-    results = [_evaluate(opened, recipe, part, columns.get(part.name), progress) for part in parts]
+    with models_of_windows(recipe, opened.codec, world, parallel) as others:
+        results = [
+            _evaluate(opened, recipe, part, columns.get(part.name), others, progress)
+            for part in parts
+        ]
     folder = None if path is None else opened.folder
     return EvaluationReport(BASE if folder is None else folder.name, results)
 
@@ -184,12 +189,18 @@ def _evaluate(
     recipe: Recipe,
     part: HeldOut,
     columns: Sequence[Features] | None,
+    others: Mapping[str, Network],
     progress: Progress,
 ) -> DatasetResult:
     count = len(part.examples)
     with progress(f"{part.name}: loss", num_batches(recipe, count)) as advance:
         metrics = measure(
-            opened, recipe, part.examples, columns=columns, on_batch=lambda: advance(1)
+            opened,
+            recipe,
+            part.examples,
+            columns=columns,
+            others=others,
+            on_batch=lambda: advance(1),
         )
     answers: list[Generation] = []
     if recipe.stage.uses_template and not recipe.stage.spec.is_reward:

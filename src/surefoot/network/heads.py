@@ -123,6 +123,11 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     return readers
 
 
+def has_head(folder: Path, output: str) -> bool:
+    """Whether ``folder`` contains the weights of a head."""
+    return _stored(folder, HEADS[output]) is not None
+
+
 def _stored(folder: Path, name: str) -> TensorSource | None:
     """The weights of a head in ``folder``, also where other tools store a reward's."""
     own = f"{name}.weight"

@@ -190,7 +190,11 @@ def _changes(old: object, new: object, path: schema.Keys) -> Iterator[RecipeChan
         if schema.is_section(before):
             yield from _changes(before, after, here)
         elif before != after:
-            yield RecipeChange(schema.dotted(here), schema.write(before), schema.write(after))
+            yield RecipeChange(
+                schema.dotted(here),
+                schema.write_setting(setting, before),
+                schema.write_setting(setting, after),
+            )
 
 
 # Rules between sections. What one can know of itself it checks in its own __post_init__.

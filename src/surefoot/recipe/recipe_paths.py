@@ -11,7 +11,7 @@ from .. import schema
 from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError
 from ..schema import Keys
-from ..schema.locations import DatasetReference, FunctionPath, ModelPath
+from ..schema.locations import DatasetReference, FilePath, FunctionPath, ModelPath
 from ..storage import files
 from .document import Document
 from .files import ADAPTER, CONFIG
@@ -65,8 +65,10 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
 
 
 def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
-    if isinstance(value, ModelPath | FunctionPath | DatasetReference):
+    if isinstance(value, ModelPath):
+        return ModelPath(locate_model(value, base_of(path)))
+    if isinstance(value, FunctionPath | FilePath | DatasetReference):
         return value.located(base_of(path))
-    if isinstance(value, tuple):
-        return tuple(_located(item, base_of, path) for item in value)
+    if isinstance(value, tuple):  # set as one, with all below
+        return tuple(_located(item, lambda _: base_of(path), path) for item in value)
     return with_locations(value, base_of, path) if schema.is_section(value) else value

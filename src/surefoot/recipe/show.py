@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..schema import is_section, settings, variant_name, write
+from ..schema import is_section, settings, variant_name, write, write_setting
 from .yaml import emit
 
 WIDTH = 100
@@ -39,7 +39,7 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
                 inner = f"{inner}  "
             yield from lines(value, docs=docs, indent=inner)
         else:
-            for text in emit({name: write(value)}).splitlines():
+            for text in emit({name: write_setting(setting, value)}).splitlines():
                 yield _line(f"{indent}{text}", is_default)
 
 

@@ -103,7 +103,7 @@ def build(
     if trial is not None:
         ahead.blank()
     ahead.run_without_policy()
-    is_new = start is None or not ahead.found.is_complete
+    is_new = start is None or ahead.needs_start
     has_base = start is not None and start.has_base and recipe.method.saves_base_model
     is_read = is_new or not has_base  # if no checkpoint has all values, or they are needed before
     longest = data_loading.longest_document(recipe, data)
@@ -111,6 +111,7 @@ def build(
         recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
     )
     ahead.run(policy)
+    ahead = ahead.with_windows(policy)
     saver = build_saver(written, policy, codec, bases.policy, world)
     end_with_responses(policy, codec)  # the files beside the weights have their own
     saver = replace(

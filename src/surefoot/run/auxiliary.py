@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from ..data.prepared.streaming_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
-from ..errors import RecipeError
+from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.heads import has_head
 from ..network.network import Network
 from ..network.open import open_network
 from ..parallel.world import World
@@ -23,6 +25,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
 from ..training.context import BlankContext
 from ..training.evaluation import EvaluationSet, windows_of
+from ..training.initial_values import InitialValues
 from ..training.precompute import (
     NOTHING,
     KeptWindows,
@@ -34,7 +37,7 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.stage import POLICY
+from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
 from ..training.windows import windows_of_run
 from . import data_loading
 from .contexts import context_of
@@ -53,6 +56,8 @@ class Ahead:
     loaded: TrainingData
     train: WindowSet | None  # None: nothing is computed
     held_out: Mapping[str, WindowSet]
+    others: Mapping[str, Network] = field(default_factory=dict)  # that prepare windows, by role
+    first: Mapping[str, InitialValues] = field(default_factory=dict)  # of those of the policy
 
     @property
     def data(self) -> TrainingData:
@@ -76,7 +81,7 @@ class Ahead:
 
     def run_without_policy(self) -> None:
         """Compute all columns, unless the initial policy computes some."""
-        models = self.recipe.stage.auxiliary.values()
+        models = auxiliary_of(self.recipe.stage, "ahead").values()
         if not self.found.is_complete and all(one.model is not None for one in models):
             self.run(None)
 
@@ -85,10 +90,24 @@ class Ahead:
         recipe, codec, world = self.recipe, self.codec, self.world
         networks = {} if policy is None else {POLICY: policy}
         if not self.found.is_complete:
-            for role, one in recipe.stage.auxiliary.items():
+            for role, one in auxiliary_of(recipe.stage, "ahead").items():
                 is_policy = one.model is None
                 networks[role] = networks[POLICY] if is_policy else self._opened(role)
         self.found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+
+    @property
+    def needs_start(self) -> bool:
+        """Whether a resumed run needs the policy as it was before the first step, too."""
+        models = auxiliary_of(self.recipe.stage, "window").values()
+        return not self.found.is_complete or any(one.model is None for one in models)
+
+    def with_windows(self, policy: Network) -> Ahead:
+        """With the models that windows are prepared with; ``policy`` has its first values."""
+        models = auxiliary_of(self.recipe.stage, "window")
+        starts = [role for role, one in models.items() if one.model is None]
+        first = dict.fromkeys(starts, InitialValues(policy)) if starts else {}
+        others = {role: policy if role in first else self._opened(role) for role in models}
+        return replace(self, others=others, first=first)
 
     def _opened(self, role: str) -> Network:
         longest = data_loading.longest_document(self.recipe, self.loaded)
@@ -110,7 +129,7 @@ def open_ahead(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = None
     loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if recipe.stage.auxiliary and loader.order.is_complete:
+    if auxiliary_of(recipe.stage, "ahead") and loader.order.is_complete:
         train = _train_set(recipe, data, loader)
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
@@ -122,7 +141,8 @@ def columns_of(
 ) -> Precomputation:
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
-    models = {role: model_of(one, recipe.model) for role, one in stage.auxiliary.items()}
+    ahead = auxiliary_of(stage, "ahead")
+    models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
     found = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
         for role, model in models.items()
@@ -159,8 +179,20 @@ def open_auxiliary(
     tokenizer = open_codec(replace(recipe, model=model), base).tokenizer
     refuse_other_tokens(recipe, role, tokenizer, codec)
     options = options_of(recipe, longest=longest)
-    options = replace(options, method=None, heads=(), is_trainable=False)
+    heads = heads_of(recipe.stage.auxiliary[role], model, base)
+    options = replace(options, method=None, heads=heads, is_trainable=False)
     return open_network(base, model, tokenizer, world, options)
+
+
+def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
+    """The heads of an auxiliary model. Raises ``ModelError`` if it is to give rewards, and has no
+    head for them."""
+    if not auxiliary.spec.is_reward:
+        return ()
+    folders = [base] if model.adapter is None else [model.adapter, base]
+    if not any(has_head(folder, "values") for folder in folders):
+        raise ModelError(f"{model.adapter or base}: not a reward model; train one with stage: rm")
+    return ("values",)
 
 
 def refuse_other_tokens(

@@ -98,5 +98,5 @@ def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
     for role, one in auxiliary.items():
         if one.model is not None:
             other = pinned(model_of(one, recipe.model), known.get(role))
-            found[role] = BaseModel(other, resolve(other))
+            found[role] = BaseModel(other, resolve(other), adapter=other.adapter)
     return BaseModels(recipe, found, known, checkpoint)

@@ -12,17 +12,21 @@ from ..errors import RunError
 from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
-from ..training.rewards import load_function
+from ..training.rewards.kinds import FunctionReward
+from ..training.rewards.process import RewardProcess
 from .from_python.stages import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
+SECONDS = 60.0  # that a file may take to be run
 NAME = "code.json"  # in a checkpoint: the functions of the recipe, and the hashes of their files
 
 
 def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, bytes]:
     """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
     ``RunError``."""
-    found = {str(path): _hash(path) for path in functions_in(recipe)} | parts.code()
+    process = RewardProcess()
+    found = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
+    process.end()
     return {NAME: json.dumps(found, indent=2, sort_keys=True).encode()} if found else {}
 
 
@@ -30,11 +34,12 @@ def functions_in(section: object) -> Iterator[FunctionPath]:
     """Every function that a section and its variants name."""
     cls: type = type(section)
     for name in schema.settings(cls):
-        value = getattr(section, name)
-        if isinstance(value, FunctionPath):
-            yield value
-        elif schema.is_section(value):
-            yield from functions_in(value)
+        found = getattr(section, name)
+        for value in found if isinstance(found, tuple) else (found,):
+            if isinstance(value, FunctionPath):
+                yield value
+            elif schema.is_section(value):
+                yield from functions_in(value)
 
 
 def check_code(code: Mapping[str, bytes], folder: Path) -> None:
@@ -54,6 +59,7 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
             logger.warning("%s has changed since %s was saved", name, folder.name)
 
 
-def _hash(path: FunctionPath) -> str:
-    load_function(path)
+def _hash(path: FunctionPath, process: RewardProcess) -> str:
+    """Of the file of a function. Raises ``RunError`` if it defines none."""
+    process.check(FunctionReward(path=path).task, SECONDS)
     return files.digest(path.file.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..data.text.codec import Codec
 from ..model.seeding import derive
@@ -12,8 +13,13 @@ from ..recipe.recipe import Recipe
 from ..training.context import NetworkContext, collate_of
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
+from ..training.initial_values import InitialValues
+from ..training.rewards.process import RewardProcess
 from ..training.stage import POLICY
 from ..training.windows import Place
+
+NOTHING: Mapping[str, InitialValues] = {}
+NO_NETWORKS: Mapping[str, Network] = {}
 
 
 def context_of(
@@ -23,11 +29,15 @@ def context_of(
     world: World,
     seed: int,
     memory: MemoryGuard | None = None,
+    first: Mapping[str, InitialValues] = NOTHING,
+    process: RewardProcess | None = None,
 ) -> NetworkContext:
-    """The context of the recipe's stage over ``networks``, by role."""
+    """The context of the recipe's stage over ``networks``, by role; ``first`` are the initial
+    values of some."""
     memory = memory or MemoryGuard.of(recipe.train, world)
     packing = recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed)
+    found = NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed, first)
+    return found if process is None else replace(found, process=process)
 
 
 def build_evaluation(
@@ -36,14 +46,20 @@ def build_evaluation(
     policy: Network,
     world: World,
     memory: MemoryGuard | None = None,
+    *,
+    others: Mapping[str, Network] = NO_NETWORKS,
+    first: Mapping[str, InitialValues] = NOTHING,
 ) -> Evaluation:
-    """How the policy is measured; training computes and collates its windows alike."""
+    """How the policy is measured, with ``others`` by role that prepare windows, some with
+    their ``first`` values; training computes and collates its windows alike."""
     section, stage = recipe.train, recipe.stage
+    networks = {POLICY: policy, **others}
+    process = RewardProcess()  # one for all windows
     guard = memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
-        return context_of(recipe, codec, {POLICY: policy}, world, seed, guard)
+        return context_of(recipe, codec, networks, world, seed, guard, first, process)
 
     return Evaluation(
         stage,

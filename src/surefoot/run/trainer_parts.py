@@ -37,7 +37,10 @@ def assemble(
     section, stage, world = recipe.train, recipe.stage, ahead.world
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
-    evaluation = build_evaluation(recipe, codec, policy, world, memory)
+    evaluation = build_evaluation(
+        recipe, codec, policy, world, memory, others=ahead.others, first=ahead.first
+    )
+    evaluation.kept.folder = None if trial else section.folder
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(loader, stage, evaluation.context, ahead.kept, section.seed, memory)
     max_steps = num_steps(section, windows.steps_per_epoch)
@@ -67,4 +70,5 @@ def assemble(
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
         feeder=feeder or nullcontext(),
+        kept=evaluation.kept,
     )

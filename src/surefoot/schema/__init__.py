@@ -7,7 +7,7 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 
 from .jsonschema import json_schema
 from .problem import Problem, dotted
-from .reading import expand, read, recipe_error, write
+from .reading import expand, read, recipe_error, write, write_setting
 from .setting import (
     Keys,
     Setting,
@@ -39,4 +39,5 @@ __all__ = [
     "settings",
     "variant_name",
     "write",
+    "write_setting",
 ]

@@ -43,6 +43,11 @@ def _described(setting: Setting) -> dict[str, Any]:
 def _value(setting: Setting) -> dict[str, Any]:
     if setting.choices is not None:
         return _variant(setting.choices)
+    if setting.each is not None:
+        item = _variant(setting.each.choices)
+        if setting.each.of_text is not None:
+            item["anyOf"].append({"type": "string"})
+        return {"anyOf": [{"type": "array", "items": item}, item]}
     return _section(setting.section) if setting.section is not None else _plain(setting.hint)
 
 

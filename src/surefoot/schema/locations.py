@@ -71,6 +71,23 @@ class FunctionPath(str):
         )
 
 
+class FilePath(str):
+    """A file that is read, beside the recipe or in the current folder."""
+
+    __slots__ = ()
+
+    def located(self, base: Path) -> FilePath:
+        """The same made absolute."""
+        return FilePath(locate(Path(self), base))
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Expect text."""
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+
+
 class DatasetReference(str):
     """A dataset by its short name: one of ``dataset_info.json``, a file or folder, a hub id, or an
     entry in the recipe itself.

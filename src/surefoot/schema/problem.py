@@ -56,6 +56,9 @@ def _trace(root: type, loc: Keys) -> _Spot:
             spot = _Spot(here, spot.section, setting, setting.section if setting else None)
         elif choices is not None and key in choices:
             spot = _Spot(here, choices[str(key)], section=choices[str(key)])
+        elif isinstance(key, int) and spot.setting is not None and spot.setting.each is not None:
+            one = dataclasses.replace(spot.setting, choices=spot.setting.each.choices, each=None)
+            spot = dataclasses.replace(spot, path=here, setting=one)
         elif isinstance(key, int) or _is_mapping(spot.setting):
             spot = dataclasses.replace(spot, path=here)
         else:  # an unknown variant, or pydantic's name for one arm of a union
@@ -86,6 +89,8 @@ def _message(root: type, spot: _Spot, found: object, *, is_missing: bool) -> str
         return f"expected a section (key: value), got {_shown(found)}"
     if spot.setting is None:
         return f"unknown key{_hint(root, spot)}"
+    if spot.setting.each is not None:
+        return f"expected {spot.setting.expected}, got {_shown(found)}"
     if spot.setting.choices is not None:
         return _wrong_variant(root, spot.setting.choices, found)
     return _wrong_value(spot, spot.setting.hint, found)

@@ -15,7 +15,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ..errors import RecipeError
 from .locations import DatasetReference
 from .problem import Problem, explain
-from .setting import Keys, Setting, Unset, all_variants, is_section, settings, variant_name
+from .setting import (
+    Keys,
+    Setting,
+    Unset,
+    Variants,
+    all_variants,
+    is_section,
+    settings,
+    variant_name,
+)
 
 T = TypeVar("T")
 MAX_DEPTH = 32  # a recipe is four levels deep
@@ -106,12 +115,23 @@ def _expand_value(setting: Setting | None, value: object) -> object:
 
 def _expand_list(setting: Setting, value: object) -> object:
     """A list; of one item, if ``value`` is one."""
+    if (each := setting.each) is not None:
+        items = value if isinstance(value, list | tuple) else [value]
+        return [_expand_variant(each.choices, _named(each, one)) for one in items]
     is_dataset = typing.get_args(setting.hint)[0] is DatasetReference
     if isinstance(value, str | int | float) or (is_dataset and isinstance(value, Mapping)):
         value = [value]
     if not isinstance(value, list | tuple):
         return value
     return [item.source if isinstance(item, DatasetReference) else item for item in value]
+
+
+def _named(each: Variants, value: object) -> object:
+    """A text that is no variant's name as the variant that it is short for."""
+    if not isinstance(value, str) or value in each.choices or each.of_text is None:
+        return value
+    name, key = each.of_text
+    return {name: {key: str(value)}}
 
 
 def _expand_variant(choices: Mapping[str, type], value: object) -> object:
@@ -149,7 +169,11 @@ def write(value: object) -> Any:
 
 def write_setting(setting: Setting, value: object) -> Any:
     """The same for the value of one setting, which may be a variant."""
-    if setting.choices is None:
-        return write(value)
-    name = variant_name(setting.choices, value)
-    return {name: write(value)} if settings(setting.choices[name]) else name
+    if setting.each is not None and isinstance(value, tuple):
+        return [_write_variant(setting.each.choices, one) for one in value]
+    return write(value) if setting.choices is None else _write_variant(setting.choices, value)
+
+
+def _write_variant(choices: Mapping[str, type], value: object) -> Any:
+    name = variant_name(choices, value)
+    return {name: write(value)} if settings(choices[name]) else name

@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..storage.address import Address
-from .locations import DatasetReference, FunctionPath, ModelPath
+from .locations import DatasetReference, FilePath, FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
@@ -34,9 +34,11 @@ class Unset(int):
 
 @dataclass(frozen=True)
 class Variants:
-    """Marks a field that holds one of ``choices``: name in the recipe -> its dataclass."""
+    """Marks a field, or each item of a list, that is one of ``choices``: name in the recipe -> its
+    dataclass."""
 
     choices: Mapping[str, type]
+    of_text: tuple[str, str] | None = None  # what a text that is no name is: a choice, and its key
 
     def __get_pydantic_core_schema__(
         self, _source: object, handler: GetCoreSchemaHandler
@@ -64,6 +66,7 @@ class Setting:
     default: object  # dataclasses.MISSING if it must be given
     doc: str
     choices: Mapping[str, type] | None = None  # set if it holds a variant
+    each: Variants | None = None  # set if it holds a list of variants
     section: type | None = None  # set if it holds a section
 
     @property
@@ -72,10 +75,19 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     @property
+    def variants(self) -> Mapping[str, type]:
+        """All that it may hold one or several of."""
+        return self.choices or (self.each.choices if self.each else {})
+
+    @property
     def expected(self) -> str:
         """Its type in words."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
+        if self.each is not None:
+            names = "a list of any of " + ", ".join(self.each.choices)
+            of_text = self.each.of_text
+            return f"{names}; a text is the {of_text[1]} of a {of_text[0]}" if of_text else names
         return describe(self.hint)
 
 
@@ -94,13 +106,18 @@ def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    variants = next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
-    if variants is not None:
+    if (variants := _variants(hint)) is not None:
         return Setting(field.name, hint, default, doc, choices=variants.choices)
+    if typing.get_origin(hint) is tuple and (each := _variants(typing.get_args(hint)[0])):
+        return Setting(field.name, hint, default, doc, each=each)
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     section = hint if isinstance(hint, type) and dataclasses.is_dataclass(hint) else None
     return Setting(field.name, hint, default, doc, section=section)
+
+
+def _variants(hint: object) -> Variants | None:
+    return next((m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Variants)), None)
 
 
 def documentation(cls: type) -> dict[str, str]:
@@ -146,6 +163,7 @@ WORDS: dict[
     Path: ("a path", "string"),
     Address: ("a URL", "string"),
     ModelPath: ("a folder or a hub id", "string"),
+    FilePath: ("a file", "string"),
     FunctionPath: ("a function as file.py:name", "string"),
     DatasetReference: ("a name, a file, a hub id or an entry", ["string", "object"]),
     type(None): ("null", "null"),
@@ -182,7 +200,7 @@ def all_variants(cls: type) -> tuple[type, ...]:
     found: list[type] = []
     for setting in settings(cls).values():
         inner = [setting.section] if setting.section is not None else []
-        for one in (*inner, *(setting.choices or {}).values()):
+        for one in (*inner, *setting.variants.values()):
             found += [one, *all_variants(one)]
     return tuple(found)
 
@@ -199,6 +217,6 @@ def paths(cls: type) -> tuple[Keys, ...]:
         ways.append((name,))
         if setting.section is not None:
             ways += [(name, *way) for way in paths(setting.section)]
-        for variant, inner in (setting.choices or {}).items():
+        for variant, inner in setting.variants.items():
             ways += [(name, variant), *((name, variant, *way) for way in paths(inner))]
     return tuple(ways)

@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Dropped, Encoded, Truncated
+from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_owners, with_token_columns
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
-from ..schema import Problem
-from ..schema.locations import FunctionPath
-from ..training.objectives.policy_gradient import clipped, group_advantages
+from ..schema import Problem, Variants
+from ..schema.locations import FunctionPath, ModelPath
+from ..training.objectives.advantages import ADVANTAGES, is_flat
+from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
+from ..training.rewards import OF_TEXT, REWARDS
+from ..training.rewards.reward import Reward, means, names_of, total
+from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
+from ..training.rollouts.rollout import Rollout, read_row, with_row
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured, no_columns
 from .rules import without_effect
 
 if TYPE_CHECKING:
+    import torch
+
     from ..data.text.codec import Codec
-    from ..generate.generation import Sample
+
+
+REFERENCE = "reference"
+TOKEN_COLUMNS = ("old", REFERENCE, "advantages")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
     """Train on the policy's own responses by the reward of each, compared with the other responses
-    to the same prompt (arXiv:2402.03300), without a KL term.
+    to the same prompt (arXiv:2402.03300).
 
     ``train.global_batch_size`` counts prompts: a global batch of 16 prompts is a window of 16 x
     ``group_size`` responses, trained on in ``passes`` x ``mini_batches`` optimizer steps. A window
-    whose groups all have equal rewards is skipped.
+    in which every advantage is 0 is skipped. Dr. GRPO, DAPO, CISPO, GSPO,
+    SAPO, RLOO and REINFORCE++ are other settings of ``surrogate``, ``advantage`` and
+    ``average_over``.
     """
 
     uses_template: ClassVar[bool] = True
-    encoding: ClassVar[str] = ""
+    encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
-    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     precompute = no_columns
     metrics = as_measured
 
-    reward: FunctionPath
-    """The function that rewards responses, such as ``rewards.py:exact_match``. It is called with
-    ``prompts``, ``completions`` and the columns of the dataset, as lists, and returns a number
-    for each completion, or null for one that does not count.
+    reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
+    """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of
+    rewards, which are added with their weights.
+    """
+    reward_timeout: float = 300.0
+    """Seconds that a reward may take for all responses of a window. It is computed in a process of
+    its own.
+    """
+    on_reward_error: Literal["stop", "skip"] = "stop"
+    """When a reward raises, takes too long or gives no finite number: ``stop`` the run and name the
+    row, or ``skip`` the response.
     """
     group_size: int = 8
     """Responses to each prompt."""
@@ -55,25 +72,134 @@ class GRPO:
     """How often the responses of a window are trained on."""
     mini_batches: int = 1
     """Optimizer steps of each pass."""
-    clip: float = 0.2
-    """By how much the probability ratio of a token may change before its gradient is clipped."""
+    surrogate: Literal["clip", "dual_clip", "cispo", "gspo", "sapo"] = "clip"
+    """What is maximized. ``clip`` is PPO's (arXiv:1707.06347), ``dual_clip`` bounds it below
+    (arXiv:1912.09729), ``cispo`` clips weights and no gradients (arXiv:2506.13585), ``gspo`` has
+    one ratio per response (arXiv:2507.18071), ``sapo`` a soft bound (arXiv:2511.20347).
+    """
+    clip: float | None = None
+    """By how much a probability ratio may fall before its gradient is clipped. Unset: 0.2, of
+    ``gspo`` 0.0003.
+    """
+    clip_high: float | None = None
+    """By how much it may rise; larger than ``clip``, it is DAPO's Clip-Higher (arXiv:2503.14476:
+    0.28). Unset: as ``clip``, of ``gspo`` 0.0004, of ``cispo`` 4.
+    """
+    dual_clip: float = 3.0
+    """``dual_clip`` only: the largest ratio by which a negative advantage is multiplied."""
+    sapo_temperature: float = 1.0
+    """``sapo`` only: how fast gradients fade where the advantage is positive."""
+    sapo_temperature_negative: float = 1.05
+    """``sapo`` only: the same where it is negative."""
+    advantage: Literal[
+        "group", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "group"
+    """How a reward becomes an advantage. ``group``: less the mean of its group, in standard
+    deviations; ``dr_grpo``: not divided by these (arXiv:2503.20783); ``rloo``: less the mean of
+    the others (arXiv:2402.14740); ``reinforce_plus_plus``: whitened over all tokens of the window,
+    ``reinforce_plus_plus_baseline``: after its group's mean (arXiv:2501.03262).
+    """
+    average_over: Literal["responses", "tokens", "max_new_tokens"] = "responses"
+    """``responses``: the mean over the tokens of each response, then over all responses (GRPO);
+    ``tokens``: over all tokens of an optimizer step (DAPO); ``max_new_tokens``: the sum over the
+    tokens of each response, divided by this constant (Dr. GRPO).
+    """
+    drop_flat_groups: bool = False
+    """Do not train on the responses of a group whose rewards are all equal: without it, they count
+    in the mean, and ``beta`` pulls them to the reference.
+    """
+    beta: float = 0.0
+    """Weight of the KL divergence from a reference. 0: there is none."""
+    kl_estimator: Literal["k1", "k3"] = "k3"
+    """How the divergence is estimated at each token: ``k1`` by the log-ratio, ``k3`` with less
+    variance; both times the probability ratio, so that the gradient is right (arXiv:2512.02556).
+    """
+    reference: ModelPath | None = None
+    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
+    before the first step, of which only the trained weights are kept.
+    """
     max_new_tokens: int = 256
-    """Longest response in tokens."""
+    """Longest response in tokens; with an environment, of all its turns together."""
+    environment: FunctionPath | None = None
+    """A Python class that answers responses, such as ``tools.py:Calculator``: ``Class(row)`` begins
+    a conversation, ``step(response)`` returns what is said next, or None at its end.
+    """
+    max_turns: int = 8
+    """Responses in a conversation with an environment at most."""
     temperature: float = 1.0
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32
     """Prompts per batch of one rank when responses are sampled."""
 
     def __post_init__(self) -> None:
-        for name in ("passes", "mini_batches", "max_new_tokens", "sampling_batch_size"):
+        if not self.reward:
+            raise ValueError("reward: expected at least one")
+        for name in (
+            "passes",
+            "mini_batches",
+            "max_new_tokens",
+            "max_turns",
+            "sampling_batch_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.group_size < 2:
-            raise ValueError(f"group_size must be at least 2, got {self.group_size}")
-        if not 0 < self.clip < 1:
-            raise ValueError(f"clip must be between 0 and 1, got {self.clip}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
+            raise ValueError(
+                f"group_size must be at least 2, got {self.group_size}: a response is compared "
+                "with the others of its group"
+            )
+        for name, (is_right, expected) in self._limits().items():
+            if not is_right:
+                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+        self._check_effects()
+
+    def _limits(self) -> Mapping[str, tuple[bool, str]]:
+        """Whether each number is as it must be, and how that is."""
+        positive = (
+            *("reward_timeout", "temperature", "sapo_temperature", "sapo_temperature_negative"),
+            *([] if self.clip_high is None else ["clip_high"]),
+        )
+        return {
+            **{name: (getattr(self, name) > 0, "positive") for name in positive},
+            "clip": (self.clip is None or 0 < self.clip < 1, "between 0 and 1"),
+            "dual_clip": (self.dual_clip > 1, "more than 1"),
+            "beta": (self.beta >= 0, "0 or more"),
+        }
+
+    def _check_effects(self) -> None:
+        """Raise ``ValueError`` for a setting that does nothing beside the others."""
+        known = {name for one in SURROGATES.values() for name in one.settings}
+        for name in sorted(known - {*self._surrogate.settings}):
+            if getattr(self, name) != getattr(GRPO, name):
+                raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
+        if self.environment is None and self.max_turns != GRPO.max_turns:
+            raise ValueError("max_turns has no effect without an environment")
+        for name in ("kl_estimator", "reference"):
+            if not self.beta and getattr(self, name) != getattr(GRPO, name):
+                raise ValueError(f"{name} has no effect unless beta is positive")
+
+    @property
+    def _surrogate(self) -> Surrogate:
+        return SURROGATES[self.surrogate]
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """By how much a ratio may fall, and rise."""
+        usual = self._surrogate
+        low = usual.clip if self.clip is None else self.clip
+        high = self.clip_high
+        if high is None:
+            high = low if self.clip is not None or usual.clip_high is None else usual.clip_high
+        return low, high
+
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """The reference, if there is one, and reward models."""
+        named = ((name, reward.model) for name, reward in self._named.items())
+        models = {name: model for name, model in named if model is not None}
+        if self.beta:
+            models[REFERENCE] = AuxiliaryModel(self.spec, self.reference, "window")
+        return models
 
     @property
     def spec(self) -> OutputSpec:
@@ -88,44 +214,62 @@ class GRPO:
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """The prompt of each row, up to its last response, and its columns for the reward."""
         pairs = zip(examples, codec.encode_prompts(examples), strict=True)
-        return [_with_row(outcome, example) for example, outcome in pairs]
+        return [with_row(outcome, example) for example, outcome in pairs]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
         batch = with_owners(collate(features, packing=packing), features)
-        return with_token_columns(batch, features, ["old", "advantages"])
+        return with_token_columns(batch, features, TOKEN_COLUMNS)
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """Sample a group of responses to each prompt, reward them, and compare them."""
-        rows = [json.loads(bytes(int(x) for x in item["row"])) for item in examples]
-        pairs = zip(examples, rows, strict=True)
-        repeated = [pair for pair in pairs for _ in range(self.group_size)]
-        prompts = [[int(x) for x in item["input_ids"]] for item, _ in repeated]
-        samples = context.generate(prompts, self._sampling)
-        names = dict.fromkeys(name for row in rows for name in row)
-        columns = {name: [row.get(name) for _, row in repeated] for name in names}
-        rewards = context.score(self.reward, prompts, samples, columns)
+        rollouts = self._rollouts(context, examples)
+        by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
+        rewards = total(by_reward, [one.weight for one in self.reward])
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]
-        advantages = [a for group in groups for a in group_advantages(group)]
-        figures = _figures(rewards, groups, samples)
-        if figures["flat_groups"] == 1:
+        advantages = ADVANTAGES[self.advantage](groups, [one.num_learnt for one in rollouts])
+        more = means([*self._named], by_reward)
+        figures = {**_figures(rewards, groups, rollouts), **more}
+        if not any(advantages):
             return Prepared((), figures)
+        kept = [not (self.drop_flat_groups and is_flat(g)) for g in groups for _ in g]
         found = [
-            _answered(prompt, sample, advantage)
-            for prompt, sample, advantage in zip(prompts, samples, advantages, strict=True)
-            if sample.ids
+            rollout.features(advantage)
+            for rollout, advantage, is_kept in zip(rollouts, advantages, kept, strict=True)
+            if rollout.num_learnt and is_kept
         ]
-        return Prepared(self._with_old(context, found), figures)
+        return Prepared(self._with_columns(context, found), figures)
 
-    def _with_old(self, context: StageContext, found: list[Features]) -> list[Features]:
-        """With the log-probabilities before the first of several steps: in a single step they are
-        those of the step itself."""
-        if self.passes * self.mini_batches == 1:
-            return found
-        outputs = context.compute(POLICY, found)
-        pairs = zip(found, outputs, strict=True)
-        return [{**item, "old": one.logps} for item, one in pairs]  # type: ignore[dict-item]
+    def _rollouts(self, context: StageContext, examples: Sequence[Features]) -> list[Rollout]:
+        """A group of responses to each prompt, one after the other."""
+        prompts = [([int(x) for x in item["input_ids"]], read_row(item)) for item in examples]
+        repeated = [
+            (ids, row, number)
+            for number, (ids, row) in enumerate(prompts)
+            for _ in range(self.group_size)
+        ]
+        if self.environment is None:
+            return converse(context, repeated, self._sampling, OneTurn())
+        environment = UserEnvironment(self.environment, self.reward_timeout)
+        return converse(context, repeated, self._sampling, environment, self.max_turns)
+
+    @property
+    def _named(self) -> dict[str, Reward]:
+        """The rewards by their names in metrics, which are also the roles of models."""
+        return dict(zip(names_of(self.reward), self.reward, strict=True))
+
+    def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
+        """With the log-probabilities of the reference, and those before the first of several steps:
+        in a single step they are those of the step itself."""
+        roles = {REFERENCE: REFERENCE} if self.beta else {}
+        if self.passes * self.mini_batches > 1:
+            roles["old"] = POLICY
+        for name, role in roles.items() if found else ():
+            outputs = context.compute(role, found)
+            pairs = zip(found, outputs, strict=True)
+            found = [{**item, name: one.logps} for item, one in pairs]  # type: ignore[dict-item]
+        return found
 
     @property
     def _sampling(self) -> GenerateSection:
@@ -137,16 +281,37 @@ class GRPO:
         )
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """The clipped surrogate, a mean over the tokens of each response, summed over responses."""
+        """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""
         assert outputs.logps is not None
         logps_N, extras = outputs.logps, batch.extras
-        advantages_N = extras["advantages"].to(logps_N)
         old_N = extras["old"].to(logps_N) if "old" in extras else logps_N.detach()
-        shares_N = 1 / extras["lengths"][extras["owner"]].to(logps_N)
-        gains_N, is_clipped_N = clipped(logps_N, old_N, advantages_N, self.clip)
-        total = -(gains_N * shares_N).sum()
-        weight = (extras["lengths"] > 0).sum()
-        return Loss(total, weight, {"clip_ratio": (is_clipped_N * shares_N).sum().detach()})
+        gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
+        measured = {"clip_ratio": is_clipped_N.to(logps_N)}
+        if self.beta:
+            kl_N = KL[self.kl_estimator](logps_N, extras[REFERENCE].to(logps_N), old_N)
+            gains_N = gains_N - self.beta * kl_N
+            measured["kl"] = kl_N.detach()
+        lengths_N = extras["lengths"][extras["owner"]].to(logps_N)
+        is_by_token = self.average_over == "tokens"
+        means_N = lengths_N.new_ones(()) if is_by_token else 1 / lengths_N
+        shares_N = means_N
+        if self.average_over == "max_new_tokens":
+            shares_N = lengths_N.new_tensor(1 / self.max_new_tokens)
+        weight = (lengths_N > 0).sum() if is_by_token else (extras["lengths"] > 0).sum()
+        metrics = {name: (values_N * means_N).sum() for name, values_N in measured.items()}
+        return Loss(-(gains_N * shares_N).sum(), weight, metrics)
+
+    def _positions(
+        self, logps_N: torch.Tensor, old_N: torch.Tensor, extras: Mapping[str, torch.Tensor]
+    ) -> Positions:
+        low, high = self.bounds
+        temperatures = self.sapo_temperature, self.sapo_temperature_negative
+        advantages_N = extras["advantages"].to(logps_N)
+        lengths_A = extras["lengths"].to(logps_N)
+        return Positions(
+            *(logps_N, old_N, advantages_N, extras["owner"], lengths_A),
+            *(low, high, self.dual_clip, temperatures),
+        )
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Responses are the policy's own, which a pipeline cannot sample."""
@@ -157,38 +322,20 @@ class GRPO:
             yield Problem(("parallel", "pp"), message)
 
 
-def _with_row(outcome: Encoded, example: Example) -> Encoded:
-    if isinstance(outcome, Dropped | Truncated):
-        return outcome
-    row = json.dumps(example.columns, default=str).encode()
-    return [{**item, "row": row} for item in outcome]
-
-
-def _answered(prompt: Sequence[int], sample: Sample, advantage: float) -> Features:
-    labels = [*[IGNORE_INDEX] * len(prompt), *sample.ids]
-    advantages = [advantage] * len(sample.ids)
-    return {
-        "input_ids": [*prompt, *sample.ids],
-        "labels": labels,
-        "advantages": advantages,  # type: ignore[dict-item]
-    }
-
-
 def _figures(
     rewards: Sequence[float | None],
     groups: Sequence[Sequence[float | None]],
-    samples: Sequence[Sample],
+    rollouts: Sequence[Rollout],
 ) -> dict[str, float]:
     """Metrics of a window."""
     known = [reward for reward in rewards if reward is not None]
     mean = math.fsum(known) / max(1, len(known))
     spread = math.fsum((reward - mean) ** 2 for reward in known) / max(1, len(known) - 1)
-    is_flat = [len({reward for reward in group if reward is not None}) < 2 for group in groups]
-    lengths = [len(sample.ids) for sample in samples]
+    lengths = [one.num_learnt for one in rollouts]
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),
-        "flat_groups": sum(is_flat) / len(is_flat),
+        "flat_groups": sum(map(is_flat, groups)) / len(groups),
         "completion_length": sum(lengths) / len(lengths),
-        "completions_clipped": sum(s.finish_reason != "stop" for s in samples) / len(samples),
+        "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / len(rollouts),
     }

@@ -6,8 +6,11 @@ to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
+from ..data.example import Message
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
@@ -25,12 +29,22 @@ from ..generate.generation import Sample
 from ..generate.section import GenerateSection
 from ..model.attention.isolation import PromptSharing
 from ..model.pretrained.loading import device
+from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
-from .rewards import scores
+from .initial_values import InitialValues
+from .rewards.kinds import FunctionReward
+from .rewards.process import RewardProcess, Texts
+from .rewards.reward import Reward, computed
+from .rollouts.environment import Event
+from .rollouts.rollout import Rollout
+from .rollouts.stepping import stepped
 from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
+
+T = TypeVar("T")
+REWARD_SECONDS = 300.0  # that a function may take for the responses of a window
 
 
 def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
@@ -55,6 +69,8 @@ class NetworkContext:
     packing: bool
     world: World
     seed: int  # of what is sampled: of this window and no other
+    first: Mapping[str, InitialValues] = field(default_factory=dict)  # of the roles that have them
+    process: RewardProcess = field(default_factory=RewardProcess)
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, in its own precision."""
@@ -66,13 +82,14 @@ class NetworkContext:
         ends = np.cumsum([0, *counts])
         found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
-        for items, outputs, _ in self._batches(role, examples, size):
-            spans = [np.arange(ends[i], ends[i + 1]) for i in items]
-            at = np.concatenate([np.empty(0, np.int64), *spans])
-            for row, name in enumerate(spec.outputs):
-                values: torch.Tensor = getattr(outputs, name)
-                dtype = values.dtype
-                found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
+        with closing(self._batches(role, examples, size)) as batches:
+            for items, outputs, _ in batches:
+                spans = [np.arange(ends[i], ends[i + 1]) for i in items]
+                at = np.concatenate([np.empty(0, np.int64), *spans])
+                for row, name in enumerate(spec.outputs):
+                    values: torch.Tensor = getattr(outputs, name)
+                    dtype = values.dtype
+                    found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
         found = self.world.summed(found).to(dtype)
         rows = torch.split(found, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
@@ -87,36 +104,81 @@ class NetworkContext:
         self, role: str, examples: Sequence[Features], function: Reduction, size: int
     ) -> NDArray[np.float64]:
         found: torch.Tensor | None = None
-        for items, outputs, batch in self._batches(role, examples, size):
-            rows = function(outputs, batch).double().cpu()
-            if found is None:
-                found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
-            found[torch.from_numpy(items)] += rows[: len(items)]
+        with closing(self._batches(role, examples, size)) as batches:
+            for items, outputs, batch in batches:
+                rows = function(outputs, batch).double().cpu()
+                if found is None:
+                    found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
+                found[torch.from_numpy(items)] += rows[: len(items)]
         assert found is not None
         return self.world.summed(found).numpy()
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network, stops = self.networks[POLICY], self.codec.stop_token_ids
+        seed = derive(self.seed, turn) if turn else self.seed
         return self.memory.generate(
             settings,
-            lambda fitted: network.generate(prompts, fitted, seed=self.seed, stop_token_ids=stops),
+            lambda fitted: network.generate(prompts, fitted, seed=seed, stop_token_ids=stops),
         )
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """What each object of the user's class says, on rank 0. Raises ``RunError``."""
+        return self._on_main(lambda: stepped(self.process, path, events, seconds))
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on rank 0. Raises ``RunError``."""
-        found: list[float | None] | str = []
+        decode = self.codec.tokenizer.decode
+        texts = Texts(
+            [decode(list(prompt)) for prompt in prompts],
+            [decode(list(one.ids), skip_special_tokens=True) for one in samples],
+            [len(one.ids) for one in samples],
+            columns,
+        )
+        task = FunctionReward(path=reward).task
+        return self._on_main(lambda: computed(self.process, task, texts, REWARD_SECONDS, "stop"))
+
+    def reward(
+        self,
+        rewards: Mapping[str, Reward],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        on_error: Literal["stop", "skip"],
+    ) -> list[list[float | None]]:
+        """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
+        texts, found = self._texts(rollouts), list[list[float | None]]()
+        for role, reward in rewards.items():
+            if (task := reward.task) is not None:
+                compute = partial(computed, self.process, task, texts, seconds, on_error)
+                found.append(self._on_main(compute))
+            else:
+                items = [rollout.features(0.0) for rollout in rollouts]
+                found.append(self.reduce(role, items, _scores).tolist())
+        return found
+
+    def _texts(self, rollouts: Sequence[Rollout]) -> Texts:
+        decode = self.codec.tokenizer.decode
+        names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
+        return Texts(
+            [decode(list(one.prompt)) for one in rollouts],
+            [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
+            [one.num_learnt for one in rollouts],
+            {name: [one.row.columns.get(name) for one in rollouts] for name in names},
+            [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
+        )
+
+    def _on_main(self, compute: Callable[[], list[T]]) -> list[T]:
+        """The result of rank 0, or its error, on every rank."""
+        found: list[T] | str = []
         if self.world.is_main:
-            decode = self.codec.tokenizer.decode
             try:
-                found = scores(
-                    reward,
-                    [decode(list(prompt)) for prompt in prompts],
-                    [decode(list(one.ids), skip_special_tokens=True) for one in samples],
-                    columns,
-                )
+                found = compute()
             except RunError as error:
                 found = str(error)
         found = self.world.from_main(found)
@@ -127,11 +189,15 @@ class NetworkContext:
     @torch.no_grad()
     def _batches(
         self, role: str, examples: Sequence[Features], size: int
-    ) -> Iterator[tuple[Index, Outputs, Batch]]:
-        """This rank's micro-batches of ``size`` with their examples, perhaps none."""
+    ) -> Generator[tuple[Index, Outputs, Batch]]:
+        """This rank's micro-batches of ``size`` with their examples, perhaps none. It is to be
+        closed: until then the network may have other values."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
         collate = collate_of(self.stage, network.sharing, packing=self.packing)
-        with network.evaluating():
+        with ExitStack() as stack:
+            if role in self.first:
+                stack.enter_context(self.first[role].in_place())
+            stack.enter_context(network.evaluating())
             for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
                 batch = batch_of(items, examples, collate).to(device())
                 yield items, network.forward(batch, spec), batch
@@ -158,16 +224,40 @@ class BlankContext:
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
         """The longest possible responses."""
         ids = (0,) * settings.max_new_tokens
         return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """Nothing."""
+        return [None for _ in events]
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """1 and 0 in turn."""
         return [float(number % 2) for number in range(len(samples))]
+
+    def reward(
+        self,
+        rewards: Mapping[str, Reward],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        on_error: Literal["stop", "skip"],
+    ) -> list[list[float | None]]:
+        """The same of each."""
+        return [[float(number % 2) for number in range(len(rollouts))] for _ in rewards]
+
+
+def _scores(outputs: Outputs, _batch: Batch) -> torch.Tensor:
+    """[E] the values of a batch's examples."""
+    assert outputs.values is not None
+    return outputs.values
 
 
 def blank_examples(

@@ -7,7 +7,7 @@ prepared by the stage, then assigned to ranks and micro-batches. Each rank measu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
 from .control.out_of_memory import MemoryGuard
+from .rollouts.kept import KeptRollouts
+from .rollouts.recording import RecordingContext
 from .stage import POLICY, Stage, StageContext
 from .windows import Columns, Place
 
@@ -51,6 +53,7 @@ class Evaluation:
     memory: MemoryGuard
     window_size: int  # examples
     world: World
+    kept: KeptRollouts = field(default_factory=KeptRollouts)
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
         """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The
@@ -61,6 +64,7 @@ class Evaluation:
         self, held_out: EvaluationSet, after: Callable[[], None], size: int
     ) -> dict[str, float]:
         losses, figures = list[Loss](), dict[str, float]()
+        self.kept.begin()
         with self.network.evaluating():
             for cpu_batch in self._batches(held_out, figures, size):
                 batch = cpu_batch.to(device())
@@ -88,8 +92,9 @@ class Evaluation:
         times the examples of its window."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
             loaded = [held_out.examples[int(item)] for item in items]
-            context = self.context(place)
+            context = RecordingContext(self.context(place))
             prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
+            self.kept.add(context, context.found, prepared.examples)
             for name, value in prepared.figures.items():
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks

@@ -34,7 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
-from .stage import AuxiliaryModel, Stage, StageContext
+from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_of
 from .windows import Place
 
 logger = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def precomputation(
 ) -> Precomputation:
     """The known columns of ``sets``, and what the models of ``identity`` are to compute."""
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
-    pieces = list(cut(root / FOLDER, identity, sets)) if stage.auxiliary else []
+    pieces = list(cut(root / FOLDER, identity, sets)) if auxiliary_of(stage, "ahead") else []
     known = [piece.read() for piece in pieces] if world.is_main else None
     return Precomputation(stage, identity, pieces, world.from_main(known), world)
 
@@ -264,7 +264,20 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     if auxiliary.model is None:
         return policy
     changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
-    return replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    made = replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    base = _base_of(Path(auxiliary.model))
+    return made if base is None else replace(made, path=base, adapter=Path(auxiliary.model))
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that the adapter in ``folder`` is of; None if it is no adapter."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_bytes()).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{file}: names no base_model_name_or_path")
+    return str(base)
 
 
 def identity_of(

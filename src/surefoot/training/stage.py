@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from ..data.example import Message
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
+    from .rewards.reward import Reward
+    from .rollouts.environment import Event
+    from .rollouts.rollout import Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids
@@ -38,10 +42,12 @@ POLICY = "policy"  # the role of the model that the recipe trains
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A frozen model beside the policy, which computes before the first step and is freed."""
+    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
+    then; one of the windows is there whenever ``prepare`` asks it."""
 
     spec: OutputSpec
     model: ModelPath | None = None  # None: the policy as it was before the first step
+    when: Literal["ahead", "window"] = "ahead"
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,31 @@ class StageContext(Protocol):
         """[examples, ...] the result of ``function`` for a batch's outputs, a row per example: less
         to send than the outputs of every token."""
 
-    def generate(self, prompts: Prompts, settings: GenerateSection) -> list[Sample]:
-        """One sampled response of the policy for each prompt."""
+    def generate(
+        self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
+    ) -> list[Sample]:
+        """One sampled response of the policy for each prompt. Each ``turn`` of a window draws other
+        numbers."""
+
+    def environment(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """What a user's environment says to each response; computed on one rank."""
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on one rank; None if it has none."""
+
+    def reward(
+        self,
+        rewards: Mapping[str, Reward],
+        rollouts: Sequence[Rollout],
+        seconds: float,
+        on_error: Literal["stop", "skip"],
+    ) -> list[list[float | None]]:
+        """Of each reward those of all rollouts, None where there is none. A reward by a model has
+        the role of its name."""
 
 
 class Stage(Protocol):
@@ -137,6 +161,11 @@ class Stage(Protocol):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
+
+
+def auxiliary_of(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
+    """The auxiliary models of ``stage`` that compute then, by role."""
+    return {role: one for role, one in stage.auxiliary.items() if one.when == when}
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.

@@ -23,6 +23,7 @@ from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
+from .rollouts.kept import KeptRollouts
 from .saver import Saver
 from .section import TrainSection
 from .stage import POLICY, Stage
@@ -75,6 +76,7 @@ class Trainer:
     world: World = ALONE
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
+    kept: KeptRollouts = field(default_factory=KeptRollouts)  # by ``evaluation``
     _progress: _Progress = field(default_factory=_Progress, init=False)
 
     @property
@@ -277,6 +279,16 @@ class Trainer:
             warn_of_rollback(what, newest, len(skipped))
         return False
 
+    def _measure_all(self) -> dict[str, dict[str, float]]:
+        """The metrics of each evaluation set; some of its rollouts are written."""
+        parts = {}
+        for name, each in self.evals.items():
+            parts[name] = self._measure(each)
+            self.kept.end(name)
+        if self.world.is_main:
+            self.kept.write(self.state.global_step)
+        return parts
+
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:
         def after() -> None:
             self.callbacks.emit("on_prediction_step")
@@ -302,7 +314,7 @@ class Trainer:
             self.interval.log(self.callbacks)
         if control.should_evaluate and self.evals:
             try:
-                parts = {name: self._measure(each) for name, each in self.evals.items()}
+                parts = self._measure_all()
                 with self.policy.network.evaluating():  # callbacks generate without dropout
                     record_evaluation(self.section, self.callbacks, prefixed(parts, "eval"))
             except _BrokenOffError:

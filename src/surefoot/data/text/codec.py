@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from threading import Lock
+from typing import NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,13 @@ PLAIN = Dropped("plain text without a response; stage: pt trains on that")
 NO_ROOM = Dropped("the prompt leaves no room for a response within data.cutoff_len")
 TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
 NO_TEXT = Dropped("empty text")
+
+
+class NextTurn(NamedTuple):
+    """What stands between a response and the next one."""
+
+    follows: int  # the token that ends the response
+    ids: list[int]
 
 
 class Codec:
@@ -87,6 +95,31 @@ class Codec:
         dicts, schemas, marked = self._protected(self._with_system(messages), tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
         return self._chat.encode([RenderedText(text, marked)])[0].ids
+
+    def encode_turn(self, said: Message) -> NextTurn:
+        """The ids after the end token of any response, with what was ``said`` to it, up to the
+        beginning of the next one. Raises ``TemplateError`` if the template ends no response, or
+        renders one differently when others follow."""
+        before = [Message("user", "Question"), Message("assistant", "Answer")]
+        dicts, _, marked = self._protected([*before, said], ())
+        alone = self._renderer.render(dicts[:2])
+        head, _, tail = alone.rpartition("Answer")
+        ends = {self.tokenizer.decode([token]): token for token in self.stop_token_ids}
+        known = [(tail.find(end), end) for end in ends if end in tail]
+        name = self.template.name
+        if not known:
+            raise TemplateError(f"the chat template ({name}) writes no token that ends a response")
+        place, end = min(known)
+        cut = len(head) + len("Answer") + place + len(end)
+        whole = self._renderer.render(dicts, prompt=True)
+        if not whole.startswith(alone[:cut]):
+            raise TemplateError(
+                f"the chat template ({name}) changes a response when another turn follows it, so "
+                "no conversation with an environment can go on from its tokens; choose another "
+                "data.template"
+            )
+        ids = self._chat.encode([RenderedText(whole[cut:], marked)])[0].ids
+        return NextTurn(ends[end], ids)
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
         """Each conversation up to its last answer, to be continued: ids without a label."""

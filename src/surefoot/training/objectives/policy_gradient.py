@@ -1,35 +1,126 @@
 """The mathematics of policy gradients: pure functions, each with its source.
 
-Shapes: N trained positions, G samples of a group.
+Shapes: N trained positions, A responses. ``logps_N`` are log-probabilities of the policy that is
+trained, ``old_N`` those of the policy that sampled, ``advantages_N`` how much better than expected
+a response is, and a ratio that of both probabilities. A surrogate returns its gains [N], to be
+maximized, and [N] whether its bound keeps the gradient of a position from the policy.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from .preferences import sums_of_answers
 
 if TYPE_CHECKING:
     import torch
 
-
-def group_advantages(rewards_G: Sequence[float | None], epsilon: float = 1e-4) -> list[float]:
-    """How much better each sample is than its group, in standard deviations (GRPO,
-    arXiv:2402.03300); 0 for a sample without a reward."""
-    known = [reward for reward in rewards_G if reward is not None]
-    if len(known) < 2:
-        return [0.0] * len(rewards_G)
-    mean = math.fsum(known) / len(known)
-    spread = math.sqrt(math.fsum((r - mean) ** 2 for r in known) / (len(known) - 1))
-    return [0.0 if r is None else (r - mean) / (spread + epsilon) for r in rewards_G]
+    Gains = tuple[torch.Tensor, torch.Tensor]
 
 
 def clipped(
-    logps_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] PPO's clipped surrogate (arXiv:1707.06347), to be maximized, and [N] whether it is
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    clip: float,
+    clip_high: float | None = None,
+) -> Gains:
+    """PPO (arXiv:1707.06347): ``min(ratio A, clamp(ratio, 1 - clip, 1 + clip_high) A)``. With a
+    larger ``clip_high``, DAPO's Clip-Higher (arXiv:2503.14476)."""
+    return _clipped((logps_N - old_N).exp(), advantages_N, clip, clip_high)
+
+
+def dual_clipped(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    clip: float,
+    clip_high: float,
+    bound: float,
+) -> Gains:
+    """Dual-clip PPO (arXiv:1912.09729): ``clipped``, but not under ``bound A`` where the advantage
+    is negative, so that one large ratio cannot dominate."""
+    gains_N, is_clipped_N = clipped(logps_N, old_N, advantages_N, clip, clip_high)
+    least_N = bound * advantages_N
+    is_under_N = (advantages_N < 0) & (gains_N < least_N)
+    return gains_N.where(~is_under_N, least_N), is_clipped_N | is_under_N
+
+
+def cispo(
+    logps_N: torch.Tensor, old_N: torch.Tensor, advantages_N: torch.Tensor, clip_high: float
+) -> Gains:
+    """CISPO (MiniMax-M1, arXiv:2506.13585): ``min(ratio, 1 + clip_high) A log p`` with a constant
+    ratio: it bounds the weight of a position, and drops no gradient."""
+    ratio_N = (logps_N - old_N).detach().exp()
+    gains_N = ratio_N.clamp(max=1 + clip_high) * advantages_N * logps_N
+    return gains_N, ratio_N > 1 + clip_high
+
+
+def gspo(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    owner_N: torch.Tensor,
+    lengths_A: torch.Tensor,
+    clip: float,
+    clip_high: float,
+) -> Gains:
+    """GSPO (arXiv:2507.18071): ``clipped`` with one ratio for all positions of a response, the
+    geometric mean of theirs."""
+    means_A = sums_of_answers(logps_N - old_N, owner_N, len(lengths_A)) / lengths_A.clamp(min=1)
+    ratio_N = spread(means_A.exp(), owner_N)
+    return _clipped(ratio_N, advantages_N, clip, clip_high)
+
+
+def sapo(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    temperature: float,
+    temperature_negative: float,
+) -> Gains:
+    """SAPO (arXiv:2511.20347): ``4 / t sigmoid(t (ratio - 1)) A``: the gradient fades as a ratio
+    leaves 1, faster the larger the temperature, which is of the sign of the advantage. Nothing is
     clipped."""
+    import torch
+
+    is_good_N = advantages_N > 0
+    temperatures_N = torch.full_like(logps_N, temperature_negative).masked_fill(
+        is_good_N, temperature
+    )
     ratio_N = (logps_N - old_N).exp()
+    gate_N = (temperatures_N * (ratio_N - 1)).sigmoid() * 4 / temperatures_N
+    return gate_N * advantages_N, torch.zeros_like(is_good_N)
+
+
+def k1(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:
+    """[N] an estimate of the KL divergence from the reference, the log-ratio (joschu.net/blog/
+    kl-approx.html), times the ratio to the policy that sampled: so its gradient is that of the
+    divergence, and not 0 on average (DeepSeek-V3.2, arXiv:2512.02556)."""
+    return (logps_N - old_N).exp() * (logps_N - reference_N)
+
+
+def k3(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:
+    """[N] the same by an estimate that is never negative and varies less, ``exp(-d) + d - 1`` of
+    the log-ratio d."""
+    differences_N = reference_N - logps_N
+    return (logps_N - old_N).exp() * (differences_N.exp() - differences_N - 1)
+
+
+def spread(values_A: torch.Tensor, owner_N: torch.Tensor) -> torch.Tensor:
+    """[N] the value of each position's response, by sums of columns: the gradient of an index has
+    no fixed order on a GPU."""
+    import torch
+
+    answers_A = torch.arange(len(values_A), device=owner_N.device)
+    is_its_own_AN = owner_N == answers_A[:, None]
+    return torch.where(is_its_own_AN, values_A[:, None], values_A.new_zeros(())).sum(0)
+
+
+def _clipped(
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip: float, clip_high: float | None
+) -> Gains:
+    high = clip if clip_high is None else clip_high
     free_N = ratio_N * advantages_N
-    bounded_N = ratio_N.clamp(1 - clip, 1 + clip) * advantages_N
+    bounded_N = ratio_N.clamp(1 - clip, 1 + high) * advantages_N
     return free_N.minimum(bounded_N), bounded_N < free_N

@@ -1,0 +1,144 @@
+"""A trial of a recipe's rewards on responses that its model samples, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ..batch import Features
+from ..data.encoded import Dropped
+from ..data.example import Example
+from ..data.rows.catalog import Catalog
+from ..data.rows.rows import read_examples
+from ..data.text.codec import Codec
+from ..errors import DataError, RecipeError
+from ..parallel.world import ALONE
+from ..recipe.recipe import Recipe
+from ..run.contexts import context_of
+from ..training.objectives.advantages import is_flat
+from ..training.rollouts.recording import Recorded, RecordingContext
+from ..training.stage import POLICY
+from .auxiliary_outputs import models_of_windows
+from .evaluation import encoded, ready_to_measure
+from .model_loading import PLAINLY, open_start
+
+MOST_ROWS = 1000  # that are looked at for so many prompts
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """One reward of all responses; None where no response has one."""
+
+    name: str
+    lowest: float | None
+    mean: float | None
+    highest: float | None
+    num_missing: int  # responses without it
+    num_changed: int  # that got another one the second time
+
+    @classmethod
+    def of(
+        cls, name: str, first: Sequence[float | None], again: Sequence[float | None]
+    ) -> RewardReport:
+        """That of two calls for the same responses."""
+        known = [value for value in first if value is not None]
+        changed = sum(a != b for a, b in zip(first, again, strict=True))
+        missing = len(first) - len(known)
+        if not known:
+            return cls(name, None, None, None, missing, changed)
+        mean = math.fsum(known) / len(known)
+        return cls(name, min(known), mean, max(known), missing, changed)
+
+
+@dataclass(frozen=True)
+class CheckedResponse:
+    """A response and its rewards."""
+
+    origin: str
+    prompt: str
+    response: str
+    rewards: dict[str, float | None]
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class RewardCheck:
+    """What the rewards of a recipe are like."""
+
+    rewards: Sequence[RewardReport]
+    num_groups: int
+    num_flat_groups: int  # whose responses all have the same reward: nothing to learn from
+    seconds: float  # of sampling and of rewarding twice
+    responses: Sequence[CheckedResponse]
+
+
+def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
+    """Sample a group for each of the first ``count`` prompts, and reward all responses twice.
+    Raises ``RecipeError`` if the stage has no reward, ``RunError`` if one fails."""
+    if not recipe.stage.max_new_tokens:
+        raise RecipeError("stage: nothing is sampled and rewarded; expected one such as grpo")
+    opened = open_start(recipe)
+    items = _prompts(recipe, opened.codec, count)
+    longest = max(len(item["input_ids"]) for item in items) + recipe.stage.max_new_tokens
+    started = time.monotonic()
+    with (
+        ready_to_measure(opened, recipe, longest) as network,
+        models_of_windows(recipe, opened.codec, ALONE, PLAINLY) as others,
+    ):
+        networks = {POLICY: network, **others}
+        inner = context_of(recipe, opened.codec, networks, ALONE, recipe.train.seed)
+        context = RecordingContext(inner, times=2)
+        recipe.stage.prepare(context, items)
+    if not context.found:
+        raise RecipeError("stage: it computes no rewards; expected one such as grpo")
+    return _report(context.found[0], opened.codec, time.monotonic() - started)
+
+
+def _prompts(recipe: Recipe, codec: Codec, count: int) -> list[Features]:
+    """The first prompts of the training datasets that are not dropped."""
+    found: list[Features] = []
+    for example in islice(_examples(recipe), MOST_ROWS):
+        if len(found) < count:
+            (outcome,) = recipe.stage.encode([example], codec)
+            if not isinstance(outcome, Dropped):
+                found += encoded(recipe.stage, [example], codec)
+    if not found:
+        raise DataError(f"data.datasets: no prompt in the first {MOST_ROWS:,} rows can be used")
+    return found[:count]
+
+
+def _examples(recipe: Recipe) -> Iterator[Example]:
+    catalog = Catalog(recipe.data)
+    for name in recipe.data.datasets:
+        entry = catalog.entry(str(name))
+        every = read_examples(entry, max_broken_rows=recipe.data.max_broken_rows)
+        yield from (example for example in every if isinstance(example, Example))
+
+
+def _report(recorded: Recorded, codec: Codec, seconds: float) -> RewardCheck:
+    first, again = recorded.by_reward
+    totals = recorded.rewards
+    groups: dict[int, list[float | None]] = {}
+    for rollout, reward in zip(recorded.rollouts, totals, strict=True):
+        groups.setdefault(rollout.group, []).append(reward)
+    decode = codec.tokenizer.decode
+    responses = [
+        CheckedResponse(
+            rollout.row.origin,
+            decode(list(rollout.prompt)),
+            decode(list(rollout.completion), skip_special_tokens=True),
+            {name: values[i] for name, values in first.items()},
+            totals[i],
+        )
+        for i, rollout in enumerate(recorded.rollouts)
+    ]
+    return RewardCheck(
+        [RewardReport.of(name, first[name], again[name]) for name in first],
+        len(groups),
+        sum(map(is_flat, groups.values())),
+        seconds,
+        responses,
+    )

@@ -1,0 +1,228 @@
+"""Rewards computed in a process of their own, with a time limit.
+
+What a function of a user's does to its process (hang, crash, change its state) cannot reach the run
+that trains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import RunError
+from . import worker
+
+END_SECONDS = 5.0  # for a process to end by itself
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Responses as rewards read them: lists of equal length."""
+
+    prompts: Sequence[str]
+    completions: Sequence[str]
+    lengths: Sequence[int]  # tokens of each completion
+    columns: Mapping[str, Sequence[object]]  # of their rows
+    origins: Sequence[str] = ()  # of the rows, for messages
+
+    def at(self, place: int) -> Texts:
+        """The response at ``place`` alone."""
+        one = slice(place, place + 1)
+        columns = {name: values[one] for name, values in self.columns.items()}
+        parts = self.prompts[one], self.completions[one], self.lengths[one]
+        return Texts(*parts, columns, self.origins[one])
+
+    def name(self, place: int) -> str:
+        """A response, for messages."""
+        origin = self.origins[place] if self.origins else f"prompt {place + 1} of the window"
+        return f"{origin} (response {short(self.completions[place])})"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A reward, as the process knows it."""
+
+    name: str  # for messages
+    rule: str
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A response whose reward could not be computed; without a place, all of them."""
+
+    place: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rewards, None where there is none, and failures."""
+
+    rewards: list[float | None]
+    failures: Sequence[Failure] = ()
+
+
+class LateError(Exception):
+    """The limit is over."""
+
+
+@dataclass
+class RewardProcess:
+    """The process, started with the first task and again after it has been ended."""
+
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def check(self, task: Task, seconds: float) -> None:
+        """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
+        empty = Texts((), (), (), {})
+        found = self.compute(task, empty, seconds)
+        if found.failures:
+            raise RunError(f"{task.name}: {found.failures[0].why}")
+
+    def compute(
+        self, task: Task, texts: Texts, seconds: float, *, is_one_enough: bool = True
+    ) -> Found:
+        """The rewards of ``texts``, all in one call. If it fails, or takes more than ``seconds``,
+        the responses are tried one by one, to find those that are at fault, or the first of those
+        that take too long if ``is_one_enough``."""
+        count = len(texts.completions)
+        try:
+            reply = self._ask(task, texts, seconds)
+        except LateError:
+            why = f"took more than {seconds:g} seconds (reward_timeout)"
+            return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
+        if "error" in reply:
+            return Found([None] * count, [Failure(None, reply["error"])])
+        failures = [Failure(int(at), why) for at, why in reply["errors"].items()]
+        return Found(reply["rewards"], failures)
+
+    def _hanging(
+        self, task: Task, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
+    ) -> Found:
+        rewards: list[float | None] = []
+        failures: list[Failure] = []
+        count = len(texts.completions)
+        if count < 2:
+            return Found([None] * count, [Failure(0 if count else None, why)])
+        for place in range(count):
+            try:
+                reply = self._ask(task, texts.at(place), seconds)
+            except LateError:
+                reply = {"error": why}
+            if "error" in reply:
+                failures.append(Failure(place, reply["error"]))
+            rewards += reply.get("rewards", [None])
+            if failures and is_one_enough:
+                return Found([None] * count, failures)
+        return Found(rewards, failures or [Failure(None, why)])
+
+    def step(
+        self, path: str, events: Sequence[Mapping[str, object]], seconds: float
+    ) -> dict[str, Any]:
+        """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
+        ``place`` of its response."""
+        try:
+            return self._send({"settings": {"path": path}, "events": list(events)}, seconds)
+        except LateError:
+            return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
+
+    def _ask(self, task: Task, texts: Texts, seconds: float) -> dict[str, Any]:
+        """The rewards of ``texts``. Raises ``LateError``."""
+        given = {
+            "rule": task.rule,
+            "settings": dict(task.settings),
+            "prompts": list(texts.prompts),
+            "completions": list(texts.completions),
+            "lengths": list(texts.lengths),
+            "columns": {name: list(values) for name, values in texts.columns.items()},
+        }
+        return self._send(given, seconds)
+
+    def _send(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        """The process's answer. Raises ``LateError``, and ends the process then."""
+        process = self._running()
+        line = json.dumps(given)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line.encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self._ended()
+        found = _line(process, time.monotonic() + seconds)
+        if found is None:
+            self.end()
+            raise LateError
+        return dict(json.loads(found)) if found else self._ended()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the process that trains
+            )
+            weakref.finalize(self, _end, self._process, os.getpid())
+        return self._process
+
+    def _ended(self) -> dict[str, Any]:
+        """The process ended by itself, in a function of the user's."""
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        self.end()
+        return {"error": f"ended its process {how}"}
+
+    def end(self) -> None:
+        """End the process, with all that it has started."""
+        if self._process is not None:
+            _end(self._process, os.getpid())
+            self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    if os.getpid() != pid:  # in a copy of the process that has started it
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+    process.wait(END_SECONDS)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:  # of what was written to it last
+                continue
+
+
+def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
+    """One line of the process; empty if it has ended, None if it is late."""
+    assert process.stdout is not None
+    parts: list[bytes] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not (parts and parts[-1].endswith(b"\n")):
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                return None
+            part = os.read(process.stdout.fileno(), 1 << 16)
+            if not part:
+                return b""
+            parts.append(part)
+    return b"".join(parts)
+
+
+def short(text: str) -> str:
+    """A response, for messages."""
+    shown = repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

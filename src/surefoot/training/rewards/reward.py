@@ -1,0 +1,90 @@
+"""The ``Reward`` protocol, and the sum of several."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+from ...errors import RunError, counted
+from ..stage import AuxiliaryModel
+from .process import Found, RewardProcess, Task, Texts
+
+logger = logging.getLogger(__name__)
+OnError = Literal["stop", "skip"]
+
+
+class Reward(Protocol):
+    """How responses are rewarded. Its fields are its settings in the recipe. It is computed in a
+    process of its own as a ``task``, or by a frozen ``model`` beside the policy."""
+
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """What it is called in metrics."""
+
+    @property
+    def task(self) -> Task | None:
+        """What the process computes; None: the model computes it."""
+
+    @property
+    def model(self) -> AuxiliaryModel | None:
+        """The model; None: there is a task."""
+
+
+def names_of(rewards: Sequence[Reward]) -> list[str]:
+    """The name of each, with a number where it occurs again."""
+    found: list[str] = []
+    for reward in rewards:
+        before = sum(other.name == reward.name for other in rewards[: len(found)])
+        found.append(f"{reward.name}_{before + 1}" if before else reward.name)
+    return found
+
+
+def computed(
+    process: RewardProcess, task: Task, texts: Texts, seconds: float, on_error: OnError
+) -> list[float | None]:
+    """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
+    response; if ``on_error`` is skip, those that failed have none."""
+    is_one_enough = on_error == "stop"
+    found = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
+    if not found.failures:
+        return found.rewards
+    said = _said(task, found, texts)
+    if is_one_enough:
+        raise RunError(
+            f"{said}; mend it, or set on_reward_error: skip, which leaves out such responses"
+        )
+    logger.warning("%s; skipped", said)
+    return found.rewards
+
+
+def _said(task: Task, found: Found, texts: Texts) -> str:
+    first = found.failures[0]
+    if first.place is None:
+        return f"{task.name}: {first.why}"
+    more = len(found.failures) - 1
+    rest = f" (and for {counted(more, 'other response')})" if more else ""
+    return f"{task.name}: {texts.name(first.place)}: {first.why}{rest}"
+
+
+def total(
+    by_reward: Sequence[Sequence[float | None]], weights: Sequence[float]
+) -> list[float | None]:
+    """The weighted sum of the rewards of each response; None if it has none of them."""
+    found: list[float | None] = []
+    for values in zip(*by_reward, strict=True):
+        known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+        found.append(sum(known) if known else None)
+    return found
+
+
+def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> Mapping[str, float]:
+    """The mean of each reward over the responses that have it, if there are several."""
+    found = {}
+    for name, values in zip(names, by_reward, strict=True) if len(names) > 1 else ():
+        known = [value for value in values if value is not None]
+        if known:
+            found[f"rewards/{name}"] = sum(known) / len(known)
+    return found

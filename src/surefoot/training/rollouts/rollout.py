@@ -1,0 +1,91 @@
+"""Rollouts: what the policy said to a prompt, as token ids from beginning to end.
+
+Everything that is trained on or rewarded is read from these ids; nothing is tokenized again, so
+that no token differs from the one that was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from ...batch import IGNORE_INDEX, Features
+from ...data.encoded import Dropped, Encoded, Truncated
+from ...data.example import Example
+
+if TYPE_CHECKING:
+    pass
+
+StopReason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row of a dataset that a prompt is made of."""
+
+    columns: Mapping[str, object]
+    origin: str = ""  # for messages
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A prompt and what followed: one response, or several turns with an environment."""
+
+    ids: tuple[int, ...]  # of prompt, responses and what the environment said between them
+    learnt: tuple[bool, ...]  # which of them the policy has sampled
+    logps: tuple[float, ...]  # as sampled, at ``temperature``; 0 of what is not sampled
+    num_prompt: int  # tokens that were there first
+    temperature: float
+    stop_reason: StopReason
+    group: int  # the prompt, counted in its window
+    row: Row
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The ids that were there first."""
+        return self.ids[: self.num_prompt]
+
+    @property
+    def completion(self) -> tuple[int, ...]:
+        """All ids after them."""
+        return self.ids[self.num_prompt :]
+
+    @property
+    def num_learnt(self) -> int:
+        """Sampled tokens."""
+        return sum(self.learnt)
+
+    @property
+    def sampled_logps(self) -> list[float]:
+        """Of the sampled tokens alone."""
+        return [logp for logp, is_own in zip(self.logps, self.learnt, strict=True) if is_own]
+
+    def features(self, advantages: Sequence[float] | float) -> Features:
+        """To be trained on, with the advantage of each sampled token, or of all."""
+        pairs = zip(self.ids, self.learnt, strict=True)
+        if isinstance(advantages, float):
+            advantages = [advantages] * self.num_learnt
+        return {
+            "input_ids": list(self.ids),
+            "labels": [token if is_own else IGNORE_INDEX for token, is_own in pairs],
+            "advantages": list(advantages),  # type: ignore[arg-type]
+        }
+
+
+def with_row(outcome: Encoded, example: Example) -> Encoded:
+    """An encoded prompt with its row, as bytes."""
+    if isinstance(outcome, Dropped | Truncated):
+        return outcome
+    columns = json.dumps(example.columns, default=str).encode()
+    return [{**item, "row": columns, "origin": example.origin.encode()} for item in outcome]
+
+
+def read_row(item: Features) -> Row:
+    """The row of an encoded prompt."""
+    return Row(json.loads(_bytes(item, "row")), _bytes(item, "origin").decode())
+
+
+def _bytes(item: Features, name: str) -> bytes:
+    return bytes(int(value) for value in item.get(name, ()))

@@ -1,0 +1,157 @@
+"""Rewards in their process: functions that fail in every way, rules, sums."""
+
+import json
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from stage_data import REWARD
+from surefoot.errors import RecipeError, RunError
+from surefoot.schema import read
+from surefoot.schema.locations import FunctionPath
+from surefoot.stages.grpo import GRPO
+from surefoot.training.rewards.kinds import FunctionReward
+from surefoot.training.rewards.process import RewardProcess, Texts
+from surefoot.training.rewards.reward import computed, means, names_of, total
+
+
+@pytest.fixture(scope="module")
+def process():
+    made = RewardProcess()
+    yield made
+    made.end()
+
+
+def texts(*completions, **columns):
+    count = len(completions)
+    origins = [f"sums:{i}" for i in range(count)]
+    return Texts(["p"] * count, completions, [*map(len, completions)], columns, origins)
+
+
+def function(name):
+    return FunctionReward(path=FunctionPath(f"{REWARD}:{name}")).task
+
+
+def rule(**settings):
+    return read(GRPO, {"reward": [settings]}).reward[0].task
+
+
+def rewards(process, task, given, on_error="stop", seconds=20.0):
+    return computed(process, task, given, seconds, on_error)
+
+
+def test_a_function_gets_the_columns_that_it_names(process):
+    given = texts("ab", "c", output=["x", "yz"], more=[1, 2])
+    assert rewards(process, function("some"), given) == [None, 3.0]
+    assert rewards(process, function("flat"), given) == [1.0, 1.0]
+    assert rewards(process, function("loud"), given) == [1.0, 1.0]
+
+
+FAILURES = {
+    "wrong": "gave 1 reward for 2 completions",
+    "missing": "defines no missing",
+    "some": "TypeError",
+    "broken": "sums:1 .response 'bad'.: ZeroDivisionError",
+    "unclear": "sums:1 .*expected a finite number or None for a reward, got nan",
+    "ending": "ended its process with code 7",
+    "hanging": "sums:1 .*took more than 0.5 seconds .reward_timeout.",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_reward_that_fails_names_itself_and_the_row(process, name):
+    with pytest.raises(RunError, match=f"stage_rewards.py:{name}: .*{FAILURES[name]}"):
+        rewards(
+            process, function(name), texts("a", "bad"), seconds=0.5 if name == "hanging" else 20
+        )
+    assert rewards(process, function("flat"), texts("a")) == [1.0]  # it works again
+
+
+@pytest.mark.parametrize("name", ["broken", "unclear", "hanging"])
+def test_a_response_whose_reward_fails_can_be_skipped(process, name):
+    seconds = 0.5 if name == "hanging" else 20.0
+    given = texts("a", "bad", "c")
+    assert rewards(process, function(name), given, "skip", seconds) == [1.0, None, 1.0]
+
+
+def test_a_file_is_checked_before_a_run(process):
+    process.check(function("flat"), 20.0)
+    with pytest.raises(RunError, match=r"there is no Python file /nowhere\.py"):
+        process.check(FunctionReward(path=FunctionPath("/nowhere.py:f")).task, 20.0)
+
+
+def test_rules(process, tmp_path):
+    given = texts("42", " 42 \n", "so: 7", gold=["42", 42, None])
+    assert rewards(process, rule(exact_match={"column": "gold"}), given) == [1.0, 1.0, None]
+    found = rewards(process, rule(regex={"pattern": r"so: (\d)", "column": "gold"}), given)
+    assert found == [0.0, 0.0, None]
+    assert rewards(process, rule(regex={"pattern": r"\d$"}), given) == [1.0, 0.0, 1.0]
+    limits = {"soft_limit": 2, "hard_limit": 4}
+    assert rewards(process, rule(length=limits), given) == [0.0, -1.0, -1.0]
+    assert rewards(process, rule(length=limits), texts("abc")) == [-0.5]
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "object", "required": ["a"]}))
+    task = rule(json_schema={"schema": str(schema)})
+    assert rewards(process, task, texts('{"a": 1}', "{}", "no")) == [1.0, 0.0, 0.0]
+
+
+def test_a_column_that_is_missing_is_named_with_those_there_are(process):
+    with pytest.raises(RunError, match=r"exact_match: the dataset has no column 'gold' .*: other"):
+        rewards(process, rule(exact_match={"column": "gold"}), texts("a", "b", other=[1, 2]))
+
+
+class Scores(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"rewards": [len(text) for text in asked["completions"]]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_server_is_asked(process):
+    with HTTPServer(("localhost", 0), Scores) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        task = rule(server={"url": f"http://localhost:{server.server_port}/score"})
+        assert rewards(process, task, texts("a", "abc")) == [1.0, 3.0]
+        server.shutdown()
+    with pytest.raises(RunError, match=r"http://localhost.*refused"):
+        rewards(process, task, texts("a"))
+
+
+def test_several_are_added_with_their_weights():
+    by_reward = [[1.0, None, None], [0.5, 2.0, None]]
+    assert total(by_reward, [1.0, 2.0]) == [2.0, 4.0, None]
+    several = read(GRPO, {"reward": ["r.py:f", "q.py:f", {"exact_match": {"column": "a"}}]}).reward
+    assert names_of(several) == ["f", "f_2", "exact_match"]
+    assert means(["f", "g"], by_reward) == {"rewards/f": 1.0, "rewards/g": 1.25}
+
+
+def test_the_process_ends_with_its_owner():
+    made = RewardProcess()
+    rewards(made, function("flat"), texts("a"))
+    number = made._process.pid
+    del made
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("no function", "expected a function as file.py:name"),
+        ([{"exactmatch": {}}], "did you mean exact_match"),
+        ([{"length": {"soft_limit": 3, "hard_limit": 1}}], "less than hard_limit"),
+        ({"regex": {"pattern": "("}}, "not a regular expression"),
+        ({"server": {"url": "localhost"}}, "must begin with http"),
+        ([], "expected at least one"),
+    ],
+)
+def test_a_reward_that_means_nothing_is_refused(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        read(GRPO, {"reward": settings})
