@@ -142,7 +142,7 @@ def compare(name: str, model: PreTrainedModel, args: argparse.Namespace, most: i
     """All ways in turns, and their speeds."""
     vocabulary = model.config.vocab_size
     prompts = prompts_of(vocabulary, [16, 32, 64, 96, 128])
-    stops = list(range(3, 3 + max(1, vocabulary // (most // 2)))) if most else [2]
+    stops = list(range(3, 3 + vocabulary // (most // 2)))  # a token in 64 or so ends a response
     section = GenerateSection(max_new_tokens=most, do_sample=True, batch_size=args.slots)
     wanted = sample(model, prompts, section, stop_token_ids=stops, seed=1)
     ways: dict[str, Callable[[], int]] = {
@@ -160,6 +160,7 @@ def compare(name: str, model: PreTrainedModel, args: argparse.Namespace, most: i
             wall, cpu = time.monotonic(), time.process_time()
             assert work() == count, way
             costs[way].append((time.monotonic() - wall, time.process_time() - cpu))
+        say(", ".join(f"{way} {found[-1][1]:.1f}" for way, found in costs.items()) + " CPU seconds")
     for way, found in costs.items():
         speeds = sorted(count / cpu for _, cpu in found)
         ratios = sorted(one[1] / own[1] for one, own in zip(found, costs["surefoot"], strict=True))

@@ -26,26 +26,26 @@ _FEW = 0.2  # of all tokens
 class Mismatch:
     """The difference at each token, sampled minus trained."""
 
-    differences_N: NDArray[np.float64]
+    differences: NDArray[np.float64]  # [N]
 
     @property
     def figures(self) -> Mapping[str, float]:
         """The mean and largest distance in nats, and the KL divergence of the trained policy from
         the sampled one, which is estimated by r - 1 - log r (http://joschu.net/blog/kl-approx.html)
         with r the ratio of trained to sampled probability."""
-        distances_N = np.abs(self.differences_N)
-        ratios_N = np.exp(-self.differences_N)
+        distances_N = np.abs(self.differences)
+        ratios_N = np.exp(-self.differences)
         return {
             "sampling_gap": float(distances_N.mean()),
             "sampling_gap_max": float(distances_N.max()),
-            "sampling_kl": float((ratios_N - 1 + self.differences_N).mean()),
+            "sampling_kl": float((ratios_N - 1 + self.differences).mean()),
         }
 
     @property
     def cause(self) -> str | None:
         """What is likely wrong, or None if nothing is."""
-        distances_N = np.abs(self.differences_N)
-        if not np.isfinite(self.differences_N).all():
+        distances_N = np.abs(self.differences)
+        if not np.isfinite(self.differences).all():
             return "a log-probability is not finite"
         if distances_N.mean() <= MEAN:
             return None
@@ -56,8 +56,8 @@ class Mismatch:
                 "few bits round improbable tokens; float32 would tell (train.precision)"
             )
         return (
-            f"most tokens differ ({share:.0%}), as if they were sampled with other weights, without "
-            "the adapter, at another temperature, or after another prompt"
+            f"most tokens differ ({share:.0%}), as if they were sampled with other weights, "
+            "without the adapter, at another temperature, or after another prompt"
         )
 
 
