@@ -87,7 +87,7 @@ def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
     that there may be."""
     longest = max(len(request.prompt) for request in requests)
     bound = max(len(request.prompt) + request.most for request in requests)
-    return SlotCache(num_slots, min(longest + COLUMNS, bound), bound)
+    return SlotCache(num_slots, min(longest + 4 * COLUMNS, bound), bound)
 
 
 def _ended(rows: list[Row], cache: SlotCache) -> Iterator[Finished]:

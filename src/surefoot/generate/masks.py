@@ -32,7 +32,7 @@ class Masks:
             if window is not None:
                 mask = seen_BL & (columns_L > positions_B[:, None] - window)
             found[name] = (mask if added_as is None else _added(mask, added_as))[:, None, None]
-        return found.get(_ONE, found)  # type: ignore[arg-type]
+        return found.get(_ONE, found)
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

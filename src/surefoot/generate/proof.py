@@ -21,14 +21,14 @@ from .slots import SlotCache
 logger = logging.getLogger(__name__)
 _TRIED = "drivers_over_slots"  # an attribute of models that have been tried
 _TOLD = "is_known_to_scale_by_length"  # likewise
-_BY_LENGTH, _FIRST = ("dynamic", "longrope"), "original_max_position_embeddings"
+_FIRST = "original_max_position_embeddings"
 _STEPS = 4
 _LENGTHS = (3, 19)
 
 
 def must_be_alone(model: nn.Module, longest: int) -> bool:
-    """Whether rows of up to ``longest`` tokens may have none beside them: some scalings of rotary
-    embeddings (dynamic, longrope) change for all rows at the length of the longest one."""
+    """Whether rows of up to ``longest`` tokens may have none beside them: a scaling of rotary
+    embeddings (longrope) changes for all rows at the length of the longest one."""
     inner = inner_model(model)
     is_alone = _scales_by_length(inner.config.get_text_config(), longest)
     if is_alone and not vars(inner).get(_TOLD):
@@ -45,7 +45,7 @@ def must_be_alone(model: nn.Module, longest: int) -> bool:
 def _scales_by_length(config: PretrainedConfig, longest: int) -> bool:
     told = getattr(config, "rope_parameters", None) or {}
     parts = [told, *(part for part in told.values() if isinstance(part, dict))]
-    scaled = [part for part in parts if part.get("rope_type") in _BY_LENGTH]
+    scaled = [part for part in parts if part.get("rope_type") == "longrope"]
     most = getattr(config, "max_position_embeddings", 0)
     own = getattr(config, _FIRST, most)
     return any(longest > int(part.get(_FIRST) or own) for part in scaled)

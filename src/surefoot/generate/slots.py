@@ -3,7 +3,7 @@
 No row is padded on the left: a row of n tokens is in columns 0 to n - 1 of its slot, and a mask
 says which columns it sees. A slot whose row has ended is taken by the next one.
 
-Columns are read in multiples of 64. On a CPU in float32, the fused attention then gives a row the
+Columns are read in multiples of 16. On a CPU in float32, the fused attention then gives a row the
 same bits whatever the others' lengths are, and a matrix product does if it has four rows or more.
 
 Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-COLUMNS = 64
+COLUMNS = 16
 MIN_ROWS = 4
 
 

@@ -22,6 +22,7 @@ from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, means, names_of, total
 from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
 from ..training.rollouts.rollout import Rollout, read_row, with_row
+from ..training.rollouts.sampling_check import sampling_figures
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,
@@ -239,7 +240,8 @@ class GRPO:
         groups = [rewards[start : start + self.group_size] for start in starts]
         advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
         more = means([*self._named], by_reward)
-        figures = {**_figures(rewards, groups, rollouts), **more}
+        gaps = sampling_figures(context, POLICY, rollouts)
+        figures = {**_figures(rewards, groups, rollouts), **more, **gaps}
         if not any(advantages):
             return Prepared((), figures)
         kept = [not (self.drop_flat_groups and is_flat(g)) for g in groups for _ in g]
