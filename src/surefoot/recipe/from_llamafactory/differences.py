@@ -21,7 +21,7 @@ def _template(given: GivenArguments) -> str | None:
         return None
     if name not in SAME:
         return f"template: {name} is the model's own chat template here, which it is served with"
-    if SAME[name] is None:
+    if SAME[name][1] is None or given.sets("default_system"):
         return None
     return (
         f"template: {name} has its default system message in data.default_system; the line break "

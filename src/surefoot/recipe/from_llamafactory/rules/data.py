@@ -51,9 +51,10 @@ def _template(given: GivenArguments) -> Settings:
         near = difflib.get_close_matches(name, TEMPLATES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise RefusedArgumentError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
-    found: Settings = {"data.template": name if name in SAME else "auto"}
-    if SAME.get(name) is not None and not given.sets("default_system"):
-        found["data.default_system"] = SAME[name]
+    bundled, system = SAME.get(name, ("auto", None))
+    found: Settings = {"data.template": bundled}
+    if system is not None and not given.sets("default_system"):
+        found["data.default_system"] = system
     return found
 
 
