@@ -401,10 +401,11 @@ def test_intervals_of_steps_and_epochs():
 
 def test_hubs_are_settings_of_the_environment():
     found = recipe({"USE_MODELSCOPE_HUB": "1"}, dataset_dir="ONLINE", dataset="a/b,c/d")
-    assert found.model.hub == "modelscope"
-    assert found.data.datasets[1].source == {"name": "c/d", "ms_hub_url": "c/d"}
+    assert (found.model.hub, found.data.hub) == ("modelscope", "modelscope")
+    assert [str(name) for name in found.data.datasets] == ["a/b", "c/d"]
     found = recipe(dataset_dir="ONLINE", dataset="a/b")
-    assert (found.model.hub, found.data.datasets[0].source["hf_hub_url"]) == ("huggingface", "a/b")
+    assert (found.model.hub, found.data.hub) == ("huggingface", "huggingface")
+    assert "'identity' is no hub id" in refusal(dataset_dir="ONLINE", dataset="identity")
     assert "hf download x/y --repo-type dataset" in refusal(dataset_dir="REMOTE:x/y")
 
 
