@@ -25,6 +25,7 @@ from surefoot.recipe.other_yaml import MINDFORMERS
 from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
+from surefoot.stages import STAGES
 
 FOLDER = Path(__file__).parent / "llamafactory"
 THEIRS = json.loads((FOLDER / "arguments.json").read_text())
@@ -373,6 +374,19 @@ def test_stages(values, stage):
     found = recipe(**values).stage
     assert type(found).__name__.lower() == values["stage"]
     assert {key: getattr(found, key) for key in stage} == stage
+
+
+def test_ppo_has_the_settings_of_trl():
+    values = {"reward_model": "r", "ppo_epochs": 2, "ppo_buffer_size": 3, "ppo_target": 5.0}
+    if "ppo" not in STAGES:
+        assert "stage: grpo trains on rewards" in refusal(stage="ppo", **values)
+        return
+    found = recipe(stage="ppo", per_device_train_batch_size=4, **values)
+    stage = found.stage
+    assert (stage.passes, stage.mini_batches, found.train.global_batch_size) == (2, 3, 12)
+    assert (stage.kl_target, stage.kl_coefficient, stage.temperature) == (5.0, 0.2, 0.95)
+    assert stage.reward[0].path == "r"
+    assert "is needed for stage: ppo" in refusal(stage="ppo")
 
 
 def test_losses_that_trl_ignores_are_named():

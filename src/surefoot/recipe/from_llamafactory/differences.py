@@ -87,6 +87,12 @@ def _half_badam(given: GivenArguments) -> str | None:
     return None
 
 
+def _sampling(given: GivenArguments) -> str | None:
+    if given["stage"] != "ppo":
+        return None
+    return "ppo: responses are sampled at the temperature, without top_p and top_k, as they train"
+
+
 def _at_the_end(given: GivenArguments) -> str | None:
     wants = [name for name in ("do_eval", "do_predict") if given[name]]
     if (
@@ -100,7 +106,7 @@ def _at_the_end(given: GivenArguments) -> str | None:
 
 DIFFERENCES: tuple[Note, ...] = (
     *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
-    *(_new_adapter, _half_badam, _at_the_end),
+    *(_new_adapter, _half_badam, _sampling, _at_the_end),
 )
 
 
