@@ -8,10 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import Seq2SeqTrainingArguments, get_scheduler
 
+from surefoot.data.data_order import hold_out
 from surefoot.errors import RecipeError
 from surefoot.recipe.conversion import convert_any
 from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
@@ -26,6 +28,7 @@ from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
 from surefoot.stages import STAGES
+from surefoot.training.windows import num_steps
 
 FOLDER = Path(__file__).parent / "llamafactory"
 THEIRS = json.loads((FOLDER / "arguments.json").read_text())
@@ -573,3 +576,20 @@ def test_refused_arguments_say_what_to_do_instead():
             assert re.search(r"; |write|set |remove|name ", argument.outcome.reason), name
         if isinstance(argument.outcome, NoEffect):
             assert not argument.outcome.reason.endswith("."), name
+
+
+@pytest.mark.parametrize("num_rows", [7, 40, 41, 999, 1000])
+@pytest.mark.parametrize(("epochs", "ranks"), [(3.0, 1), (0.5, 1), (2.7, 4), (1.0, 3)])
+def test_a_run_has_as_many_steps_and_held_out_rows_as_theirs(num_rows, epochs, ranks):
+    """The arithmetic of datasets' ``train_test_split`` and of transformers' Trainer."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    values = {**sizes, "num_train_epochs": epochs, "val_size": 0.1}
+    found = recipe({"WORLD_SIZE": str(ranks)}, **values)
+    trained = num_rows - math.ceil(0.1 * num_rows)
+    batches = math.ceil(math.ceil(trained / 2) / ranks)  # of a rank
+    theirs = math.ceil(epochs * max(batches // 8 + (batches % 8 > 0), 1))
+
+    held = hold_out(np.arange(num_rows), num_rows=num_rows, val_size=found.data.val_size, seed=42)
+    assert int(held.sum()) == num_rows - trained
+    per_epoch = math.ceil(trained / found.train.global_batch_size)  # of the Loader
+    assert num_steps(found.train, per_epoch) == theirs

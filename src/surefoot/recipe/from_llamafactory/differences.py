@@ -53,7 +53,9 @@ def _packing(given: GivenArguments) -> str | None:
     return None
 
 
-def _long(_given: GivenArguments) -> str | None:
+def _long(given: GivenArguments) -> str | None:
+    if given["stage"] == "pt":
+        return "long texts: they are split into pieces of cutoff_len tokens, and none is lost"
     return (
         "long examples: later turns, then the end of a response are truncated, never the question"
     )
