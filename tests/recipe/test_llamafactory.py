@@ -45,6 +45,7 @@ COMMAND = shlex.split(
     "--badam_switch_interval 50 --badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps "
     "--eval_steps 100 --per_device_eval_batch_size 2"
 )
+FOUR = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 LEAST = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "do_train": True}
 
 
@@ -231,7 +232,7 @@ def test_text_for_a_switch_is_read_as_it_is_meant():
 
 
 @pytest.mark.parametrize(
-    ("environment", "ranks"), [({}, 1), ({"WORLD_SIZE": "4"}, 4), ({"NPROC_PER_NODE": "2"}, 2)]
+    ("environment", "ranks"), [({}, 1), (FOUR, 4), ({"NPROC_PER_NODE": "2"}, 2)]
 )
 def test_a_global_batch_counts_all_ranks(environment, ranks):
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}
@@ -255,7 +256,7 @@ def test_a_global_batch_counts_all_ranks(environment, ranks):
 def test_deepspeed_files_shard_alike(tmp_path, name, mesh):
     text = EXAMPLES[f"examples/deepspeed/ds_{name}_config.json"]
     (tmp_path / "ds.json").write_text(text)
-    found = recipe({"WORLD_SIZE": "4"}, deepspeed=str(tmp_path / "ds.json"))
+    found = recipe(FOUR, deepspeed=str(tmp_path / "ds.json"))
     parallel = found.parallel
     assert mesh == (
         parallel.dp_replicate,
@@ -283,7 +284,7 @@ def test_fsdp_files_shard_alike(name):
     if "offload" in name:
         assert "weights stay on the GPU" in refusal(fsdp_config=content)
         return
-    parallel = recipe({"WORLD_SIZE": "4"}, fsdp_config=content).parallel
+    parallel = recipe(FOUR, fsdp_config=content).parallel
     assert (parallel.dp_replicate, parallel.dp_shard) == (1, 4)
 
 
@@ -584,7 +585,7 @@ def test_a_run_has_as_many_steps_and_held_out_rows_as_theirs(num_rows, epochs, r
     """The arithmetic of datasets' ``train_test_split`` and of transformers' Trainer."""
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
     values = {**sizes, "num_train_epochs": epochs, "val_size": 0.1}
-    found = recipe({"WORLD_SIZE": str(ranks)}, **values)
+    found = recipe({**FOUR, "WORLD_SIZE": str(ranks)}, **values)
     trained = num_rows - math.ceil(0.1 * num_rows)
     batches = math.ceil(math.ceil(trained / 2) / ranks)  # of a rank
     theirs = math.ceil(epochs * max(batches // 8 + (batches % 8 > 0), 1))
