@@ -239,3 +239,13 @@ def test_what_names_no_dataset_says_what_does(tmp_path, wrong):
 
 def test_a_recipe_knows_a_file_by_the_kinds_that_are_read():
     assert set(DATA_FILES) == set(READERS)
+
+
+def test_the_hub_of_the_section_is_that_of_ids_and_of_entries_that_name_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "rows", lambda _: iter([QUESTION]))
+    info = {"both": {"hf_hub_url": "a/b", "ms_hub_url": "c/d"}, "one": {"hf_hub_url": "a/b"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    for hub, both in (("huggingface", "a/b"), ("modelscope", "c/d")):
+        found = Catalog(section(tmp_path, "both", "one", "e/f", dataset_dir=".", hub=hub))
+        sources = [entry.source for entry in found.entries]
+        assert sources == [Hub(hub, both), Hub("huggingface", "a/b"), Hub(hub, "e/f")]

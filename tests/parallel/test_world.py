@@ -7,8 +7,9 @@ import pytest
 
 import ranks
 from surefoot.errors import RunError
+from surefoot.parallel.launch_environment import launched
 from surefoot.parallel.section import ParallelSection
-from surefoot.parallel.world import ALONE, World, joined, launched
+from surefoot.parallel.world import ALONE, World, joined
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}

@@ -8,10 +8,12 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import Seq2SeqTrainingArguments, get_scheduler
 
+from surefoot.data.data_order import hold_out
 from surefoot.errors import RecipeError
 from surefoot.recipe.conversion import convert_any
 from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
@@ -25,6 +27,8 @@ from surefoot.recipe.other_yaml import MINDFORMERS
 from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
+from surefoot.stages import STAGES
+from surefoot.training.windows import num_steps
 
 FOLDER = Path(__file__).parent / "llamafactory"
 THEIRS = json.loads((FOLDER / "arguments.json").read_text())
@@ -41,6 +45,7 @@ COMMAND = shlex.split(
     "--badam_switch_interval 50 --badam_update_ratio 0.05 --val_size 0.1 --eval_strategy steps "
     "--eval_steps 100 --per_device_eval_batch_size 2"
 )
+FOUR = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 LEAST = {"model_name_or_path": "m", "dataset": "d", "output_dir": "o", "do_train": True}
 
 
@@ -227,7 +232,7 @@ def test_text_for_a_switch_is_read_as_it_is_meant():
 
 
 @pytest.mark.parametrize(
-    ("environment", "ranks"), [({}, 1), ({"WORLD_SIZE": "4"}, 4), ({"NPROC_PER_NODE": "2"}, 2)]
+    ("environment", "ranks"), [({}, 1), (FOUR, 4), ({"NPROC_PER_NODE": "2"}, 2)]
 )
 def test_a_global_batch_counts_all_ranks(environment, ranks):
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}
@@ -251,7 +256,7 @@ def test_a_global_batch_counts_all_ranks(environment, ranks):
 def test_deepspeed_files_shard_alike(tmp_path, name, mesh):
     text = EXAMPLES[f"examples/deepspeed/ds_{name}_config.json"]
     (tmp_path / "ds.json").write_text(text)
-    found = recipe({"WORLD_SIZE": "4"}, deepspeed=str(tmp_path / "ds.json"))
+    found = recipe(FOUR, deepspeed=str(tmp_path / "ds.json"))
     parallel = found.parallel
     assert mesh == (
         parallel.dp_replicate,
@@ -279,7 +284,7 @@ def test_fsdp_files_shard_alike(name):
     if "offload" in name:
         assert "weights stay on the GPU" in refusal(fsdp_config=content)
         return
-    parallel = recipe({"WORLD_SIZE": "4"}, fsdp_config=content).parallel
+    parallel = recipe(FOUR, fsdp_config=content).parallel
     assert (parallel.dp_replicate, parallel.dp_shard) == (1, 4)
 
 
@@ -375,6 +380,19 @@ def test_stages(values, stage):
     assert {key: getattr(found, key) for key in stage} == stage
 
 
+def test_ppo_has_the_settings_of_trl():
+    values = {"reward_model": "r", "ppo_epochs": 2, "ppo_buffer_size": 3, "ppo_target": 5.0}
+    if "ppo" not in STAGES:
+        assert "stage: grpo trains on rewards" in refusal(stage="ppo", **values)
+        return
+    found = recipe(stage="ppo", per_device_train_batch_size=4, **values)
+    stage = found.stage
+    assert (stage.passes, stage.mini_batches, found.train.global_batch_size) == (2, 3, 12)
+    assert (stage.kl_target, stage.kl_coefficient, stage.temperature) == (5.0, 0.2, 0.95)
+    assert stage.reward[0].path == "r"
+    assert "is needed for stage: ppo" in refusal(stage="ppo")
+
+
 def test_losses_that_trl_ignores_are_named():
     notes = "\n".join(translation(stage="dpo", pref_loss="hinge").notes())
     assert "pref_loss: hinge computes sigmoid" in notes
@@ -401,10 +419,11 @@ def test_intervals_of_steps_and_epochs():
 
 def test_hubs_are_settings_of_the_environment():
     found = recipe({"USE_MODELSCOPE_HUB": "1"}, dataset_dir="ONLINE", dataset="a/b,c/d")
-    assert found.model.hub == "modelscope"
-    assert found.data.datasets[1].source == {"name": "c/d", "ms_hub_url": "c/d"}
+    assert (found.model.hub, found.data.hub) == ("modelscope", "modelscope")
+    assert [str(name) for name in found.data.datasets] == ["a/b", "c/d"]
     found = recipe(dataset_dir="ONLINE", dataset="a/b")
-    assert (found.model.hub, found.data.datasets[0].source["hf_hub_url"]) == ("huggingface", "a/b")
+    assert (found.model.hub, found.data.hub) == ("huggingface", "huggingface")
+    assert "'identity' is no hub id" in refusal(dataset_dir="ONLINE", dataset="identity")
     assert "hf download x/y --repo-type dataset" in refusal(dataset_dir="REMOTE:x/y")
 
 
@@ -416,11 +435,10 @@ def test_generation_has_their_defaults_if_any_is_set():
 
 def test_templates_are_bundled_or_the_models_own():
     assert recipe(template="llama3").data.template == "llama3"
-    found = translation(template="qwen3_nothink")
+    assert recipe(template="qwen3_nothink").data.template == "chatml"
+    found = translation(template="deepseek3")
     assert load_translation(found).data.template == "auto"
-    assert "template: qwen3_nothink is the model's own chat template here" in "\n".join(
-        found.notes()
-    )
+    assert "template: deepseek3 is the model's own chat template here" in "\n".join(found.notes())
     assert "(did you mean qwen3?)" in refusal(template="qwenn3")
     assert recipe(template="qwen", default_system="x").data.default_system == "x"
     assert set(SAME) <= set(TEMPLATES)
@@ -429,7 +447,7 @@ def test_templates_are_bundled_or_the_models_own():
 def test_the_same_templates_are_bundled():
     from surefoot.data.text.templates import names
 
-    assert set(SAME) <= set(names())
+    assert {name for name, _ in SAME.values()} <= set(names())
 
 
 def test_a_secret_is_refused_with_the_variable_that_holds_it():
@@ -559,3 +577,20 @@ def test_refused_arguments_say_what_to_do_instead():
             assert re.search(r"; |write|set |remove|name ", argument.outcome.reason), name
         if isinstance(argument.outcome, NoEffect):
             assert not argument.outcome.reason.endswith("."), name
+
+
+@pytest.mark.parametrize("num_rows", [7, 40, 41, 999, 1000])
+@pytest.mark.parametrize(("epochs", "ranks"), [(3.0, 1), (0.5, 1), (2.7, 4), (1.0, 3)])
+def test_a_run_has_as_many_steps_and_held_out_rows_as_theirs(num_rows, epochs, ranks):
+    """The arithmetic of datasets' ``train_test_split`` and of transformers' Trainer."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    values = {**sizes, "num_train_epochs": epochs, "val_size": 0.1}
+    found = recipe({**FOUR, "WORLD_SIZE": str(ranks)}, **values)
+    trained = num_rows - math.ceil(0.1 * num_rows)
+    batches = math.ceil(math.ceil(trained / 2) / ranks)  # of a rank
+    theirs = math.ceil(epochs * max(batches // 8 + (batches % 8 > 0), 1))
+
+    held = hold_out(np.arange(num_rows), num_rows=num_rows, val_size=found.data.val_size, seed=42)
+    assert int(held.sum()) == num_rows - trained
+    per_epoch = math.ceil(trained / found.train.global_batch_size)  # of the Loader
+    assert num_steps(found.train, per_epoch) == theirs

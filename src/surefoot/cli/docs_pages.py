@@ -15,6 +15,7 @@ import click
 
 from ..optim import OPTIMIZERS
 from ..optim.optimizer import bytes_per_element, can_shard
+from ..recipe.from_llamafactory.reference_page import arguments_page
 from ..recipe.prediction import Prediction
 from ..recipe.recipe import Recipe
 from ..recipe.yaml import emit
@@ -113,12 +114,18 @@ def optimizers_page() -> str:
     return "\n".join([NOTE, OPTIMIZERS_PAGE, *_optimizers()])
 
 
+def llamafactory_page() -> str:
+    """Every argument of LLaMA-Factory, and its counterpart."""
+    return f"{NOTE}\n{arguments_page()}"
+
+
 PAGES = {
     "recipe.md": recipe_page,
     "recipe.schema.json": schema_page,
     "cli.md": cli_page,
     "devices.md": devices_page,
     "optimizers.md": optimizers_page,
+    "llamafactory.md": llamafactory_page,
 }
 
 

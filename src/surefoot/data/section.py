@@ -46,6 +46,8 @@ class DataSection:
     ``{file_name: rows.csv, columns: {prompt: q, response: a}}``."""
     dataset_dir: Path = Path("data")
     """Folder with ``dataset_info.json``; relative to the recipe file."""
+    hub: Literal["huggingface", "modelscope"] = "huggingface"
+    """Where hub ids are looked up, and entries of ``dataset_info.json`` that name both hubs."""
     eval_datasets: Datasets = ()
     """Datasets to evaluate on, named in the same ways. Excludes ``val_size``."""
     val_size: float = 0.0

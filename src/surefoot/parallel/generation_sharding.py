@@ -19,11 +19,12 @@ from torch.distributed.fsdp import fully_shard
 
 from ..geometry.sharding import AxisShard, Cuts
 from .collectives import MeshAxis, gather_from_tp_region
+from .launch_environment import launched
 from .section import ParallelSection
 from .sharded_model import layers
 from .tensor.tensor_parallel import AXIS, cut_tensors
 from .tensor.tp_plan import cuts_vocabulary
-from .world import World, launched
+from .world import World
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel

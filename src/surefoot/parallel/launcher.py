@@ -20,8 +20,9 @@ from types import FrameType
 import torch
 
 from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, RunError
+from .launch_environment import launched
 from .section import ParallelSection
-from .world import LAUNCHER, launched
+from .world import LAUNCHER
 
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks

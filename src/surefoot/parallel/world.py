@@ -7,7 +7,7 @@ import ctypes
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import LostPeerError, RunError, SurefootError
+from .launch_environment import launched
 from .section import ParallelSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -25,11 +26,6 @@ LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this on
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say
-# What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
 
 
 @dataclass(frozen=True)
@@ -180,15 +176,6 @@ def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) ->
 
 
 ALONE = World()
-
-
-def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int] | None:
-    """Rank, world size and local rank, if a launcher has started this process."""
-    for names in _LAUNCHERS:
-        if all(name in environment for name in names) and environment.get("MASTER_ADDR"):
-            rank, size, local = (int(environment[name]) for name in names)
-            return rank, size, local
-    return None
 
 
 def die_with_launcher() -> None:

@@ -19,7 +19,8 @@ from ..data.order.prefetch import for_device
 from ..data.prepared.streaming_data import StreamingData, TrainingData
 from ..data.text.codec import Codec
 from ..model.pretrained.loading import device
-from ..parallel.world import World, launched
+from ..parallel.launch_environment import launched
+from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import prepared, streamed
 from ..training.windows import num_steps

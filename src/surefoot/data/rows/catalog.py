@@ -16,7 +16,7 @@ from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
 from ..section import DataSection
 from .formats.fields import nearest
-from .registry import FILE, DatasetEntry, Registry, read_entry, read_registry
+from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_registry
 from .rows import read_examples
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -47,20 +47,22 @@ class Catalog:
         folder = self._section.dataset_dir
         if not isinstance(source, str):
             raw = {key: value for key, value in source.items() if key != "name"}
-            return read_entry(name, raw, folder, f"data.datasets: {name}")
+            return read_entry(name, raw, folder, f"data.datasets: {name}", self._section.hub)
         if self._registry is not None and source in self._registry.entries:
             return self._registry.entry(source)
         if (path := Path(source)).is_absolute() and files.exists(path):
             return read_entry(name, {"file_name": source}, folder, f"data.datasets: {name}")
         if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
-            return read_entry(name, {"hf_hub_url": source}, folder, f"data.datasets: {name}")
+            entry = {HUBS[self._section.hub]: source}
+            return read_entry(name, entry, folder, f"data.datasets: {name}")
         raise self._unknown(source)
 
     @cached_property
     def _registry(self) -> Registry | None:
         """The ``dataset_info.json`` of the section, if there is one."""
         folder = self._section.dataset_dir
-        return read_registry(folder) if (folder / FILE).exists() else None
+        exists = (folder / FILE).exists()
+        return read_registry(folder, self._section.hub) if exists else None
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir

@@ -17,13 +17,14 @@ from ..example import JSON
 from .formats import FORMATS, Format
 from .formats.fields import nearest, shown
 from .recognition import recognized
-from .row_sources import Hub, RowSource, find_files
+from .row_sources import Hub, HubName, RowSource, find_files
 
 FILE = "dataset_info.json"
 DEFAULT = "alpaca"  # formatting of an entry that has columns
 TURN_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
 TAGS = {*TURN_TAGS, "observation_tag", "function_tag", "system_tag"}
 SOURCES = ("file_name", "hf_hub_url", "ms_hub_url")
+HUBS: Mapping[HubName, str] = {"huggingface": "hf_hub_url", "modelscope": "ms_hub_url"}
 HUB_KEYS = ("subset", "folder")  # say which part of a hub dataset is meant
 KEYS = (*SOURCES, *HUB_KEYS, "split", "formatting", "ranking", "num_samples", "columns", "tags")
 RANKING_COLUMNS = ("chosen", "rejected")
@@ -59,22 +60,27 @@ class Registry:
 
     path: Path
     entries: Mapping[str, object]
+    hub: HubName = "huggingface"  # of entries that name several
 
     def entry(self, name: str) -> DatasetEntry:
         """The dataset of that name; raises DataError for an unknown name or an invalid entry."""
         if name not in self.entries:
             hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
             raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
-        return read_entry(name, self.entries[name], self.path.parent, f"{self.path}: {name}")
+        where = f"{self.path}: {name}"
+        return read_entry(name, self.entries[name], self.path.parent, where, self.hub)
 
 
-def read_entry(name: str, entry: object, folder: Path, where: str) -> DatasetEntry:
+def read_entry(
+    name: str, entry: object, folder: Path, where: str, hub: HubName = "huggingface"
+) -> DatasetEntry:
     """A dataset as an entry describes it. ``file_name`` is relative to ``folder``; errors begin
-    with ``where``. Without ``formatting``, ``columns`` and the like, the first rows show what they
-    are. Raises ``DataError``: the entry is invalid."""
+    with ``where``. ``hub`` is the one that counts if an entry names several. Without
+    ``formatting``, ``columns`` and the like, the first rows show what they are. Raises
+    ``DataError``: the entry is invalid."""
     raw = _object(entry, where)
     _check_keys(raw, where)
-    source, count = _source(raw, folder, where), _num_samples(raw, where)
+    source, count = _source(raw, folder, where, hub), _num_samples(raw, where)
     is_silent = not any(key in raw for key in FORM_KEYS)
     if is_silent and (found := recognized(source.rows())) is not None:
         return DatasetEntry(name, source, found, _columns({}, found), count)
@@ -92,7 +98,7 @@ def read_entry(name: str, entry: object, folder: Path, where: str) -> DatasetEnt
     return DatasetEntry(name, source, data_format, columns, count, named)
 
 
-def read_registry(dataset_dir: Path) -> Registry:
+def read_registry(dataset_dir: Path, hub: HubName = "huggingface") -> Registry:
     """The registry of a folder; raises DataError if there is none or it is not a JSON object."""
     path = dataset_dir / FILE
     if path.exists() and not path.is_file():
@@ -106,7 +112,7 @@ def read_registry(dataset_dir: Path) -> Registry:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
-    return Registry(path, _object(raw, str(path)))
+    return Registry(path, _object(raw, str(path)), hub)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -197,14 +203,13 @@ def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str,
     return tuple(dict.fromkeys(name for name in listed if name))
 
 
-def _source(raw: JSON, folder: Path, where: str) -> RowSource:
+def _source(raw: JSON, folder: Path, where: str, hub: HubName) -> RowSource:
     split = _text(raw, "split", where) or "train"
     subset, part = (_text(raw, key, where) for key in HUB_KEYS)
-    file_name, huggingface, modelscope = (_text(raw, key, where) for key in SOURCES)
-    if huggingface:
-        return Hub("huggingface", huggingface, subset, split, part)
-    if modelscope:
-        return Hub("modelscope", modelscope, subset, split, part)
+    file_name = _text(raw, "file_name", where)
+    for chosen in (hub, *HUBS):  # the first one that the entry names
+        if repository := _text(raw, HUBS[chosen], where):
+            return Hub(chosen, repository, subset, split, part)
     if not file_name:
         raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
     for key, is_set in (("subset", subset), ("folder", part)):

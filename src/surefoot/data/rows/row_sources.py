@@ -94,11 +94,14 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+HubName = Literal["huggingface", "modelscope"]
+
+
 @dataclass(frozen=True)
 class Hub:
     """A dataset of the Hugging Face hub (or a local folder in its form), or of ModelScope."""
 
-    hub: Literal["huggingface", "modelscope"]
+    hub: HubName
     url: str
     subset: str | None = None
     split: str = "train"

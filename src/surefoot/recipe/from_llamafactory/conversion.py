@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...schema import Keys, Problem
 from ..document import Document
 from .arguments import ARGUMENTS
-from .arguments.argument import NoEffect, Refused, RefusedArgumentError, Same
+from .arguments.argument import NoEffect, OtherCommand, Refused, RefusedArgumentError, Same
 from .commands import other_commands
 from .differences import DIFFERENCES, MISTAKES, said
 from .given import GivenArguments
@@ -142,7 +142,7 @@ def _single(name: str, value: object, built: _Builder) -> None:
         built.problems.append(
             Problem((name,), f"{_shown(value)} is not supported: {outcome.reason}")
         )
-    elif isinstance(outcome, NoEffect):
+    elif isinstance(outcome, NoEffect | OtherCommand):
         built.without_effect.append(name)
 
 

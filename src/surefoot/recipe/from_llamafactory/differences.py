@@ -21,7 +21,7 @@ def _template(given: GivenArguments) -> str | None:
         return None
     if name not in SAME:
         return f"template: {name} is the model's own chat template here, which it is served with"
-    if SAME[name] is None:
+    if SAME[name][1] is None or given.sets("default_system"):
         return None
     return (
         f"template: {name} has its default system message in data.default_system; the line break "
@@ -53,7 +53,9 @@ def _packing(given: GivenArguments) -> str | None:
     return None
 
 
-def _long(_given: GivenArguments) -> str | None:
+def _long(given: GivenArguments) -> str | None:
+    if given["stage"] == "pt":
+        return "long texts: they are split into pieces of cutoff_len tokens, and none is lost"
     return (
         "long examples: later turns, then the end of a response are truncated, never the question"
     )
@@ -87,6 +89,12 @@ def _half_badam(given: GivenArguments) -> str | None:
     return None
 
 
+def _sampling(given: GivenArguments) -> str | None:
+    if given["stage"] != "ppo":
+        return None
+    return "ppo: responses are sampled at the temperature, without top_p and top_k, as they train"
+
+
 def _at_the_end(given: GivenArguments) -> str | None:
     wants = [name for name in ("do_eval", "do_predict") if given[name]]
     if (
@@ -100,7 +108,7 @@ def _at_the_end(given: GivenArguments) -> str | None:
 
 DIFFERENCES: tuple[Note, ...] = (
     *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
-    *(_new_adapter, _half_badam, _at_the_end),
+    *(_new_adapter, _half_badam, _sampling, _at_the_end),
 )
 
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...parallel.launch_environment import launched
 from .arguments import ARGUMENTS
 from .arguments.argument import RefusedArgumentError
-
-LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # torchrun's name of the number of ranks, and SLURM's
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,8 @@ class GivenArguments:
     @property
     def num_ranks(self) -> int:
         """The ranks of the run: those that the launcher has started, or one for each GPU."""
-        for name in LAUNCHERS:
-            if self.environment.get(name, "").isdecimal():
-                return max(1, int(self.environment[name]))
+        if (found := launched(self.environment)) is not None:
+            return found[1]
         if (count := self.environment.get("NPROC_PER_NODE", "")).isdecimal():
             return max(1, int(count))
         if self.is_on("USE_RAY"):
@@ -52,7 +50,7 @@ class GivenArguments:
     @property
     def is_launched(self) -> bool:
         """Whether the ranks exist already."""
-        return any(self.environment.get(name, "").isdecimal() for name in LAUNCHERS)
+        return launched(self.environment) is not None
 
 
 def _num_gpus() -> int:

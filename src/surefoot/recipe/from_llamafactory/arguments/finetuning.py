@@ -13,7 +13,6 @@ _LAYERWISE = (
 )
 _SWANLAB = "SwanLab is not written; metrics.jsonl has all figures, and a callback can send them"
 _ALL_MATRICES = "all matrices inside layers are projected; write all"
-_PPO = "of stage: ppo"
 
 FREEZE = {
     "freeze_trainable_layers": combined("int", 2, "method.freeze.num_layers", "as it is"),
@@ -69,11 +68,13 @@ RLHF = {
     "kto_chosen_weight": combined("float", 1.0, "stage.kto.desirable_weight", "as it is"),
     "kto_rejected_weight": combined("float", 1.0, "stage.kto.undesirable_weight", "as it is"),
     "simpo_gamma": combined("float", 0.5, "stage.dpo.gamma", "as it is"),
-    "ppo_buffer_size": no_effect("int", 1, _PPO),
-    "ppo_epochs": no_effect("int", 4, _PPO),
-    "ppo_score_norm": no_effect("bool", False, _PPO),
-    "ppo_target": no_effect("float", 6.0, _PPO),
-    "ppo_whiten_rewards": no_effect("bool", False, _PPO),
+    "ppo_buffer_size": combined(
+        "int", 1, "stage", "of ppo: mini_batches, and a factor of the global batch"
+    ),
+    "ppo_epochs": combined("int", 4, "stage", "of ppo: passes"),
+    "ppo_score_norm": combined("bool", False, "stage", "of ppo: normalize_scores"),
+    "ppo_target": combined("float", 6.0, "stage", "of ppo: kl_target"),
+    "ppo_whiten_rewards": combined("bool", False, "stage", "of ppo: whiten_rewards"),
     "ref_model": combined("text", None, "stage.dpo.reference, stage.kto.reference", "as it is"),
     "ref_model_adapters": refused(
         "text",
@@ -83,10 +84,16 @@ RLHF = {
     "ref_model_quantization_bit": refused(
         "int", None, "the reference is as precise as the model that it is compared with; remove it"
     ),
-    "reward_model": no_effect("text", None, _PPO),
-    "reward_model_adapters": no_effect("text", None, _PPO),
-    "reward_model_quantization_bit": no_effect("int", None, _PPO),
-    "reward_model_type": no_effect("text", "lora", _PPO),
+    "reward_model": combined("text", None, "stage", "of ppo: reward"),
+    "reward_model_adapters": refused(
+        "text", None, "merge them first: `surefoot export`, then name the folder in reward_model"
+    ),
+    "reward_model_quantization_bit": refused(
+        "int", None, "a reward model has the precision of its files; remove it"
+    ),
+    "reward_model_type": combined(
+        "text", "lora", "stage", "of ppo: lora and full alike", "lora", "full", "api"
+    ),
     "ld_alpha": refused(
         "float", None, "LD-DPO is not supported; simpo and ipo count log-probabilities per token"
     ),

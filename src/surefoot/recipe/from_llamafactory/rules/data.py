@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 
 from ..arguments.argument import RefusedArgumentError
 from ..given import GivenArguments, Settings
@@ -17,17 +16,12 @@ def _datasets(given: GivenArguments) -> Settings:
     names, held = given["dataset"], given["eval_dataset"]
     if not names and given["do_train"]:
         raise RefusedArgumentError("dataset", "is missing, and there is nothing to train on")
-    found: Settings = {"data.datasets": _entries(given, names or held or [])}
+    found: Settings = {"data.datasets": names or held or []}
     if held:
-        found["data.eval_datasets"] = _entries(given, held)
+        found["data.eval_datasets"] = held
+    if given.is_on("USE_MODELSCOPE_HUB"):
+        found["data.hub"] = "modelscope"
     return found
-
-
-def _entries(given: GivenArguments, names: Sequence[str]) -> list[object]:
-    if given["dataset_dir"] != ONLINE:
-        return list(names)
-    key = "ms_hub_url" if given.is_on("USE_MODELSCOPE_HUB") else "hf_hub_url"
-    return [{"name": name, key: name} for name in names]
 
 
 def _folder(given: GivenArguments) -> Settings:
@@ -39,7 +33,13 @@ def _folder(given: GivenArguments) -> Settings:
             f"{folder!r} is a folder on a hub; download it: `hf download {repository} "
             "--repo-type dataset --local-dir data`, and write dataset_dir: data",
         )
-    return {} if folder == ONLINE else {"data.dataset_dir": folder}
+    if folder == ONLINE:
+        wrong = [n for n in (given["dataset"] or ()) if "/" not in n]
+        if wrong:
+            message = f"{wrong[0]!r} is no hub id, as dataset_dir is ONLINE; write owner/name"
+            raise RefusedArgumentError("dataset", message)
+        return {}
+    return {"data.dataset_dir": folder}
 
 
 def _template(given: GivenArguments) -> Settings:
@@ -51,9 +51,10 @@ def _template(given: GivenArguments) -> Settings:
         near = difflib.get_close_matches(name, TEMPLATES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise RefusedArgumentError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
-    found: Settings = {"data.template": name if name in SAME else "auto"}
-    if SAME.get(name) is not None and not given.sets("default_system"):
-        found["data.default_system"] = SAME[name]
+    bundled, system = SAME.get(name, ("auto", None))
+    found: Settings = {"data.template": bundled}
+    if system is not None and not given.sets("default_system"):
+        found["data.default_system"] = system
     return found
 
 

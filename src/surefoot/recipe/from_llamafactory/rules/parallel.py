@@ -61,8 +61,11 @@ def _batches(given: GivenArguments, data_ranks: int) -> Settings:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if given[name] < 1:
             raise RefusedArgumentError(name, f"must be at least 1, got {given[name]}")
-    size = "auto" if given["auto_find_batch_size"] else micro
-    return {"train.micro_batch_size": size, "train.global_batch_size": micro * steps * data_ranks}
+    buffered = given["ppo_buffer_size"] if given["stage"] == "ppo" else 1
+    return {
+        "train.micro_batch_size": "auto" if given["auto_find_batch_size"] else micro,
+        "train.global_batch_size": micro * steps * data_ranks * buffered,
+    }
 
 
 def _sharding(given: GivenArguments) -> Sharding:

@@ -51,11 +51,28 @@ def _rm(_given: GivenArguments) -> Settings:
     return {"stage": "rm"}
 
 
-def _ppo(_given: GivenArguments) -> Settings:
+def _ppo(given: GivenArguments) -> Settings:
+    """With the values that TRL 0.9 has where they set none."""
     if "ppo" not in STAGES:
         message = "ppo is not supported; stage: grpo trains on rewards without a value model"
         raise RefusedArgumentError("stage", message)
-    return {"stage": "ppo"}
+    if given["reward_model_type"] == "api":
+        message = "api: a server gets other JSON here; set stage.ppo.reward in a recipe"
+        raise RefusedArgumentError("reward_model_type", message)
+    if given["reward_model"] is None:
+        raise RefusedArgumentError("reward_model", "is needed for stage: ppo")
+    found: Settings = {
+        "reward": [{"reward_model": {"path": given["reward_model"]}}],
+        "passes": given["ppo_epochs"],
+        "mini_batches": given["ppo_buffer_size"],
+        "kl_coefficient": 0.2,
+        "kl_target": given["ppo_target"],
+        "whiten_rewards": given["ppo_whiten_rewards"],
+        "normalize_scores": given["ppo_score_norm"],
+        "temperature": given["temperature"],
+        "max_new_tokens": given["max_new_tokens"],
+    }
+    return {f"stage.ppo.{name}": value for name, value in found.items()} | _reference(given, "ppo")
 
 
 BY_STAGE: dict[str, Callable[[GivenArguments], Settings]] = {
