@@ -20,7 +20,7 @@ LATER, LATER_FILES = (
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
 LATER_FILES |= {"recipe/from_llamafactory/given"}
-LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty"}
+LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

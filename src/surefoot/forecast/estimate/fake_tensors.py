@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...model.adaptable import refuse_read_weights
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.loading import DTYPES
 from ...model.section import Recomputation
 from ...network.draft import Draft
 from ...network.runner import ModelForward
@@ -133,3 +134,10 @@ def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> N
             if buffer is not None:
                 with mode:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def held_dtype(name: str, *, on_gpu: bool) -> torch.dtype | None:
+    """The dtype in which weights are loaded, of ``model.dtype``; None: as they are stored."""
+    if name != "auto":
+        return DTYPES[name]
+    return None if on_gpu else torch.float32

@@ -20,7 +20,6 @@ from ...data.text.codec import Codec
 from ...data.text.pairs import unshared
 from ...errors import RecipeError
 from ...model.precision import PrecisionName
-from ...model.pretrained.loading import DTYPES
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...optim.learning_rate import offloads_state
@@ -31,7 +30,7 @@ from ...training.context import blank_examples
 from ..auxiliary_weights import initial_values_size
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
-from .fake_tensors import HoldingOptions
+from .fake_tensors import HoldingOptions, held_dtype
 from .memory_model import Memory, MeshShape, Pass, Snapshot, memory
 from .peak_window import Route, window
 
@@ -116,7 +115,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
     section = recipe.parallel
     return HoldingOptions(
         precision_of(recipe, machine),
-        held_dtype(recipe, on_gpu=machine.on_gpu),
+        held_dtype(recipe.model.dtype, on_gpu=machine.on_gpu),
         recomputes=recomputes_on(machine, recipe.model.gradient_checkpointing),
         tp=section.tp,
         sequence_parallel=section.sequence_parallel,
@@ -125,13 +124,6 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
         emulates_float8=not machine.on_gpu,
     )
-
-
-def held_dtype(recipe: Recipe, *, on_gpu: bool) -> torch.dtype | None:
-    """The dtype in which weights are loaded; None: as they are stored."""
-    if recipe.model.dtype != "auto":
-        return DTYPES[recipe.model.dtype]
-    return None if on_gpu else torch.float32
 
 
 def recomputes_on(machine: Machine, policy: Recomputation) -> Recomputation:

@@ -24,7 +24,7 @@ _NAME = SCORE.removesuffix(".weight")
 _LISTS = ("modules_to_save", "target_modules", "target_parameters", "trainable_token_indices")
 
 
-def reward_adapter(
+def adapter_files(
     parts: ModelFolders, dtype: DtypeName | None, *, trust_remote_code: bool
 ) -> dict[str, bytes]:
     """The files of the adapter. Opens with ``AutoPeftModelForSequenceClassification`` and
