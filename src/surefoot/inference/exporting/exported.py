@@ -22,7 +22,7 @@ from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from .base_model import meta_model
 from .end_tokens import stop_token_ids
-from .merged_model import MergedModel, merged_model
+from .merged_model import MergedModel, merged_weights
 from .reward_adapter import adapter_files
 from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
 
@@ -99,7 +99,7 @@ def whole_model(
     reward_head: RewardHead = "score",
 ) -> tuple[TensorSource, dict[str, bytes]]:
     """The weights of a model, with an adapter merged into them, and their companion files."""
-    whole = merged_model(parts, trust_remote_code)
+    whole = merged_weights(parts, trust_remote_code)
     files: Mapping[str, bytes] = {}
     if (head := head_of(parts, reward_head)) is not None and reward_head == "v_head":
         files = v_head_file(head)

@@ -40,7 +40,7 @@ class _Names:
     head: str | None
 
 
-def merged_model(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
+def merged_weights(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
     """The weights of ``parts`` as one model. Raises ``CheckpointError`` if they do not merge."""
     section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
     base, dequantized = base_weights(parts.model, section)
