@@ -393,9 +393,7 @@ def is_folder(path: Path) -> bool:
 def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
     try:
         return look(path)
-    except ValueError:  # no name contains a null byte
-        return None
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise
-        return None
+    except (OSError, ValueError) as error:  # of values: a null byte, which no name contains
+        if getattr(error, "errno", None) in (None, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
+        raise

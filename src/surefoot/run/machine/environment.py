@@ -112,8 +112,10 @@ def _states(pool: ThreadPoolExecutor, names: Sequence[str]) -> dict[str, str]:
     """The version of each package, and whether it can be imported. One process imports all of them,
     as they share most of the time; those that it does not reach get one each."""
     known = {name: version for name in names if (version := _version(name))}
-    loaded = probe("\n".join(f"{_import(name)}; print({name!r}, flush=True)" for name in known))[0]
-    rest = [name for name in known if name not in loaded.splitlines()]
+    said = "import os; os.write(1, {!r})"
+    code = [f"{_import(name)}; {said.format((name + chr(10)).encode())}" for name in known]
+    loaded = probe("\n".join(code))[0].splitlines()
+    rest = [name for name in known if name not in loaded]
     errors = dict(zip(rest, pool.map(lambda name: probe(_import(name))[1], rest), strict=True))
     failed = {name: f"{known[name]}, does not load: {e}" for name, e in errors.items() if e}
     return {name: failed.get(name) or known.get(name, "not installed") for name in names}
