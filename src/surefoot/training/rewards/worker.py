@@ -216,7 +216,8 @@ def _one_by_one(task: Mapping[str, Any], count: int, whole: str) -> dict[str, An
         except Exception as error:
             rewards.append(None)
             errors[str(i)] = _said(error)
-    if not errors or len(errors) == count > 1:
+    is_general = len(errors) == count > 1 and len({*errors.values()}) == 1
+    if not errors or is_general:  # no row is at fault
         return {"error": whole}
     return {"rewards": rewards, "errors": errors}
 
