@@ -29,6 +29,12 @@ def _template(given: GivenArguments) -> str | None:
     )
 
 
+def _thinking(given: GivenArguments) -> str | None:
+    if given.sets("enable_thinking") and given["template"] not in SAME:
+        return "enable_thinking: the model's own template decides whether it writes empty thoughts"
+    return None
+
+
 def _warmup(given: GivenArguments) -> str | None:
     if not (given["warmup_steps"] or given["warmup_ratio"]):
         return None
@@ -107,7 +113,7 @@ def _at_the_end(given: GivenArguments) -> str | None:
 
 
 DIFFERENCES: tuple[Note, ...] = (
-    *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
+    *(_template, _thinking, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
     *(_new_adapter, _half_badam, _sampling, _at_the_end),
 )
 
