@@ -44,10 +44,11 @@ def _warmup(given: GivenArguments) -> str | None:
 
 
 def _order(given: GivenArguments) -> str | None:
+    held = "the rows that val_size holds out are drawn differently" if given["val_size"] else None
+    if given["disable_shuffling"] or given["train_sampling_strategy"] == "sequential":
+        return held
     said = "the order of examples is another permutation of the same seed"
-    if not given["val_size"]:
-        return said
-    return f"{said}, and so is the choice of the rows that val_size holds out"
+    return f"{said}, and {held}" if held else said
 
 
 def _packing(given: GivenArguments) -> str | None:
