@@ -80,3 +80,15 @@ def test_convert_prints_a_recipe_and_names_what_it_did_not_look_at(tmp_path):
     assert load(recipe).model.path == "m"
     file.write_text("run_mode: eval")
     assert "use `surefoot eval RECIPE`" in run("convert", file).stderr
+
+
+def test_convert_prints_the_recipe_of_llamafactorys_arguments(tmp_path):
+    words = "--model_name_or_path m --do_train --dataset d --output_dir o --use_badam True"
+    result = run("convert", *words.split(), "--finetuning_type", "full", "train.on_nan=skip")
+    assert result.exit_code == 0, result.output
+    again = tmp_path / "recipe.yaml"
+    again.write_text(result.stdout)
+    found = load(again)
+    assert (found.model.path, found.method.switch_interval, found.train.on_nan) == ("m", 50, "skip")
+    assert "LLaMA-Factory: weight_decay 0 is ignored with BAdam" in result.stderr
+    assert "did you mean learning_rate?" in run("convert", "--learning_rte", "3").stderr

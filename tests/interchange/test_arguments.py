@@ -33,6 +33,8 @@ RECIPE = read(
         {"schedule": "linear", "min_lr_ratio": 0.25},
         {"schedule": "constant"},
         {"schedule": "wsd", "decay_ratio": 0.3, "min_lr_ratio": 0.05},
+        {"schedule": "wsd_cosine", "decay_ratio": 0.3, "min_lr_ratio": 0.05},
+        {"schedule": "inverse_sqrt"},
     ],
     ids=lambda s: "-".join(map(str, s.values())),
 )

@@ -571,6 +571,17 @@ def test_their_shell_script_is_the_same_run_as_its_yaml():
     assert load_translation(translate(document, {})) == load_translation(translate(theirs, {}))
 
 
+def test_the_order_of_the_files():
+    for values in ({"disable_shuffling": True}, {"train_sampling_strategy": "sequential"}):
+        assert recipe(**values).data.shuffle is False
+    assert recipe().data.shuffle
+
+
+def test_switching_off_what_is_always_on_is_refused():
+    assert "only fast tokenizers are used" in refusal(use_fast_tokenizer=False)
+    assert recipe(use_fast_tokenizer=True, kt_use_lora_experts=False, optim_args="")
+
+
 def test_refused_arguments_say_what_to_do_instead():
     for name, argument in ARGUMENTS.items():
         if isinstance(argument.outcome, Refused):

@@ -135,7 +135,7 @@ def _single(name: str, value: object, built: _Builder) -> None:
     """The setting of one argument by itself, or why there is none."""
     argument = ARGUMENTS[name]
     outcome = argument.outcome
-    asks = value != argument.default and value not in (False, None)
+    asks = value != argument.default and value not in ([], "", {})
     if isinstance(outcome, Same):
         built.add({outcome.setting: value}, name)
     elif isinstance(outcome, Refused) and asks and value not in outcome.allowed:

@@ -29,6 +29,12 @@ def _template(given: GivenArguments) -> str | None:
     )
 
 
+def _thinking(given: GivenArguments) -> str | None:
+    if given.sets("enable_thinking") and given["template"] not in SAME:
+        return "enable_thinking: the model's own template decides whether it writes empty thoughts"
+    return None
+
+
 def _warmup(given: GivenArguments) -> str | None:
     if not (given["warmup_steps"] or given["warmup_ratio"]):
         return None
@@ -38,10 +44,11 @@ def _warmup(given: GivenArguments) -> str | None:
 
 
 def _order(given: GivenArguments) -> str | None:
+    held = "the rows that val_size holds out are drawn differently" if given["val_size"] else None
+    if given["disable_shuffling"] or given["train_sampling_strategy"] == "sequential":
+        return held
     said = "the order of examples is another permutation of the same seed"
-    if not given["val_size"]:
-        return said
-    return f"{said}, and so is the choice of the rows that val_size holds out"
+    return f"{said}, and {held}" if held else said
 
 
 def _packing(given: GivenArguments) -> str | None:
@@ -107,7 +114,7 @@ def _at_the_end(given: GivenArguments) -> str | None:
 
 
 DIFFERENCES: tuple[Note, ...] = (
-    *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
+    *(_template, _thinking, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
     *(_new_adapter, _half_badam, _sampling, _at_the_end),
 )
 

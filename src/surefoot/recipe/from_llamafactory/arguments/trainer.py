@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .argument import Argument, combined, no_effect, refused, same
+from .argument import combined, no_effect, refused, same
 
 _HUB = "upload a finished model: `surefoot export RUN FOLDER`, then `hf upload`; remove it"
 _TRACKER = "trackers other than TensorBoard are not written; a callback can send figures"
@@ -163,11 +163,12 @@ TRAINING = {
     "dataloader_prefetch_factor": no_effect("int", None, _LOADER),
     "remove_unused_columns": no_effect("bool", True, "the columns of a format alone are read"),
     "label_names": no_effect("list", None, "labels are made by the stage"),
-    "train_sampling_strategy": Argument(
+    "train_sampling_strategy": combined(
         "text",
         "random",
-        no_effect("text", "", "examples are shuffled, and divided among batches by length").outcome,
-        ("random", "sequential", "group_by_length"),
+        "data.shuffle",
+        "false if sequential; batches are made by length anyway",
+        *("random", "sequential", "group_by_length"),
     ),
     "length_column_name": no_effect("text", "length", "lengths are those of the tokens"),
     "ddp_find_unused_parameters": no_effect("bool", None, _DDP),

@@ -59,7 +59,8 @@ def _template(given: GivenArguments) -> Settings:
 
 
 def _shuffle(given: GivenArguments) -> Settings:
-    return {"data.shuffle": False} if given["disable_shuffling"] else {}
+    in_order = given["disable_shuffling"] or given["train_sampling_strategy"] == "sequential"
+    return {"data.shuffle": False} if in_order else {}
 
 
 def _samples(given: GivenArguments) -> Settings:
