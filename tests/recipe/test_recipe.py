@@ -153,7 +153,7 @@ def test_an_empty_file_lists_the_sections_that_must_be_there(recipe_file):
     assert refused(recipe_file("")).splitlines() == [
         "recipe.yaml:1:1 model: missing; expected a section with path",
         "recipe.yaml:1:1 data: missing; expected a section with datasets",
-        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo, rm, kto, grpo",
+        "recipe.yaml:1:1 stage: missing; expected one of pt, sft, dpo, rm, kto, grpo, ppo",
         "recipe.yaml:1:1 train: missing; expected a section with output_dir",
     ]
 
@@ -252,7 +252,11 @@ def test_so_is_a_function_or_a_model_in_the_settings_of_a_stage(tmp_path, monkey
     path.write_text(GOOD)
     monkeypatch.chdir(tmp_path / "here")
     grpo = load(path, ["stage.grpo.reward=rewards.py:f"]).stage
-    assert grpo.reward == f"{tmp_path / 'here/rewards.py'}:f"
+    assert grpo.reward[0].path == f"{tmp_path / 'here/rewards.py'}:f"
+    path.write_text(GOOD.replace("sft", "{grpo: {reward: [rewards.py:f]}}"))
+    grpo = load(path, ["stage.grpo.beta=0.3"]).stage
+    assert grpo.reward[0].path == f"{tmp_path / 'recipes/rewards.py'}:f"
+    path.write_text(GOOD)
     dpo = load(path, ["stage.dpo.reference=reference"]).stage
     assert dpo.reference == str(tmp_path / "here/reference")
     path.write_text(GOOD.replace("sft", "{dpo: {reference: reference}}"))
