@@ -28,6 +28,10 @@ Function = Callable[["Responses"], Values]
 POLL_SECONDS = 1.0
 
 
+class WrongError(Exception):
+    """What this file finds wrong with a reward or an environment."""
+
+
 class Responses:
     """Responses to be rewarded, and the settings of the reward."""
 
@@ -41,11 +45,11 @@ class Responses:
         self.columns: Columns = {name: [values[i] for i in at] for name, values in columns}
 
     def column(self) -> Sequence[object]:
-        """The column that the settings name. Raises ``KeyError`` if the dataset has none."""
+        """The column that the settings name. Raises ``WrongError`` if the dataset has none."""
         name = self.settings["column"]
         if name not in self.columns:
             known = ", ".join(self.columns) or "none"
-            raise ValueError(f"the dataset has no column {name!r} (its columns: {known})")
+            raise WrongError(f"the dataset has no column {name!r} (its columns: {known})")
         return self.columns[name]
 
 
@@ -117,7 +121,7 @@ def server(given: Responses) -> Values:
     with urllib.request.urlopen(request) as answer:
         found = json.loads(answer.read())
     if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
-        raise ValueError('expected {"rewards": [...]} from the server')
+        raise WrongError('expected {"rewards": [...]} from the server')
     return list(found["rewards"])
 
 
@@ -139,17 +143,17 @@ _KNOWN: dict[str, Callable[..., Values]] = {}  # by path; a file is run once
 
 
 def _loaded(path: str) -> Callable[..., Values]:
-    """The function at ``file.py:name``. Raises ``ValueError`` if there is none."""
+    """The function at ``file.py:name``. Raises ``WrongError`` if there is none."""
     if path not in _KNOWN:
         file, _, name = path.rpartition(":")
         spec = importlib.util.spec_from_file_location(f"_reward_{Path(file).stem}", file)
         if spec is None or spec.loader is None or not Path(file).is_file():
-            raise ValueError(f"there is no Python file {file}")
+            raise WrongError(f"there is no Python file {file}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses of the file look themselves up
         spec.loader.exec_module(module)
         if not callable(found := vars(module).get(name)):
-            raise ValueError(f"{file} defines no {name}")
+            raise WrongError(f"{file} defines no {name}")
         _KNOWN[path] = found
     return _KNOWN[path]
 
@@ -197,7 +201,7 @@ def _message(said: object) -> dict[str, str] | None:
         role, content = said["role"], said["content"]
         if role in ("user", "tool") and isinstance(content, str):
             return {"role": role, "content": content}
-    raise ValueError(
+    raise WrongError(
         'expected text, {"role": "user" or "tool", "content": text} or None from step, '
         f"got {said!r}"
     )
@@ -221,7 +225,7 @@ def _computed(task: Mapping[str, Any], at: Sequence[int]) -> list[float | None]:
     found = RULES[task["rule"]](Responses(task, at))
     if len(found) != len(at):
         rewards, responses = _counted(len(found), "reward"), _counted(len(at), "completion")
-        raise ValueError(f"gave {rewards} for {responses}")
+        raise WrongError(f"gave {rewards} for {responses}")
     return [_checked(value) for value in found]
 
 
@@ -237,12 +241,12 @@ def _checked(value: object) -> float | None:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"expected a finite number or None for a reward, got {value!r}")
+        raise WrongError(f"expected a finite number or None for a reward, got {value!r}")
     return number
 
 
 def _said(error: Exception) -> str:
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
 
 
 def _end_with(parent: int) -> None:
