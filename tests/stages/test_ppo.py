@@ -24,6 +24,7 @@ PROMPTS = [
 PLAIN = {
     "normalize_scores": False,
     "kl_target": None,
+    "kl_horizon": 10_000,
     "whiten_rewards": False,
     "gamma": 0.9,
     "kl_coefficient": 0.1,
@@ -203,7 +204,7 @@ def test_rewards_of_tokens_are_scaled_over_the_whole_window():
 
 
 def test_the_coefficient_adapts_from_window_to_window():
-    stage = stage_of("ppo", **{**PLAIN, "kl_target": 0.5}, kl_horizon=10)
+    stage = stage_of("ppo", **{**PLAIN, "kl_target": 0.5, "kl_horizon": 10})
     context = Rollouts([1.0, 0.5, 0.0, 2.0, 0.25, -1.0])
     first = stage.prepare(context, PROMPTS)
     context.state = first.state
@@ -234,6 +235,9 @@ def test_equal_scores_are_not_whitened_into_noise_and_end_a_run_that_never_had_o
     varied = stage.prepare(Rollouts([0.0] * 5 + [1.0], state), PROMPTS).state
     with pytest.raises(RunError, match="all scores of the first 10 windows were equal"):
         stage.prepare(Rollouts([0.0] * 6, state), PROMPTS)
+    alone = state
+    for _ in range(20):  # a window of one response
+        alone = stage.prepare(Rollouts([0.0], alone), PROMPTS[:1]).state
     for _ in range(20):
         varied = stage.prepare(Rollouts([1.0] * 6, varied), PROMPTS).state
 
@@ -302,6 +306,8 @@ def test_a_bandit_reaches_its_known_optimum():
         ({"reward": "r.py:f", "value_clip": 0}, "value_clip: must be positive"),
         ({"reward": "r.py:f", "kl_coefficient": 0, "kl_target": 6}, "kl_target"),
         ({"reward": "r.py:f", "missing_end_penalty": -1}, "missing_end_penalty: must be 0 or more"),
+        ({"reward": "r.py:f", "kl_horizon": 5}, "kl_horizon has no effect"),
+        ({"reward": "r.py:f", "kl_coefficient": 0, "reference": "x"}, "reference has no effect"),
         ({"reward": "r.py:f", "passes": 0}, "passes: must be at least 1"),
     ],
     ids=str,

@@ -170,6 +170,11 @@ class PPO:
                     raise ValueError(f"{name} must be {expected}, got {value}")
         if self.kl_target is not None and not self.kl_coefficient:
             raise ValueError("kl_target needs a kl_coefficient to start from, got 0")
+        for name in ("kl_estimator", "reference"):
+            if not self.kl_coefficient and getattr(self, name) != getattr(PPO, name):
+                raise ValueError(f"{name} has no effect unless kl_coefficient is positive")
+        if self.kl_target is None and self.kl_horizon != PPO.kl_horizon:
+            raise ValueError("kl_horizon has no effect without a kl_target")
 
     @property
     def spec(self) -> OutputSpec:
@@ -234,7 +239,7 @@ class PPO:
         outputs = context.compute(POLICY, items)
         logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
         scores = self._final_scores(known, state)
-        is_flat = len(set(scores)) < 2
+        is_flat = len(scores) > 1 and len(set(scores)) < 2  # one response tells nothing
         _count_flat(state, scores, is_flat=is_flat)
         rewards, more = self._rewards(context, items, logps, scores, state)
         advantages = self._advantages(rewards, values)
