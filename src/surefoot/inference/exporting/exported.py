@@ -33,8 +33,13 @@ from .adapter_places import updated_tensors
 from .base_model import base_weights, meta_model
 from .end_tokens import stop_token_ids
 from .resized import Grown
-from .reward_adapter import reward_adapter
-from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
+from .reward_model import (
+    RewardHead,
+    as_sequence_classification,
+    head_of,
+    reward_adapter,
+    v_head_file,
+)
 
 logger = logging.getLogger(__name__)
 
