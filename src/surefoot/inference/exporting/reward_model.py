@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import save
@@ -30,7 +30,6 @@ from .base_model import meta_model
 
 logger = logging.getLogger(__name__)
 RewardHead = Literal["score", "v_head", "adapter"]
-REWARD_HEADS: tuple[RewardHead, ...] = get_args(RewardHead)
 _FILE = HEADS["values"]
 _PREFIX, _HEAD = "base_model.model.", "lm_head"
 _NAME = SCORE.removesuffix(".weight")
