@@ -159,10 +159,13 @@ class KTO:
 
     def remarks(self, examples: EncodedDataset) -> Iterator[str]:
         """Kinds of responses whose weights are not balanced."""
-        import numpy as np
-
-        kinds = np.concatenate([s.features["desirable"].flat[:] for s in examples.stores])
-        num_good = int(np.count_nonzero(kinds[examples.index]))
+        num_good, start = 0, 0
+        for store in examples.stores:
+            items = examples.index[
+                (examples.index >= start) & (examples.index < start + len(store))
+            ]
+            num_good += int((store.features["desirable"].flat[:][items - start] > 0).sum())
+            start += len(store)
         num_bad = len(examples) - num_good
         if not num_good or not num_bad:
             kind = "desirable" if num_good else "undesirable"

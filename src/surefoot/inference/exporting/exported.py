@@ -23,8 +23,13 @@ from ..model_loading import ModelFolders, find_parts, with_valid
 from .base_model import meta_model
 from .end_tokens import stop_token_ids
 from .merged_model import MergedModel, merged_weights
-from .reward_adapter import adapter_files
-from .reward_model import RewardHead, as_sequence_classification, head_of, v_head_file
+from .reward_model import (
+    RewardHead,
+    as_sequence_classification,
+    head_of,
+    reward_adapter,
+    v_head_file,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +67,7 @@ def export(
 
     def write(parts: ModelFolders) -> None:
         if reward_head == "adapter":
-            files = adapter_files(parts, dtype, trust_remote_code=trust_remote_code)
+            files = reward_adapter(parts, dtype, trust_remote_code=trust_remote_code)
             with new_folder(target, may_be_empty=True) as folder:
                 write_small(folder, files)
             return

@@ -3,6 +3,7 @@ and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Fac
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import ExitStack
 from typing import Any, Literal, cast
@@ -12,26 +13,34 @@ from safetensors.torch import save
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ...checkpoint.layouts.opening import open_role
+from ...checkpoint.disk.companions import companions_of
+from ...checkpoint.layouts.opening import open_folder, open_role
 from ...checkpoint.layouts.sequence_classification import SCORE
+from ...checkpoint.sources.copying import DtypeName
+from ...checkpoint.sources.copying import cast as converted
 from ...checkpoint.sources.joined import JoinedSource
 from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.attention.packed import one_document
 from ...model.meta_tensors import on_meta
 from ...network.heads import HEADS
+from ...recipe.files import ADAPTER, read_text
 from ..model_loading import ModelFolders
+from .base_model import meta_model
 
 logger = logging.getLogger(__name__)
 RewardHead = Literal["score", "v_head", "adapter"]
-FILE = HEADS["values"]
+_FILE = HEADS["values"]
+_PREFIX, _HEAD = "base_model.model.", "lm_head"
+_NAME = SCORE.removesuffix(".weight")
+_LISTS = ("modules_to_save", "target_modules", "target_parameters", "trainable_token_indices")
 
 
 def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
     """The head to store as ``kind``: that of a reward model, and that of any other model, such as
     the values of ``stage: ppo``, only as ``v_head``. None if there is none, or, with a warning, if
     it is omitted."""
-    head = open_role(parts.folder, FILE)
+    head = open_role(parts.folder, _FILE)
     is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
     if head is None or is_reward or kind == "v_head":
         return head
@@ -39,7 +48,7 @@ def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
         "%s: its %s is not exported: the files of a language model have none; --reward-head v_head "
         "writes it beside them",
         parts.folder,
-        FILE,
+        _FILE,
     )
     return None
 
@@ -59,7 +68,7 @@ def as_sequence_classification(
     kept = {name: name for name in stored if name in wanted}
     if missing := sorted(wanted - kept.keys()):
         raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
-    score = Renamed(head, {SCORE: f"{FILE}.weight"})
+    score = Renamed(head, {SCORE: f"{_FILE}.weight"})
     changes: dict[str, object] = {
         "architectures": [type(made).__name__],
         "id2label": {"0": "LABEL_0"},
@@ -83,11 +92,44 @@ def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, made)
 
 
+def reward_adapter(
+    parts: ModelFolders, dtype: DtypeName | None, *, trust_remote_code: bool
+) -> dict[str, bytes]:
+    """The files of the adapter. Opens with ``AutoPeftModelForSequenceClassification`` and
+    ``num_labels=1``. Raises ``ModelError`` if it is no adapter of a reward model, or adapts the
+    output head, which such a model has not."""
+    head = None if parts.adapter is None else head_of(parts, "adapter")
+    if parts.adapter is None or head is None:
+        raise ModelError(
+            f"{parts.folder}: --reward-head adapter needs a reward model that was trained with an "
+            "adapter (stage: rm, method: lora); leave it out"
+        )
+    sequence_classification_of(meta_model(parts.model, trust_remote_code))
+    factors = open_folder(parts.adapter)
+    config = json.loads(read_text(parts.adapter / ADAPTER))
+    named = [str(name) for key in _LISTS for name in config.get(key) or () if config.get(key)]
+    if any(_HEAD in name for name in (*factors.shapes(), *named)):
+        raise ModelError(
+            f"{parts.adapter}: adapts {_HEAD}, which a sequence classification has not; export it "
+            "merged, with --reward-head score"
+        )
+    score = Renamed(head, {f"{_PREFIX}{SCORE}": f"{_FILE}.weight"})
+    source = converted(JoinedSource([("", factors), ("", score)]), dtype)
+    tensors = {name: read_whole(source, name) for name in source.shapes()}
+    saved = [*(config.get("modules_to_save") or []), _NAME]
+    config |= {"task_type": "SEQ_CLS", "modules_to_save": saved}
+    return {
+        **companions_of(parts.model, parts.tokenizer),
+        ADAPTER: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
+        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
 def v_head_file(head: TensorSource) -> dict[str, bytes]:
     """The head in a file of its own beside the language model, with a bias of 0."""
-    weight = read_whole(head, f"{FILE}.weight")
+    weight = read_whole(head, f"{_FILE}.weight")
     tensors = {"v_head.summary.weight": weight, "v_head.summary.bias": weight.new_zeros(1)}
-    return {f"{FILE}.safetensors": save(tensors)}
+    return {f"{_FILE}.safetensors": save(tensors)}
 
 
 def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
