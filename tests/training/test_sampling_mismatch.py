@@ -88,7 +88,7 @@ def test_samples_of_other_weights_or_temperatures_are_told(caplog):
     [([0.04] * 9, None), ([0.0] * 9 + [3.0], "few tokens"), ([np.inf, 0.0], "not finite")],
 )
 def test_a_cause_is_named_beyond_a_bound(differences, cause):
-    found = mismatch(np.array(differences), np.zeros(len(differences))).cause
+    found = mismatch(differences, [0.0] * len(differences)).cause
     assert found is None if cause is None else cause in found
 
 

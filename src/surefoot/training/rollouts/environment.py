@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ...data.example import Message
 from ...data.text.codec import Codec
-from ...generate.generation import Sample
+from ...generate.samples import Sample
 from ...generate.section import GenerateSection
 from ...schema.locations import FunctionPath
 from ..stage import StageContext
