@@ -18,13 +18,13 @@ check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist worksteal --ignore tests/journey --ignore tests/crash
+	$(BIN)/pytest -n 3 --dist worksteal --ignore tests/journey --ignore tests/crash
 
 test: $(STAMP)  ## everything but the long proofs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not proof'
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not proof'
 
 proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt

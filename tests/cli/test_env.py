@@ -13,7 +13,7 @@ from surefoot.run.machine import environment as env
 @pytest.fixture
 def few(monkeypatch):
     """Only packages that import quickly."""
-    monkeypatch.setattr(env, "PACKAGES", {"click": "click", "xxhash": "xxhash.no_such_part"})
+    monkeypatch.setattr(env, "PACKAGES", {"xxhash": "xxhash.no_such_part", "click": "click"})
     monkeypatch.setattr(env, "OPTIONAL", {"no-such-package": "no_such_package"})
     monkeypatch.setattr(env, "CHOICES", """print('{"packed attention": "sdpa"}')""")
 

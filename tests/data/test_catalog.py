@@ -173,6 +173,12 @@ def test_a_hub_id_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
     assert entry.name == "tatsu-lab/alpaca"
 
 
+def test_a_name_with_a_null_byte_is_a_file_that_is_not_there(tmp_path):
+    write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "\0.json"}})
+    with pytest.raises(DataError, match=r"sums.file_name: no file or folder"):
+        Catalog(section(tmp_path, "sums")).entries  # noqa: B018
+
+
 def test_all_problems_of_the_data_are_said_at_once(tmp_path):
     write(tmp_path / "data" / "dataset_info.json", {"sums": {"file_name": "gone.json"}})
     write(tmp_path / "data" / "near.jsonl", QUESTION)

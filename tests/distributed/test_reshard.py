@@ -52,6 +52,7 @@ def test_its_weights_are_read_without_any_process(saved):
     assert_bitwise(found, {n: t for n, t in expected.items() if n.startswith("model/")})
 
 
+@pytest.mark.proof  # ``test_meshes`` has another chain
 def test_a_run_goes_from_mesh_to_mesh_as_one_process_would(saved, tmp_path):
     path, _, losses = saved
     alone = learn(trainer(ALONE, tmp_path, **QWEN), 7)

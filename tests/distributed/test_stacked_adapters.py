@@ -43,6 +43,11 @@ def same(one, other):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def close(figures, expected):
+    for ours, theirs in zip(figures, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+
+
 @pytest.mark.parametrize("case", ["pissa", pytest.param("olora", marks=pytest.mark.proof), "below"])
 def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(case, folder, tmp_path):
     alone = start(ALONE, folder, case)
@@ -70,8 +75,7 @@ def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(case, f
     begins, figures, end, resumed = ranks.run(2, work, dp_shard=2)[0]
     same(begins, first)
     same(resumed, end)
-    for ours, theirs in zip(figures, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+    close(figures, expected)
 
 
 def test_tensor_parallelism_trains_the_same(folder, tmp_path):
@@ -84,8 +88,7 @@ def test_tensor_parallelism_trains_the_same(folder, tmp_path):
 
     begins, figures = ranks.run(2, work, tp=2)[0]
     same(begins, first)
-    for ours, theirs in zip(figures, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
+    close(figures, expected)
 
 
 def test_a_pipeline_is_refused(folder):

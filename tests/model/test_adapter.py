@@ -62,6 +62,14 @@ def test_an_adapter_whose_modules_the_model_has_not_is_refused(folder, tmp_path)
         attach(load(folder / "base"), tmp_path)
 
 
+@pytest.mark.parametrize("tokens", [False, 3, [1.5], {"embed_tokens": "all"}])
+def test_tokens_that_are_no_list_of_ids_are_refused(tokens, folder, tmp_path):
+    save_adapter(folder / "base", tmp_path)
+    edit_json(tmp_path / "adapter_config.json", trainable_token_indices=tokens)
+    with pytest.raises(ModelError, match=r"trainable_token_indices is .* expected lists of token"):
+        attach(load(folder / "base"), tmp_path)
+
+
 def test_a_damaged_adapter_is_refused(folder, tmp_path):
     save_adapter(folder / "base", tmp_path)
     weights = tmp_path / "adapter_model.safetensors"

@@ -78,7 +78,7 @@ def test_a_response_whose_end_does_not_fit_is_dropped_and_its_reason_says_so():
     assert "end token" in outcome.reason
 
 
-@pytest.mark.parametrize("margin", [None, "much", True, {"by": 1}])
+@pytest.mark.parametrize("margin", [None, "much", True, {"by": 1}, 1e300, 10**400, "inf"])
 def test_margins_that_are_to_be_used_must_be_there(margin):
     items = [item for outcome in encoded(RM(), [1, margin]) for item in outcome]
     RM().collate(items, packing=True)

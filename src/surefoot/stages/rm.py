@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..data.text.codec import Codec
 
 SCORES = OutputSpec(("values",), at="ends")
+_LARGEST = 3.4e38  # in float32
 NO_END = Dropped(
     "the end of a response is beyond data.cutoff_len, and its reward is read at its end token"
 )
@@ -144,11 +145,12 @@ def _margin(item: Features) -> float:
 
 
 def _column(example: Example) -> float:
-    """The number in the column ``margin``; NaN if there is none."""
+    """The number in the column ``margin``; NaN if there is none, or it is beyond float32."""
     value = example.columns.get("margin")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:
-        return float(value)
-    except ValueError:
+        number = float(value)
+    except (ValueError, OverflowError):
         return math.nan
+    return number if abs(number) < _LARGEST else math.nan

@@ -379,7 +379,7 @@ def exists(path: Path) -> bool:
 
 def size_of(path: Path) -> int | None:
     """The length of a regular file, links followed; None if there is none."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)
         return found.st_size if stat.S_ISREG(found.st_mode) else None
     return None
@@ -393,7 +393,7 @@ def is_folder(path: Path) -> bool:
 def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
     try:
         return look(path)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise
-        return None
+    except (OSError, ValueError) as error:  # of values: a null byte, which no name contains
+        if getattr(error, "errno", None) in (None, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            return None
+        raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
@@ -24,7 +24,6 @@ from ..model_loading import ModelFolders
 
 logger = logging.getLogger(__name__)
 RewardHead = Literal["score", "v_head"]
-REWARD_HEADS: tuple[RewardHead, ...] = get_args(RewardHead)
 _FILE = HEADS["values"]
 
 

@@ -52,7 +52,8 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     order = sorted([*range(number), *sources])  # of each layer, the layer that it is or copies
     for source in reversed(sources):
         layers.insert(source + 1, _identity(model, layers[source]))
-    _count_layers(config, number, order)
+    changed = _count_layers(config, number, order)
+    _tell_modules(model, changed)
     for place, (layer, before) in enumerate(zip(layers, order, strict=True)):
         vars(layer)[_NUMBERED] = before, place
         set_number(layer, place)
@@ -133,13 +134,27 @@ def _is_last(name: str) -> bool:
     return own.removesuffix("_bias") in _LAST
 
 
-def _count_layers(config: PretrainedConfig, number: int, order: Sequence[int]) -> None:
-    """Change the number of layers, and the lists that have a value for each layer."""
+def _count_layers(
+    config: PretrainedConfig, number: int, order: Sequence[int]
+) -> Mapping[str, tuple[object, object]]:
+    """Change the number of layers, and the lists that have a value for each layer; these before and
+    after, by name."""
+    changed: dict[str, tuple[object, object]] = {}
     for name, value in list(vars(config).items()):
         is_by_layer = "layer" in name or "block" in name
         if is_by_layer and isinstance(value, list | tuple) and len(value) == number:
             vars(config)[name] = type(value)(value[source] for source in order)
+            changed[name] = value, vars(config)[name]
     config.num_hidden_layers = len(order)
+    return changed
+
+
+def _tell_modules(model: nn.Module, changed: Mapping[str, tuple[object, object]]) -> None:
+    """Change the copies of these lists that modules keep, as GPT-Neo's do."""
+    for module in model.modules():
+        for name, (before, after) in changed.items():
+            if vars(module).get(name) == before:
+                setattr(module, name, after)
 
 
 def _check_config(model: PreTrainedModel) -> None:

@@ -177,7 +177,7 @@ def _config_of(folder: Path) -> PeftConfig:
 
 def _check_tokens(found: object) -> None:
     """Raise ``TypeError`` if the trained tokens are not what PEFT takes them for, unchecked."""
-    lists = found.values() if isinstance(found, dict) else [found or []]
+    lists = found.values() if isinstance(found, dict) else [[] if found is None else found]
     if not all(isinstance(one, list) and all(type(i) is int for i in one) for one in lists):
         raise TypeError(f"trainable_token_indices is {found}, expected lists of token ids")
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -125,11 +125,11 @@ class AdapterWeights:
     is_adapter: ClassVar[bool] = True
     is_converted: ClassVar[bool] = False
 
-    def without(self, _names: Collection[str]) -> AdapterWeights:
+    def without(self, _names: Collection[str]) -> Self:
         """An adapter's files have none of the model's own tensors."""
         return self
 
-    def sharded(self, cuts: Mapping[str, Cuts]) -> AdapterWeights:
+    def sharded(self, cuts: Mapping[str, Cuts]) -> Self:
         """The same weights after their tensors were sharded."""
         return replace(self, cuts=cuts)
 

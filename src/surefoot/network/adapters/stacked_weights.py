@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,56 +14,25 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.state.local_box import local_box_of
 from ...errors import CheckpointError, counted
 from ...geometry.box import Box
-from ...geometry.sharding import Cuts, axes
+from ...geometry.sharding import axes
 from ...model.adapters.frozen import StackedLayer, stacked_layers
-from ...model.pretrained.companions import adapter_files
 from ...model.pretrained.weights import AdapterWeights
-from ...model.section import ModelSection
 
 Tensors = Mapping[str, torch.Tensor]
 _ALONG = {"lora_A": 0, "lora_B": 1}  # the dimension along which matrices are joined
 
 
 @dataclass(frozen=True)
-class StackedWeights:
-    """Each layer's adapters in one pair of matrices, which are made for each save."""
+class StackedWeights(AdapterWeights):
+    """Each layer's adapters in one pair of matrices, which are made for each save and are complete
+    on every rank."""
 
-    model: nn.Module
-    cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by name in the model, of factors
-    kind: ClassVar[Literal["full", "adapter"]] = "adapter"
-    is_adapter: ClassVar[bool] = True
     is_converted: ClassVar[bool] = True
-
-    def without(self, _names: Collection[str]) -> StackedWeights:
-        """An adapter's files have none of the model's own tensors."""
-        return self
-
-    def sharded(self, cuts: Mapping[str, Cuts]) -> StackedWeights:
-        """The same weights after their tensors were sharded."""
-        return replace(self, cuts=cuts)
-
-    def small_files(
-        self, section: ModelSection, folder: Path | None, stop_token_ids: Sequence[int]
-    ) -> dict[str, bytes]:
-        """``adapter_config.json`` of all adapters together."""
-        return adapter_files(self.model, section)
-
-    def cuts_of(self, name: str) -> Cuts | None:
-        """The sharding of a tensor; joined matrices are complete on every rank."""
-        return self.cuts.get(name)
-
-    def is_copy(self, name: str) -> bool:
-        """No other pipeline stage has it."""
-        return False
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """None: every tensor is there from the beginning."""
-        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The joined matrices, and the live tensors that are no factors. A collective call if the
         model is sharded."""
-        state = AdapterWeights(self.model).state_dict()
+        state = super().state_dict()
         for name, joined in self._joined().items():
             parts = [(self._complete(n, p), ratio) for n, p, ratio in joined.parts]
             scaled = [part if ratio == 1 else part * ratio for part, ratio in parts]
@@ -74,7 +42,7 @@ class StackedWeights:
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
-        live, joined = AdapterWeights(self.model).state_dict(), self._joined()
+        live, joined = super().state_dict(), self._joined()
         wanted = live.keys() | joined.keys()
         if odd := sorted(wanted ^ state.keys()):
             raise CheckpointError(

@@ -1,7 +1,7 @@
 """What a bug report needs, and whether everything that is installed also loads.
 
-Every package is imported in a process of its own: a version number says nothing about a compiled
-part that was built against another torch, and a crash there must not end the report.
+Every package is imported in another process: a version number says nothing about a compiled part
+that was built against another torch, and a crash there must not end the report.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def describe_environment() -> dict[str, Facts]:
     """The whole report, by title."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         said, chosen = pool.submit(probe, TORCH), pool.submit(probe, CHOICES)
-        states = dict(zip(names := [*PACKAGES, *OPTIONAL], pool.map(_state, names), strict=True))
+        states = _states(pool, [*PACKAGES, *OPTIONAL])
     return {
         "surefoot": {
             "version": __version__,
@@ -108,14 +108,28 @@ def choice_facts(output: str, error: str) -> Facts:
     return {"not known": error} if error else dict(json.loads(output))
 
 
-def _state(name: str) -> str:
-    """The version of a package, and whether it can be imported."""
+def _states(pool: ThreadPoolExecutor, names: Sequence[str]) -> dict[str, str]:
+    """The version of each package, and whether it can be imported. One process imports all of them,
+    as they share most of the time; those that it does not reach get one each."""
+    known = {name: version for name in names if (version := _version(name))}
+    said = "import os; os.write(1, {!r})"
+    code = [f"{_import(name)}; {said.format((name + chr(10)).encode())}" for name in known]
+    loaded = probe("\n".join(code))[0].splitlines()
+    rest = [name for name in known if name not in loaded]
+    errors = dict(zip(rest, pool.map(lambda name: probe(_import(name))[1], rest), strict=True))
+    failed = {name: f"{known[name]}, does not load: {e}" for name, e in errors.items() if e}
+    return {name: failed.get(name) or known.get(name, "not installed") for name in names}
+
+
+def _version(name: str) -> str | None:
     try:
-        version = importlib.metadata.version(name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-    _, error = probe(f"import {({**PACKAGES, **OPTIONAL})[name]}")
-    return f"{version}, does not load: {error}" if error else version
+        return None
+
+
+def _import(name: str) -> str:
+    return f"import {({**PACKAGES, **OPTIONAL})[name]}"
 
 
 def probe(code: str) -> tuple[str, str]:
@@ -123,8 +137,10 @@ def probe(code: str) -> tuple[str, str]:
     command = [sys.executable, "-W", "ignore", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return "", f"nothing after {TIMEOUT} s"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or ""
+        output = output.decode() if isinstance(output, bytes) else output
+        return output, f"nothing after {TIMEOUT} s"
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return done.stdout, lines[-1]

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ....errors import TemplateError, counted
-from . import trial
+from .trial import NO_MEMORY
 
 SECONDS = 5  # of a core; real templates take milliseconds
 MEMORY = 1 << 30  # bytes beyond those of a process that has done nothing yet
+_TRIAL = Path(__file__).with_name("trial.py")
 _ADVICE = "do not use it; data.template: NAME takes another"
 
 
@@ -30,7 +32,7 @@ def try_within_limits(source: str, conversations: Sequence[Mapping[str, object]]
     """
     task = {"source": source, "conversations": conversations, "seconds": SECONDS, "memory": MEMORY}
     done = subprocess.run(
-        [sys.executable, "-P", trial.__file__],
+        [sys.executable, "-P", str(_TRIAL)],
         input=json.dumps(task),
         text=True,
         capture_output=True,
@@ -41,7 +43,7 @@ def try_within_limits(source: str, conversations: Sequence[Mapping[str, object]]
             f"the chat template renders a short conversation for more than "
             f"{counted(SECONDS, 'second')}; {_ADVICE}"
         )
-    if done.returncode == trial.NO_MEMORY:
+    if done.returncode == NO_MEMORY:
         raise TemplateError(
             f"the chat template needs more than {MEMORY >> 20:,} MiB for a short conversation; "
             f"{_ADVICE}"

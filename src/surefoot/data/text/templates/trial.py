@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 NO_MEMORY = 3  # exit code
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """``{% generation %}``, which marks what an assistant says: its body."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
@@ -32,7 +32,8 @@ class Generation(Extension):
 
 
 def main() -> int:
-    """Render every conversation; the exit code. What a template raises is told where it is used."""
+    """Render every conversation; the exit code. An error of a template is reported
+    where it is used."""
     task = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], task["seconds"] + 1))
@@ -51,7 +52,7 @@ def main() -> int:
 def _environment() -> ImmutableSandboxedEnvironment:
     """What transformers gives a template: ``utils/chat_template_utils.py``."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
