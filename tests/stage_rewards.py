@@ -27,6 +27,11 @@ def broken(completions):
     return [1 / (text != "bad") for text in completions]
 
 
+def angry(completions):
+    """Raises for all of them."""
+    raise ValueError("never")
+
+
 def hanging(completions):
     """Never returns for one of them."""
     while "bad" in completions:

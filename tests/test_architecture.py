@@ -12,7 +12,7 @@ from house import PICTURE, ROOT, ROWS, drawn, modules
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
-LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
+LAZY |= {"jsonschema", "torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},

@@ -14,6 +14,7 @@ from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.callbacks.jsonl import Jsonl
 from surefoot.callbacks.plot import Plot, curves, smoothed
 from surefoot.callbacks.tensorboard import TensorBoard
+from surefoot.training.rollouts.kept import KeptRollouts
 
 
 class ScriptedEvaluation:
@@ -21,6 +22,7 @@ class ScriptedEvaluation:
 
     def __init__(self, state, losses):
         self.state, self.losses = state, dict(enumerate(losses, start=1))
+        self.kept = KeptRollouts()
 
     def measure(self, _held_out, _after):
         return {"loss": self.losses[self.state.global_step]}

@@ -15,16 +15,18 @@ STEPS = 5  # inside the second window of grpo, and past the last window of an ep
 CLOSE = {"dpo": 1e-6, "rm": 1e-6}
 
 
-def losses(world, folder, name, *, count=14, packing=False, micro_batch_size=1, **parallel):
+def losses(
+    world, folder, name, *, packing=False, micro_batch_size=1, settings=None, count=14, **parallel
+):
     """Mean loss and gradient norm of a few steps, one after the other."""
     made = trainer(
         world,
         folder / f"{world.size}-{packing}-{micro_batch_size}",
-        stage=stage_of(name),
+        stage=stage_of(name, **(settings or {})),
         codec=CODEC,
         examples=examples_of(name, count),
         packing=packing,
-        train={"global_batch_size": 6, "micro_batch_size": micro_batch_size},
+        train={"global_batch_size": 8 if settings else 6, "micro_batch_size": micro_batch_size},
         dtype=torch.float64,
         **({"parallel": parallel} if parallel else {}),
     )
@@ -63,3 +65,24 @@ def test_sharded_weights_change_nothing(name, kind, tmp_path):
         2, lambda w: losses(w, tmp_path, name, micro_batch_size=3, **spread), **spread
     ):
         assert found == pytest.approx(expected, rel=close, abs=close)
+
+
+VARIANTS = {
+    "gspo": {"surrogate": "gspo", "average_over": "tokens"},
+    "cispo": {"surrogate": "cispo", "advantage": "reinforce_plus_plus", "average_over": "tokens"},
+    "dr_grpo": {"advantage": "dr_grpo", "average_over": "max_new_tokens", "drop_flat_groups": True},
+    "rloo": {"advantage": "rloo", "surrogate": "dual_clip", "kl_estimator": "k1"},
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_grpo_are_the_same_on_four_ranks(name, tmp_path):
+    def found(world, **options):
+        return losses(world, tmp_path, "grpo", settings=VARIANTS[name], **options)
+
+    expected = found(ALONE)
+    assert found(ALONE, packing=True, micro_batch_size=8) == pytest.approx(expected, rel=1e-9)
+    for size, axes in ((2, {"dp_replicate": 2}), (4, {"dp_shard": 2, "dp_replicate": 2})):
+        for one in ranks.run(size, found, **axes):
+            assert one == pytest.approx(expected, rel=1e-9, abs=1e-9)

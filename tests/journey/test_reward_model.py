@@ -181,6 +181,10 @@ def test_it_rewards_the_rollouts_of_another_run(trained, tmp_path):
         for row, reward in zip(rows, rewards, strict=True):
             ids = [*row["prompt_ids"], *(token["id"] for token in row["tokens"])]
             assert float(model(torch.tensor([ids])).logits) == pytest.approx(reward, abs=1e-4)
+    assert "reward" in json.loads(run("eval", ours.recipe, "--limit", 2, "--json"))
+    found = json.loads(run("reward", "check", ours.recipe, "--samples", 2, "--json"))
+    assert found["rewards"][0]["name"] == "reward_model"
+    assert len({one["reward"] for one in found["responses"]}) > 1
 
 
 def test_a_model_without_a_head_gives_no_rewards(trained, tmp_path):

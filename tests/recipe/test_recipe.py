@@ -252,7 +252,11 @@ def test_so_is_a_function_or_a_model_in_the_settings_of_a_stage(tmp_path, monkey
     path.write_text(GOOD)
     monkeypatch.chdir(tmp_path / "here")
     grpo = load(path, ["stage.grpo.reward=rewards.py:f"]).stage
-    assert grpo.reward == f"{tmp_path / 'here/rewards.py'}:f"
+    assert grpo.reward[0].path == f"{tmp_path / 'here/rewards.py'}:f"
+    path.write_text(GOOD.replace("sft", "{grpo: {reward: [rewards.py:f]}}"))
+    grpo = load(path, ["stage.grpo.beta=0.3"]).stage
+    assert grpo.reward[0].path == f"{tmp_path / 'recipes/rewards.py'}:f"
+    path.write_text(GOOD)
     dpo = load(path, ["stage.dpo.reference=reference"]).stage
     assert dpo.reference == str(tmp_path / "here/reference")
     path.write_text(GOOD.replace("sft", "{dpo: {reference: reference}}"))

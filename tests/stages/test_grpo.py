@@ -15,7 +15,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
-from surefoot.training.rollouts.rollout import Row, read_row
+from surefoot.training.rollouts.rollout import DatasetRow, read_row
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
@@ -137,7 +137,7 @@ def test_the_row_is_kept_as_bytes_for_the_reward():
     example = Example((Message("user", "1+1?"),), columns=row, origin="sums:3")
     ((item,),) = stage_of("grpo").encode([example], Prompts())
     assert isinstance(item["row"], bytes)
-    assert read_row(item) == Row(row, "sums:3")
+    assert read_row(item) == DatasetRow(row, "sums:3")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from surefoot.generate.generation import Sample
 from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import FunctionPath
 from surefoot.training.rewards.process import RewardProcess
+from surefoot.training.rewards.running import stepped
 from surefoot.training.rollouts.environment import OneTurn, UserEnvironment, converse
-from surefoot.training.rollouts.rollout import Row
-from surefoot.training.rollouts.stepping import stepped
+from surefoot.training.rollouts.rollout import DatasetRow
 from tiny_tokenizers import tokenizer
 
 ASKED = Message("user", "Count to 3.")
@@ -61,7 +61,7 @@ class Scripted:
 
 def conversations(context, name, *, most=200, turns=8, rows=({"goal": 3},)):
     start = context.codec.encode_prompt([ASKED])
-    prompts = [(start, Row(row, f"sums:{i}"), i) for i, row in enumerate(rows)]
+    prompts = [(start, DatasetRow(row, f"sums:{i}"), i) for i, row in enumerate(rows)]
     settings = GenerateSection(max_new_tokens=most, do_sample=True)
     environment = UserEnvironment(FunctionPath(f"{REWARD}:{name}"), 20.0)
     return converse(context, prompts, settings, environment, turns)
@@ -85,7 +85,7 @@ def test_a_conversation_has_the_ids_that_the_template_gives_all_of_it(template, 
     assert whole == text_ids[: len(whole)]
     assert found.stop_reason == "stop"
     decode = made.tokenizer.decode
-    own = [token for token, is_own in zip(found.ids, found.learnt, strict=True) if is_own]
+    own = [token for token, is_own in zip(found.ids, found.is_sampled, strict=True) if is_own]
     end = decode(made.stop_token_ids[:1])
     assert decode(own) == end.join([*context.script, ""])
     assert found.sampled_logps == [-0.5] * len(own)
@@ -107,12 +107,12 @@ def test_tokens_and_turns_are_limited(process):
     assert [turn for turn, _, _ in context.seen] == [0, 1]
     context = Scripted(codec(), process, ["one two three four"])
     (found,) = conversations(context, "Counter", most=4)
-    assert found.num_learnt == len(found.completion) == 4
+    assert found.num_sampled == len(found.completion) == 4
     assert found.stop_reason == "length"
     context = Scripted(codec(), process, ["a", "b", "c"])
     (found,) = conversations(context, "Counter", most=len("a") + 3)  # no room for what is said
     assert found.stop_reason == "length"
-    assert all(found.learnt[found.num_prompt :])
+    assert all(found.is_sampled[found.num_prompt :])
 
 
 def test_a_response_that_is_cut_ends_its_conversation(process):
@@ -133,10 +133,10 @@ def test_one_turn_is_what_was_sampled(process):
     context = Scripted(codec(), process, ["one"])
     start = context.codec.encode_prompt([ASKED])
     settings = GenerateSection(max_new_tokens=9, do_sample=True, temperature=0.7)
-    (found,) = converse(context, [(start, Row({}), 0)], settings, OneTurn())
+    (found,) = converse(context, [(start, DatasetRow({}), 0)], settings, OneTurn())
     assert list(found.prompt) == start
     assert found.temperature == 0.7
-    assert all(found.learnt[len(start) :])
+    assert all(found.is_sampled[len(start) :])
     features = found.features(0.5)
     assert features["labels"] == [-100] * len(start) + list(found.completion)
     assert features["advantages"] == [0.5] * len(found.completion)

@@ -53,6 +53,7 @@ FAILURES = {
     "wrong": "gave 1 reward for 2 completions",
     "missing": "defines no missing",
     "some": "TypeError",
+    "angry": "ValueError: never",
     "broken": "sums:1 .response 'bad'.: ZeroDivisionError",
     "unclear": "sums:1 .*expected a finite number or None for a reward, got nan",
     "ending": "ended its process with code 7",

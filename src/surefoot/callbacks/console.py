@@ -146,7 +146,7 @@ FORMATS = {
 }
 BAR = 20  # characters
 BY_IMPORTANCE = (
-    *("loss", "reward", "left", "checkpoint", "tokens_per_second"),
+    *("loss", "left", "checkpoint", "tokens_per_second", "reward"),
     *("rewards/accuracies", "learning_rate", "trend", "grad_norm", "memory", "rewards/margins"),
 )
 LABELS = {

@@ -16,8 +16,9 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.auxiliary import columns_of, eval_set, refuse_other_tokens
+from ..run.auxiliary import columns_of, eval_set
 from ..run.contexts import context_of
+from ..run.networks.auxiliary_networks import heads_of, refuse_other_tokens
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
 from ..training.stage import POLICY, AuxiliaryModel, auxiliary_of
 from .evaluation import encoded, ready_to_measure
@@ -80,7 +81,9 @@ def _networks(
     with ExitStack() as stack:
         for role, model in roles.items():
             if model not in opened:
-                start = open_start(replace(recipe, model=model), world=world, parallel=parallel)
+                heads = heads_of(models[role], model, resolve(model))
+                other = replace(recipe, model=model)
+                start = open_start(other, world=world, parallel=parallel, heads=heads)
                 refuse_other_tokens(recipe, role, start.tokenizer, codec)
                 ready = ready_to_measure(start, recipe, longest)
                 opened[model] = stack.enter_context(ready)

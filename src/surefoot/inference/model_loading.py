@@ -138,14 +138,18 @@ def open_model(
         )
         tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
         template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
-        network = _open(parts, section, tokenizer, world, parallel)
+        network = _open(parts, section, tokenizer, world, parallel, ())
         return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
 
     return with_valid(find, load)
 
 
 def open_start(
-    recipe: Recipe, *, world: World = ALONE, parallel: ParallelSection = PLAINLY
+    recipe: Recipe,
+    *,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+    heads: Sequence[str] = (),
 ) -> LoadedModel:
     """The initial model of a training, with its tokens and template; else like ``open_model``."""
     if recipe.model.quantization_bit is not None and world.mesh is not None:
@@ -157,7 +161,7 @@ def open_start(
         folder = find_base(recipe)
     codec = open_codec(recipe, folder)
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)
-    network = _open(parts, recipe.model, codec.tokenizer, world, parallel)
+    network = _open(parts, recipe.model, codec.tokenizer, world, parallel, heads)
     template = codec.template if recipe.stage.uses_template else None
     return LoadedModel(network, codec.tokenizer, template, recipe, parts.folder, parts.all)
 
@@ -168,6 +172,7 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     parallel: ParallelSection,
+    heads: Sequence[str],
 ) -> Network:
     """The model: in full, or only this rank's shards."""
     extended = {} if parts.adapter is None else extension_of(parts.adapter)
@@ -178,7 +183,7 @@ def _open(
     options = NetworkOptions(
         parallel=parallel,
         weights=parts.weights,
-        heads=_heads(parts),
+        heads=_heads(parts) or heads,
         is_trainable=False,
         only_generates=True,
     )

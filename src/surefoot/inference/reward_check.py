@@ -80,7 +80,7 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
     Raises ``RecipeError`` if the stage has no reward, ``RunError`` if one fails."""
     if not recipe.stage.max_new_tokens:
         raise RecipeError("stage: nothing is sampled and rewarded; expected one such as grpo")
-    opened = open_start(recipe)
+    opened = open_start(recipe, heads=recipe.stage.heads)
     items = _prompts(recipe, opened.codec, count)
     longest = max(len(item["input_ids"]) for item in items) + recipe.stage.max_new_tokens
     started = time.monotonic()

@@ -70,5 +70,4 @@ def assemble(
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
         feeder=feeder or nullcontext(),
-        kept=evaluation.kept,
     )

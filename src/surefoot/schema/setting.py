@@ -217,6 +217,6 @@ def paths(cls: type) -> tuple[Keys, ...]:
         ways.append((name,))
         if setting.section is not None:
             ways += [(name, *way) for way in paths(setting.section)]
-        for variant, inner in setting.variants.items():
+        for variant, inner in (setting.choices or {}).items():  # a list is set as one
             ways += [(name, variant), *((name, variant, *way) for way in paths(inner))]
     return tuple(ways)

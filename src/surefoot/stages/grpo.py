@@ -123,7 +123,7 @@ class GRPO:
     """Longest response in tokens; with an environment, of all its turns together."""
     environment: FunctionPath | None = None
     """A Python class that answers responses, such as ``tools.py:Calculator``: ``Class(row)`` begins
-    a conversation, ``step(response)`` returns what is said next, or None at its end.
+    a conversation, ``step(response)`` returns the next message, or None at its end.
     """
     max_turns: int = 8
     """Responses in a conversation with an environment at most."""
@@ -229,7 +229,7 @@ class GRPO:
         rewards = total(by_reward, [one.weight for one in self.reward])
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]
-        advantages = ADVANTAGES[self.advantage](groups, [one.num_learnt for one in rollouts])
+        advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
         more = means([*self._named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts)
         figures = {**_figures(rewards, groups, rollouts), **more, **gaps}
@@ -239,7 +239,7 @@ class GRPO:
         found = [
             rollout.features(advantage)
             for rollout, advantage, is_kept in zip(rollouts, advantages, kept, strict=True)
-            if rollout.num_learnt and is_kept
+            if rollout.num_sampled and is_kept
         ]
         return Prepared(self._with_columns(context, found), figures)
 
@@ -333,7 +333,7 @@ def _figures(
     known = [reward for reward in rewards if reward is not None]
     mean = math.fsum(known) / max(1, len(known))
     spread = math.fsum((reward - mean) ** 2 for reward in known) / max(1, len(known) - 1)
-    lengths = [one.num_learnt for one in rollouts]
+    lengths = [one.num_sampled for one in rollouts]
     return {
         "reward": mean,
         "reward_std": math.sqrt(spread),

@@ -6,11 +6,9 @@ to ranks and micro-batches, devices, evaluation mode and sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +16,11 @@ from numpy.typing import NDArray
 
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
-from ..data.example import Message
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collate, batch_of
 from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
 from ..data.text.pairs import unshared
-from ..errors import RunError
 from ..generate.generation import Sample
 from ..generate.section import GenerateSection
 from ..model.attention.isolation import PromptSharing
@@ -35,16 +31,20 @@ from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
 from .initial_values import InitialValues
-from .rewards.kinds import FunctionReward
-from .rewards.process import RewardProcess, Texts
-from .rewards.reward import Reward, computed
-from .rollouts.environment import Event
-from .rollouts.rollout import Rollout
-from .rollouts.stepping import stepped
-from .stage import POLICY, ByColumn, Prompts, Reduction, Stage
-
-T = TypeVar("T")
-REWARD_SECONDS = 300.0  # that a function may take for the responses of a window
+from .rewards.process import RewardProcess
+from .rewards.running import RewardRunner
+from .stage import (
+    POLICY,
+    ByColumn,
+    Events,
+    OnError,
+    Prompts,
+    Reduction,
+    Replies,
+    Rewards,
+    Rollouts,
+    Stage,
+)
 
 
 def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
@@ -124,67 +124,32 @@ class NetworkContext:
             lambda fitted: network.generate(prompts, fitted, seed=seed, stop_token_ids=stops),
         )
 
-    def environment(
-        self, path: FunctionPath, events: Sequence[Event], seconds: float
-    ) -> list[Message | None]:
+    def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What each object of the user's class says, on rank 0. Raises ``RunError``."""
-        return self._on_main(lambda: stepped(self.process, path, events, seconds))
+        return self._running.step(path, events, seconds)
 
     def score(
         self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
     ) -> list[float | None]:
         """The reward of each sample, computed on rank 0. Raises ``RunError``."""
-        decode = self.codec.tokenizer.decode
-        texts = Texts(
-            [decode(list(prompt)) for prompt in prompts],
-            [decode(list(one.ids), skip_special_tokens=True) for one in samples],
-            [len(one.ids) for one in samples],
-            columns,
-        )
-        task = FunctionReward(path=reward).task
-        return self._on_main(lambda: computed(self.process, task, texts, REWARD_SECONDS, "stop"))
+        return self._running.score(reward, prompts, samples, columns)
 
     def reward(
-        self,
-        rewards: Mapping[str, Reward],
-        rollouts: Sequence[Rollout],
-        seconds: float,
-        on_error: Literal["stop", "skip"],
+        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> list[list[float | None]]:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        texts, found = self._texts(rollouts), list[list[float | None]]()
+        found = list[list[float | None]]()
         for role, reward in rewards.items():
-            if (task := reward.task) is not None:
-                compute = partial(computed, self.process, task, texts, seconds, on_error)
-                found.append(self._on_main(compute))
+            if reward.task is not None:
+                found.append(self._running.compute(reward.task, rollouts, seconds, on_error))
             else:
                 items = [rollout.features(0.0) for rollout in rollouts]
                 found.append(self.reduce(role, items, _scores).tolist())
         return found
 
-    def _texts(self, rollouts: Sequence[Rollout]) -> Texts:
-        decode = self.codec.tokenizer.decode
-        names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
-        return Texts(
-            [decode(list(one.prompt)) for one in rollouts],
-            [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
-            [one.num_learnt for one in rollouts],
-            {name: [one.row.columns.get(name) for one in rollouts] for name in names},
-            [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
-        )
-
-    def _on_main(self, compute: Callable[[], list[T]]) -> list[T]:
-        """The result of rank 0, or its error, on every rank."""
-        found: list[T] | str = []
-        if self.world.is_main:
-            try:
-                found = compute()
-            except RunError as error:
-                found = str(error)
-        found = self.world.from_main(found)
-        if isinstance(found, str):
-            raise RunError(found)
-        return found
+    @property
+    def _running(self) -> RewardRunner:
+        return RewardRunner(self.process, self.codec, self.world)
 
     @torch.no_grad()
     def _batches(
@@ -231,9 +196,7 @@ class BlankContext:
         ids = (0,) * settings.max_new_tokens
         return [Sample(ids, (0.0,) * len(ids), "length") for _ in prompts]
 
-    def environment(
-        self, path: FunctionPath, events: Sequence[Event], seconds: float
-    ) -> list[Message | None]:
+    def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """Nothing."""
         return [None for _ in events]
 
@@ -244,11 +207,7 @@ class BlankContext:
         return [float(number % 2) for number in range(len(samples))]
 
     def reward(
-        self,
-        rewards: Mapping[str, Reward],
-        rollouts: Sequence[Rollout],
-        seconds: float,
-        on_error: Literal["stop", "skip"],
+        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> list[list[float | None]]:
         """The same of each."""
         return [[float(number % 2) for number in range(len(rollouts))] for _ in rewards]

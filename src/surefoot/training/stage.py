@@ -18,7 +18,8 @@ from ..data.section import DataSection
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
-from ..schema.locations import FunctionPath, ModelPath
+from ..schema.locations import FunctionPath
+from .auxiliary_model import AuxiliaryModel as AuxiliaryModel  # noqa: PLC0414 - where stages find it
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,23 +32,17 @@ if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
     from .rewards.reward import Reward
-    from .rollouts.environment import Event
-    from .rollouts.rollout import Rollout
+    from .rollouts.rollout import Event, Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids
+Rewards: TypeAlias = "Mapping[str, Reward]"  # by names in metrics
+Rollouts: TypeAlias = "Sequence[Rollout]"
+Events: TypeAlias = "Sequence[Event]"
+Replies: TypeAlias = "list[Message | None]"
+OnError = Literal["stop", "skip"]
 ByColumn = Mapping[str, Sequence[object]]  # the values of the rows of a dataset
 POLICY = "policy"  # the role of the model that the recipe trains
-
-
-@dataclass(frozen=True)
-class AuxiliaryModel:
-    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
-    then; one of the windows is there whenever ``prepare`` asks it."""
-
-    spec: OutputSpec
-    model: ModelPath | None = None  # None: the policy as it was before the first step
-    when: Literal["ahead", "window"] = "ahead"
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,7 @@ class StageContext(Protocol):
         """One sampled response of the policy for each prompt. Each ``turn`` of a window draws other
         numbers."""
 
-    def environment(
-        self, path: FunctionPath, events: Sequence[Event], seconds: float
-    ) -> list[Message | None]:
+    def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What a user's environment says to each response; computed on one rank."""
 
     def score(
@@ -92,11 +85,7 @@ class StageContext(Protocol):
         """The reward of each sample, computed on one rank; None if it has none."""
 
     def reward(
-        self,
-        rewards: Mapping[str, Reward],
-        rollouts: Sequence[Rollout],
-        seconds: float,
-        on_error: Literal["stop", "skip"],
+        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> list[list[float | None]]:
         """Of each reward those of all rollouts, None where there is none. A reward by a model has
         the role of its name."""

@@ -23,7 +23,6 @@ from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
-from .rollouts.kept import KeptRollouts
 from .saver import Saver
 from .section import TrainSection
 from .stage import POLICY, Stage
@@ -76,7 +75,6 @@ class Trainer:
     world: World = ALONE
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
-    kept: KeptRollouts = field(default_factory=KeptRollouts)  # by ``evaluation``
     _progress: _Progress = field(default_factory=_Progress, init=False)
 
     @property
@@ -284,9 +282,9 @@ class Trainer:
         parts = {}
         for name, each in self.evals.items():
             parts[name] = self._measure(each)
-            self.kept.end(name)
+            self.evaluation.kept.end(name)
         if self.world.is_main:
-            self.kept.write(self.state.global_step)
+            self.evaluation.kept.write(self.state.global_step)
         return parts
 
     def _measure(self, examples: EvaluationSet) -> dict[str, float]:

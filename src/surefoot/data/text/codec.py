@@ -115,7 +115,7 @@ class Codec:
         if not whole.startswith(alone[:cut]):
             raise TemplateError(
                 f"the chat template ({name}) changes a response when another turn follows it, so "
-                "no conversation with an environment can go on from its tokens; choose another "
+                "no conversation with an environment can continue its tokens; choose another "
                 "data.template"
             )
         ids = self._chat.encode([RenderedText(whole[cut:], marked)])[0].ids

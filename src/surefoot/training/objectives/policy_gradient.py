@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .preferences import sums_of_answers
+from .preferences import spread_over_answers, sums_of_answers
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def gspo(
     """GSPO (arXiv:2507.18071): ``clipped`` with one ratio for all positions of a response, the
     geometric mean of theirs."""
     means_A = sums_of_answers(logps_N - old_N, owner_N, len(lengths_A)) / lengths_A.clamp(min=1)
-    ratio_N = spread(means_A.exp(), owner_N)
+    ratio_N = spread_over_answers(means_A.exp(), owner_N)
     return _clipped(ratio_N, advantages_N, clip, clip_high)
 
 
@@ -82,15 +82,12 @@ def sapo(
     """SAPO (arXiv:2511.20347): ``4 / t sigmoid(t (ratio - 1)) A``: the gradient fades as a ratio
     leaves 1, faster the larger the temperature, which is of the sign of the advantage. Nothing is
     clipped."""
-    import torch
-
     is_good_N = advantages_N > 0
-    temperatures_N = torch.full_like(logps_N, temperature_negative).masked_fill(
-        is_good_N, temperature
-    )
+    temperatures_N = logps_N.new_full(logps_N.shape, temperature_negative)
+    temperatures_N = temperatures_N.masked_fill(is_good_N, temperature)
     ratio_N = (logps_N - old_N).exp()
     gate_N = (temperatures_N * (ratio_N - 1)).sigmoid() * 4 / temperatures_N
-    return gate_N * advantages_N, torch.zeros_like(is_good_N)
+    return gate_N * advantages_N, is_good_N & ~is_good_N
 
 
 def k1(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:
@@ -105,16 +102,6 @@ def k3(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) ->
     the log-ratio d."""
     differences_N = reference_N - logps_N
     return (logps_N - old_N).exp() * (differences_N.exp() - differences_N - 1)
-
-
-def spread(values_A: torch.Tensor, owner_N: torch.Tensor) -> torch.Tensor:
-    """[N] the value of each position's response, by sums of columns: the gradient of an index has
-    no fixed order on a GPU."""
-    import torch
-
-    answers_A = torch.arange(len(values_A), device=owner_N.device)
-    is_its_own_AN = owner_N == answers_A[:, None]
-    return torch.where(is_its_own_AN, values_A[:, None], values_A.new_zeros(())).sum(0)
 
 
 def _clipped(

@@ -26,6 +26,16 @@ def sums_of_answers(
     return torch.where(is_its_own_AN, logps_N, logps_N.new_zeros(())).sum(1)
 
 
+def spread_over_answers(values_A: torch.Tensor, owner_N: torch.Tensor) -> torch.Tensor:
+    """[N] the value of each position's response, by sums of columns: the gradient of an index has
+    no fixed order on a GPU."""
+    import torch
+
+    answers_A = torch.arange(len(values_A), device=owner_N.device)
+    is_its_own_AN = owner_N == answers_A[:, None]
+    return torch.where(is_its_own_AN, values_A[:, None], values_A.new_zeros(())).sum(0)
+
+
 def sigmoid(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:
     """DPO (arXiv:2305.18290): ``-log sigmoid(beta margin)``. Smoothed (cDPO,
     ericmitchell.ai/cdpo.pdf), labels are wrong with that probability."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ...batch import OutputSpec
 from ...schema.locations import FilePath, FunctionPath, ModelPath
-from ..stage import AuxiliaryModel
-from .process import Task
+from ..auxiliary_model import AuxiliaryModel
+from .process import RewardTask
 
 SCORES = OutputSpec(("values",), at="ends")
 
@@ -34,9 +34,9 @@ class FunctionReward:
         return self.path.name
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Call it."""
-        return Task(str(self.path), "function", {"path": str(self.path)})
+        return RewardTask(str(self.path), "function", {"path": str(self.path)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class ExactMatch:
     name = "exact_match"
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Compare."""
-        return Task(self.name, self.name, {"column": self.column})
+        return RewardTask(self.name, self.name, {"column": self.column})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,9 @@ class Regex:
             raise ValueError(f"pattern: not a regular expression: {error}") from None
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Search."""
-        return Task(self.name, self.name, {"pattern": self.pattern, "column": self.column})
+        return RewardTask(self.name, self.name, {"pattern": self.pattern, "column": self.column})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ class JSONSchema:
             raise ValueError("schema: needs the package jsonschema; install surefoot[jsonschema]")
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Validate."""
-        return Task(f"json_schema {self.schema}", self.name, {"schema": str(self.schema)})
+        return RewardTask(f"json_schema {self.schema}", self.name, {"schema": str(self.schema)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +131,10 @@ class Length:
             )
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Count."""
         limits = {"soft_limit": self.soft_limit, "hard_limit": self.hard_limit}
-        return Task(self.name, self.name, limits)
+        return RewardTask(self.name, self.name, limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,6 @@ class Server:
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RewardTask:
         """Ask it."""
-        return Task(self.url, self.name, {"url": self.url})
+        return RewardTask(self.url, self.name, {"url": self.url})

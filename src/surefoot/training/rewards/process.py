@@ -16,11 +16,12 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...errors import RunError
-from . import worker
 
+WORKER = Path(__file__).with_name("worker.py")  # run by its path
 END_SECONDS = 5.0  # for a process to end by itself
 
 
@@ -48,7 +49,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Task:
+class RewardTask:
     """A reward, as the process knows it."""
 
     name: str  # for messages
@@ -57,7 +58,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """A response whose reward could not be computed; without a place, all of them."""
 
     place: int | None
@@ -65,11 +66,11 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Found:
+class RewardResult:
     """Rewards, None where there is none, and failures."""
 
     rewards: list[float | None]
-    failures: Sequence[Failure] = ()
+    failures: Sequence[RewardFailure] = ()
 
 
 class LateError(Exception):
@@ -82,7 +83,7 @@ class RewardProcess:
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
-    def check(self, task: Task, seconds: float) -> None:
+    def check(self, task: RewardTask, seconds: float) -> None:
         """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
         empty = Texts((), (), (), {})
         found = self.compute(task, empty, seconds)
@@ -90,8 +91,8 @@ class RewardProcess:
             raise RunError(f"{task.name}: {found.failures[0].why}")
 
     def compute(
-        self, task: Task, texts: Texts, seconds: float, *, is_one_enough: bool = True
-    ) -> Found:
+        self, task: RewardTask, texts: Texts, seconds: float, *, is_one_enough: bool = True
+    ) -> RewardResult:
         """The rewards of ``texts``, all in one call. If it fails, or takes more than ``seconds``,
         the responses are tried one by one, to find those that are at fault, or the first of those
         that take too long if ``is_one_enough``."""
@@ -102,29 +103,29 @@ class RewardProcess:
             why = f"took more than {seconds:g} seconds (reward_timeout)"
             return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
         if "error" in reply:
-            return Found([None] * count, [Failure(None, reply["error"])])
-        failures = [Failure(int(at), why) for at, why in reply["errors"].items()]
-        return Found(reply["rewards"], failures)
+            return RewardResult([None] * count, [RewardFailure(None, reply["error"])])
+        failures = [RewardFailure(int(at), why) for at, why in reply["errors"].items()]
+        return RewardResult(reply["rewards"], failures)
 
     def _hanging(
-        self, task: Task, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
-    ) -> Found:
+        self, task: RewardTask, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
+    ) -> RewardResult:
         rewards: list[float | None] = []
-        failures: list[Failure] = []
+        failures: list[RewardFailure] = []
         count = len(texts.completions)
         if count < 2:
-            return Found([None] * count, [Failure(0 if count else None, why)])
+            return RewardResult([None] * count, [RewardFailure(0 if count else None, why)])
         for place in range(count):
             try:
                 reply = self._ask(task, texts.at(place), seconds)
             except LateError:
                 reply = {"error": why}
             if "error" in reply:
-                failures.append(Failure(place, reply["error"]))
+                failures.append(RewardFailure(place, reply["error"]))
             rewards += reply.get("rewards", [None])
             if failures and is_one_enough:
-                return Found([None] * count, failures)
-        return Found(rewards, failures or [Failure(None, why)])
+                return RewardResult([None] * count, failures)
+        return RewardResult(rewards, failures or [RewardFailure(None, why)])
 
     def step(
         self, path: str, events: Sequence[Mapping[str, object]], seconds: float
@@ -136,7 +137,7 @@ class RewardProcess:
         except LateError:
             return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
 
-    def _ask(self, task: Task, texts: Texts, seconds: float) -> dict[str, Any]:
+    def _ask(self, task: RewardTask, texts: Texts, seconds: float) -> dict[str, Any]:
         """The rewards of ``texts``. Raises ``LateError``."""
         given = {
             "rule": task.rule,
@@ -167,7 +168,7 @@ class RewardProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__],
+                [sys.executable, "-P", str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the process that trains

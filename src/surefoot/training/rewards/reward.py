@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from ...errors import RunError, counted
-from ..stage import AuxiliaryModel
-from .process import Found, RewardProcess, Task, Texts
+from ..auxiliary_model import AuxiliaryModel
+from .process import RewardProcess, RewardResult, RewardTask, Texts
 
 logger = logging.getLogger(__name__)
 OnError = Literal["stop", "skip"]
@@ -25,7 +25,7 @@ class Reward(Protocol):
         """What it is called in metrics."""
 
     @property
-    def task(self) -> Task | None:
+    def task(self) -> RewardTask | None:
         """What the process computes; None: the model computes it."""
 
     @property
@@ -43,7 +43,7 @@ def names_of(rewards: Sequence[Reward]) -> list[str]:
 
 
 def computed(
-    process: RewardProcess, task: Task, texts: Texts, seconds: float, on_error: OnError
+    process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
 ) -> list[float | None]:
     """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
     response; if ``on_error`` is skip, those that failed have none."""
@@ -53,14 +53,12 @@ def computed(
         return found.rewards
     said = _said(task, found, texts)
     if is_one_enough:
-        raise RunError(
-            f"{said}; mend it, or set on_reward_error: skip, which leaves out such responses"
-        )
+        raise RunError(f"{said}; mend it, or set on_reward_error: skip, which drops such responses")
     logger.warning("%s; skipped", said)
     return found.rewards
 
 
-def _said(task: Task, found: Found, texts: Texts) -> str:
+def _said(task: RewardTask, found: RewardResult, texts: Texts) -> str:
     first = found.failures[0]
     if first.place is None:
         return f"{task.name}: {first.why}"

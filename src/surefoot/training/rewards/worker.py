@@ -24,11 +24,15 @@ from typing import Any, TextIO
 
 Columns = Mapping[str, Sequence[object]]
 Values = Sequence[object]
-Function = Callable[["Asked"], Values]
+Function = Callable[["Responses"], Values]
 POLL_SECONDS = 1.0
 
 
-class Asked:
+class WrongError(Exception):
+    """What this file finds wrong with a reward or an environment."""
+
+
+class Responses:
     """Responses to be rewarded, and the settings of the reward."""
 
     def __init__(self, task: Mapping[str, Any], at: Sequence[int]) -> None:
@@ -41,54 +45,51 @@ class Asked:
         self.columns: Columns = {name: [values[i] for i in at] for name, values in columns}
 
     def column(self) -> Sequence[object]:
-        """The column that the settings name. Raises ``KeyError`` if the dataset has none."""
+        """The column that the settings name. Raises ``WrongError`` if the dataset has none."""
         name = self.settings["column"]
         if name not in self.columns:
             known = ", ".join(self.columns) or "none"
-            raise ValueError(f"the dataset has no column {name!r} (its columns: {known})")
+            raise WrongError(f"the dataset has no column {name!r} (its columns: {known})")
         return self.columns[name]
 
 
-# What is at stake in a name of the rules: the settings are those of its dataclass in rules.py.
-
-
-def function(asked: Asked) -> Values:
+def function(given: Responses) -> Values:
     """The user's, called as TRL calls it: with the columns that it names, or with all if it takes
     ``**kwargs``."""
-    called = _loaded(asked.settings["path"])
-    given = {"prompts": asked.prompts, "completions": asked.completions, **asked.columns}
+    called = _loaded(given.settings["path"])
+    named = {"prompts": given.prompts, "completions": given.completions, **given.columns}
     parameters = inspect.signature(called).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        named = {one.name for one in parameters}
-        given = {name: values for name, values in given.items() if name in named}
-    return list(called(**given))
+        taken = {one.name for one in parameters}
+        named = {name: values for name, values in named.items() if name in taken}
+    return list(called(**named))
 
 
-def exact_match(asked: Asked) -> Values:
-    """1 if a response is the text of the column, but for space around it."""
-    pairs = zip(asked.completions, asked.column(), strict=True)
+def exact_match(given: Responses) -> Values:
+    """1 if a response is the text of the column, except for space around it."""
+    pairs = zip(given.completions, given.column(), strict=True)
     return [None if gold is None else float(_same(text, gold)) for text, gold in pairs]
 
 
-def regex(asked: Asked) -> Values:
+def regex(given: Responses) -> Values:
     """1 if the pattern is found; with a column, if the first group of the last match is its
     text."""
-    pattern = re.compile(asked.settings["pattern"], re.DOTALL)
-    if asked.settings["column"] is None:
-        return [float(pattern.search(text) is not None) for text in asked.completions]
-    found = [[*pattern.finditer(text)][-1:] for text in asked.completions]
+    pattern = re.compile(given.settings["pattern"], re.DOTALL)
+    if given.settings["column"] is None:
+        return [float(pattern.search(text) is not None) for text in given.completions]
+    found = [[*pattern.finditer(text)][-1:] for text in given.completions]
     taken = [
         (one[0].group(1) if pattern.groups else one[0].group()) if one else None for one in found
     ]
-    pairs = zip(taken, asked.column(), strict=True)
+    pairs = zip(taken, given.column(), strict=True)
     return [None if gold is None else float(t is not None and _same(t, gold)) for t, gold in pairs]
 
 
-def json_schema(asked: Asked) -> Values:
+def json_schema(given: Responses) -> Values:
     """1 if a response is JSON that the schema allows."""
     import jsonschema  # type: ignore[import-untyped]
 
-    schema = json.loads(Path(asked.settings["schema"]).read_text(encoding="utf-8"))
+    schema = json.loads(Path(given.settings["schema"]).read_text(encoding="utf-8"))
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
     validator = kind(schema)
@@ -99,28 +100,28 @@ def json_schema(asked: Asked) -> Values:
         except (ValueError, RecursionError):
             return False
 
-    return [float(is_valid(text)) for text in asked.completions]
+    return [float(is_valid(text)) for text in given.completions]
 
 
-def length(asked: Asked) -> Values:
+def length(given: Responses) -> Values:
     """DAPO's soft punishment (arXiv:2503.14476, equation 13): from 0 at ``soft_limit`` tokens down
     to -1 at ``hard_limit``."""
-    soft, hard = asked.settings["soft_limit"], asked.settings["hard_limit"]
-    return [-min(1.0, max(0.0, (count - soft) / (hard - soft))) for count in asked.lengths]
+    soft, hard = given.settings["soft_limit"], given.settings["hard_limit"]
+    return [-min(1.0, max(0.0, (count - soft) / (hard - soft))) for count in given.lengths]
 
 
-def server(asked: Asked) -> Values:
+def server(given: Responses) -> Values:
     """What a server says to a POST of JSON: ``{"rewards": [...]}``."""
-    body = {"prompts": asked.prompts, "completions": asked.completions, "columns": asked.columns}
+    body = {"prompts": given.prompts, "completions": given.completions, "columns": given.columns}
     request = urllib.request.Request(
-        asked.settings["url"],
+        given.settings["url"],
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request) as answer:
         found = json.loads(answer.read())
     if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
-        raise ValueError('expected {"rewards": [...]} from the server')
+        raise WrongError('expected {"rewards": [...]} from the server')
     return list(found["rewards"])
 
 
@@ -142,17 +143,17 @@ _KNOWN: dict[str, Callable[..., Values]] = {}  # by path; a file is run once
 
 
 def _loaded(path: str) -> Callable[..., Values]:
-    """The function at ``file.py:name``. Raises ``ValueError`` if there is none."""
+    """The function at ``file.py:name``. Raises ``WrongError`` if there is none."""
     if path not in _KNOWN:
         file, _, name = path.rpartition(":")
         spec = importlib.util.spec_from_file_location(f"_reward_{Path(file).stem}", file)
         if spec is None or spec.loader is None or not Path(file).is_file():
-            raise ValueError(f"there is no Python file {file}")
+            raise WrongError(f"there is no Python file {file}")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses of the file look themselves up
         spec.loader.exec_module(module)
         if not callable(found := vars(module).get(name)):
-            raise ValueError(f"{file} defines no {name}")
+            raise WrongError(f"{file} defines no {name}")
         _KNOWN[path] = found
     return _KNOWN[path]
 
@@ -161,7 +162,7 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
     """``rewards`` of all responses, and ``errors`` by place of those that failed alone; or the
     ``error`` of all."""
     count = len(task["completions"])
-    if not count:  # only whether it can be computed is asked
+    if not count:  # only checked
         try:
             if task["rule"] == "function":
                 _loaded(task["settings"]["path"])
@@ -196,10 +197,11 @@ def _message(said: object) -> dict[str, str] | None:
         return None
     if isinstance(said, str):
         return {"role": "user", "content": said}
-    is_message = isinstance(said, dict) and said.keys() == {"role", "content"}
-    if is_message and said["role"] in ("user", "tool") and isinstance(said["content"], str):  # type: ignore[index]
-        return dict(said)  # type: ignore[call-overload]
-    raise ValueError(
+    if isinstance(said, dict) and said.keys() == {"role", "content"}:
+        role, content = said["role"], said["content"]
+        if role in ("user", "tool") and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise WrongError(
         'expected text, {"role": "user" or "tool", "content": text} or None from step, '
         f"got {said!r}"
     )
@@ -220,10 +222,10 @@ def _one_by_one(task: Mapping[str, Any], count: int, whole: str) -> dict[str, An
 
 
 def _computed(task: Mapping[str, Any], at: Sequence[int]) -> list[float | None]:
-    found = RULES[task["rule"]](Asked(task, at))
+    found = RULES[task["rule"]](Responses(task, at))
     if len(found) != len(at):
         rewards, responses = _counted(len(found), "reward"), _counted(len(at), "completion")
-        raise ValueError(f"gave {rewards} for {responses}")
+        raise WrongError(f"gave {rewards} for {responses}")
     return [_checked(value) for value in found]
 
 
@@ -239,12 +241,12 @@ def _checked(value: object) -> float | None:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"expected a finite number or None for a reward, got {value!r}")
+        raise WrongError(f"expected a finite number or None for a reward, got {value!r}")
     return number
 
 
 def _said(error: Exception) -> str:
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
 
 
 def _end_with(parent: int) -> None:
@@ -266,7 +268,8 @@ def main() -> None:
     for line in tasks:
         task = json.loads(line)
         made = replies(task) if "events" in task else result(task)
-        print(json.dumps(made), file=results, flush=True)
+        results.write(f"{json.dumps(made)}\n")
+        results.flush()
 
 
 if __name__ == "__main__":

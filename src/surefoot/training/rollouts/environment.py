@@ -1,32 +1,24 @@
-"""Conversations of the policy with an environment: what it says is answered by a user's class.
+"""Conversations of the policy with an environment: a user's class answers its responses.
 
-Every turn goes on from the very ids before it: a response is never rendered or tokenized again.
-What the environment says is rendered by the chat template after a response's end token.
+Every turn continues the very ids before it: a response is never rendered or tokenized again. The
+chat template renders what the environment says, after a response's end token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ...data.example import Message
-from ...data.text.codec import Codec
-from ...generate.samples import Sample
 from ...generate.section import GenerateSection
 from ...schema.locations import FunctionPath
 from ..stage import StageContext
-from .rollout import Rollout, Row, StopReason
+from .rollout import DatasetRow, Event, Rollout, StopReason
 
-
-@dataclass(frozen=True)
-class Event:
-    """What the policy said in a conversation."""
-
-    session: int  # the conversation, counted in its window
-    row: Row
-    response: str
-    is_first: bool
+if TYPE_CHECKING:
+    from ...data.text.codec import Codec
+    from ...generate.generation import Sample
 
 
 class Environment(Protocol):
@@ -60,18 +52,18 @@ class UserEnvironment:
 
 @dataclass
 class _Conversation:
-    """One that is going on."""
+    """One of a window."""
 
-    row: Row
+    row: DatasetRow
     group: int
     prompt: Sequence[int]
     ids: list[int] = field(default_factory=list)  # after the prompt
-    learnt: list[bool] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     reason: StopReason = "length"
     is_over: bool = False
 
-    def hear(self, sample: Sample, left: int) -> Sample:
+    def add_response(self, sample: Sample, left: int) -> Sample:
         """Add a response, or as much of it as there are tokens left; what was added."""
         kept = sample
         if len(sample.ids) > left:
@@ -80,22 +72,22 @@ class _Conversation:
             )
         self.ids += kept.ids
         self.logps.extend(map(float, kept.logps))
-        self.learnt += [True] * len(kept.ids)
+        self.is_sampled += [True] * len(kept.ids)
         self.reason = kept.finish_reason
         return kept
 
-    def tell(self, ids: Sequence[int]) -> None:
+    def add_reply(self, ids: Sequence[int]) -> None:
         """Add what the environment says."""
         self.ids += ids
         self.logps += [0.0] * len(ids)
-        self.learnt += [False] * len(ids)
+        self.is_sampled += [False] * len(ids)
 
     def rollout(self, temperature: float) -> Rollout:
         """All of it."""
         before = len(self.prompt)
         return Rollout(
             ids=(*self.prompt, *self.ids),
-            learnt=(*(False,) * before, *self.learnt),
+            is_sampled=(*(False,) * before, *self.is_sampled),
             logps=(*(0.0,) * before, *self.logps),
             num_prompt=before,
             temperature=temperature,
@@ -107,7 +99,7 @@ class _Conversation:
 
 def converse(
     context: StageContext,
-    prompts: Sequence[tuple[Sequence[int], Row, int]],
+    prompts: Sequence[tuple[Sequence[int], DatasetRow, int]],
     settings: GenerateSection,
     environment: Environment,
     max_turns: int = 1,
@@ -124,7 +116,7 @@ def converse(
         given = [[*one.prompt, *one.ids] for _, one in open_ones]
         samples = context.generate(given, replace(settings, max_new_tokens=max(left)), turn=turn)
         heard = zip(open_ones, samples, left, strict=True)
-        said = [(n, one, one.hear(sample, count)) for (n, one), sample, count in heard]
+        said = [(n, one, one.add_response(sample, count)) for (n, one), sample, count in heard]
         is_last = turn + 1 == max_turns
         _answer(context, said, environment, most, is_first=not turn, is_last=is_last)
     return [one.rollout(settings.temperature) for one in every]
@@ -156,7 +148,7 @@ def _answer(
         if next_turn is None or len(one.ids) + len(next_turn) >= most:
             one.reason = "length" if next_turn is not None else one.reason
             continue
-        one.tell(next_turn)
+        one.add_reply(next_turn)
         one.is_over = False
 
 

@@ -152,7 +152,7 @@ def _tokens(
     found = []
     for n in range(rollout.num_prompt, len(rollout.ids)):
         known = (rollout.ids[n], decode([rollout.ids[n]]))
-        is_own = rollout.learnt[n]
+        is_own = rollout.is_sampled[n]
         both = (rollout.logps[n], next(trained)) if is_own else (None, None)
         found.append(KeptToken(*known, *both))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,22 @@ from ...batch import Features, Outputs
 from ...data.text.codec import Codec
 from ...generate.section import GenerateSection
 from ...schema.locations import FunctionPath
-from ..rewards.reward import Reward, total
-from ..stage import ByColumn, Prompts, Reduction, StageContext
+from ..rewards.reward import total
+from ..stage import (
+    ByColumn,
+    Events,
+    OnError,
+    Prompts,
+    Reduction,
+    Replies,
+    Rewards,
+    Rollouts,
+    StageContext,
+)
 from .rollout import Rollout
 
 if TYPE_CHECKING:
-    from ...data.example import Message
     from ...generate.generation import Sample
-    from .environment import Event
 
 ByReward = Mapping[str, Sequence[float | None]]
 
@@ -69,9 +77,7 @@ class RecordingContext:
         """As ``inner``."""
         return self.inner.generate(prompts, settings, turn=turn)
 
-    def environment(
-        self, path: FunctionPath, events: Sequence[Event], seconds: float
-    ) -> list[Message | None]:
+    def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """As ``inner``."""
         return self.inner.environment(path, events, seconds)
 
@@ -82,11 +88,7 @@ class RecordingContext:
         return self.inner.score(reward, prompts, samples, columns)
 
     def reward(
-        self,
-        rewards: Mapping[str, Reward],
-        rollouts: Sequence[Rollout],
-        seconds: float,
-        on_error: Literal["stop", "skip"],
+        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> list[list[float | None]]:
         """As ``inner``, and recorded."""
         every = [self.inner.reward(rewards, rollouts, seconds, on_error) for _ in range(self.times)]

@@ -22,7 +22,7 @@ StopReason = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True)
-class Row:
+class DatasetRow:
     """The row of a dataset that a prompt is made of."""
 
     columns: Mapping[str, object]
@@ -34,13 +34,13 @@ class Rollout:
     """A prompt and what followed: one response, or several turns with an environment."""
 
     ids: tuple[int, ...]  # of prompt, responses and what the environment said between them
-    learnt: tuple[bool, ...]  # which of them the policy has sampled
+    is_sampled: tuple[bool, ...]  # which of them the policy has sampled
     logps: tuple[float, ...]  # as sampled, at ``temperature``; 0 of what is not sampled
     num_prompt: int  # tokens that were there first
     temperature: float
     stop_reason: StopReason
     group: int  # the prompt, counted in its window
-    row: Row
+    row: DatasetRow
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -53,25 +53,35 @@ class Rollout:
         return self.ids[self.num_prompt :]
 
     @property
-    def num_learnt(self) -> int:
+    def num_sampled(self) -> int:
         """Sampled tokens."""
-        return sum(self.learnt)
+        return sum(self.is_sampled)
 
     @property
     def sampled_logps(self) -> list[float]:
         """Of the sampled tokens alone."""
-        return [logp for logp, is_own in zip(self.logps, self.learnt, strict=True) if is_own]
+        return [logp for logp, is_own in zip(self.logps, self.is_sampled, strict=True) if is_own]
 
     def features(self, advantages: Sequence[float] | float) -> Features:
         """To be trained on, with the advantage of each sampled token, or of all."""
-        pairs = zip(self.ids, self.learnt, strict=True)
+        pairs = zip(self.ids, self.is_sampled, strict=True)
         if isinstance(advantages, float):
-            advantages = [advantages] * self.num_learnt
+            advantages = [advantages] * self.num_sampled
         return {
             "input_ids": list(self.ids),
             "labels": [token if is_own else IGNORE_INDEX for token, is_own in pairs],
             "advantages": list(advantages),  # type: ignore[arg-type]
         }
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the policy said in a conversation."""
+
+    session: int  # the conversation, counted in its window
+    row: DatasetRow
+    response: str
+    is_first: bool
 
 
 def with_row(outcome: Encoded, example: Example) -> Encoded:
@@ -82,9 +92,9 @@ def with_row(outcome: Encoded, example: Example) -> Encoded:
     return [{**item, "row": columns, "origin": example.origin.encode()} for item in outcome]
 
 
-def read_row(item: Features) -> Row:
+def read_row(item: Features) -> DatasetRow:
     """The row of an encoded prompt."""
-    return Row(json.loads(_bytes(item, "row")), _bytes(item, "origin").decode())
+    return DatasetRow(json.loads(_bytes(item, "row")), _bytes(item, "origin").decode())
 
 
 def _bytes(item: Features, name: str) -> bytes:

@@ -1,0 +1,110 @@
+"""Rewards and environments of a user's, computed on rank 0; every rank gets the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...data.example import Message
+from ...data.text.codec import Codec
+from ...errors import RunError
+from ...generate.generation import Sample
+from ...parallel.world import World
+from ...schema.locations import FunctionPath
+from ..rollouts.rollout import Event, Rollout
+from .kinds import FunctionReward
+from .process import RewardProcess, RewardTask, Texts, short
+from .reward import OnError, computed
+
+T = TypeVar("T")
+SECONDS = 300.0  # that a function may take for the responses of a window
+
+
+@dataclass(frozen=True)
+class RewardRunner:
+    """What computes them."""
+
+    process: RewardProcess
+    codec: Codec
+    world: World
+
+    def score(
+        self,
+        reward: FunctionPath,
+        prompts: Sequence[Sequence[int]],
+        samples: Sequence[Sample],
+        columns: Mapping[str, Sequence[object]],
+    ) -> list[float | None]:
+        """The reward of each sample by a function. Raises ``RunError``."""
+        decode = self.codec.tokenizer.decode
+        texts = Texts(
+            [decode(list(prompt)) for prompt in prompts],
+            [decode(list(one.ids), skip_special_tokens=True) for one in samples],
+            [len(one.ids) for one in samples],
+            columns,
+        )
+        task = FunctionReward(path=reward).task
+        return self._on_main(lambda: computed(self.process, task, texts, SECONDS, "stop"))
+
+    def compute(
+        self, task: RewardTask, rollouts: Sequence[Rollout], seconds: float, on_error: OnError
+    ) -> list[float | None]:
+        """The reward of each rollout. Raises ``RunError``."""
+
+        def compute() -> list[float | None]:
+            return computed(self.process, task, self._texts(rollouts), seconds, on_error)
+
+        return self._on_main(compute)
+
+    def step(
+        self, path: FunctionPath, events: Sequence[Event], seconds: float
+    ) -> list[Message | None]:
+        """What the environment says to each response. Raises ``RunError``."""
+        return self._on_main(lambda: stepped(self.process, path, events, seconds))
+
+    def _texts(self, rollouts: Sequence[Rollout]) -> Texts:
+        decode = self.codec.tokenizer.decode
+        names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
+        return Texts(
+            [decode(list(one.prompt)) for one in rollouts],
+            [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
+            [one.num_sampled for one in rollouts],
+            {name: [one.row.columns.get(name) for one in rollouts] for name in names},
+            [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
+        )
+
+    def _on_main(self, compute: Callable[[], list[T]]) -> list[T]:
+        """The result of rank 0, or its error, on every rank."""
+        found: list[T] | str = []
+        if self.world.is_main:
+            try:
+                found = compute()
+            except RunError as error:
+                found = str(error)
+        found = self.world.from_main(found)
+        if isinstance(found, str):
+            raise RunError(found)
+        return found
+
+
+def stepped(
+    process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
+) -> list[Message | None]:
+    """What the environment says to each response. Raises ``RunError``, which names the row."""
+    given = [
+        {
+            "session": event.session,
+            "row": dict(event.row.columns) if event.is_first else None,
+            "response": event.response,
+            "is_first": event.is_first,
+        }
+        for event in events
+    ]
+    found = process.step(str(path), given, seconds)
+    if "error" not in found:
+        return [None if one is None else Message(**one) for one in found["replies"]]
+    where = ""
+    if (at := found.get("place")) is not None:
+        where = f" {events[at].row.origin} (response {short(events[at].response)}):"
+    raise RunError(f"{path}:{where} {found['error']}")
