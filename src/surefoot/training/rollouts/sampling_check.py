@@ -19,7 +19,7 @@ def sampling_figures(
 ) -> Mapping[str, float]:
     """How far the log-probabilities as sampled are from those of the model of role ``policy``, for
     metrics. Logs a warning where they differ by more than rounding."""
-    known = [one for one in rollouts if one.num_learnt]
+    known = [one for one in rollouts if one.num_sampled]
     if not known:
         return {}
     chosen = known[:: -(-len(known) // _MOST)]
