@@ -8,7 +8,7 @@ from surefoot.batch import Outputs
 from surefoot.generate.generation import sample
 from surefoot.generate.section import GenerateSection
 from surefoot.training.objectives.sampling_mismatch import mismatch
-from surefoot.training.rollouts.rollout import Rollout, Row
+from surefoot.training.rollouts.rollout import DatasetRow, Rollout
 from surefoot.training.rollouts.sampling_check import sampling_figures
 from tiny import model
 
@@ -41,13 +41,13 @@ def rollouts(network, count=40):
     return [
         Rollout(
             ids=(*prompt, *found[n].ids),
-            learnt=(False,) * 3 + (True,) * len(found[n].ids),
+            is_sampled=(False,) * 3 + (True,) * len(found[n].ids),
             logps=(0.0,) * 3 + found[n].logps,
             num_prompt=3,
             temperature=0.7,
             stop_reason=found[n].finish_reason,
             group=n,
-            row=Row({}),
+            row=DatasetRow({}),
         )
         for n, prompt in enumerate(prompts)
     ]
@@ -88,7 +88,7 @@ def test_samples_of_other_weights_or_temperatures_are_told(caplog):
     [([0.04] * 9, None), ([0.0] * 9 + [3.0], "few tokens"), ([np.inf, 0.0], "not finite")],
 )
 def test_a_cause_is_named_beyond_a_bound(differences, cause):
-    found = mismatch(np.array(differences), np.zeros(len(differences))).cause
+    found = mismatch(differences, [0.0] * len(differences)).cause
     assert found is None if cause is None else cause in found
 
 

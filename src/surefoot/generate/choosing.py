@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .requests import Row
+from .requests import OpenResponse
 from .section import GenerateSection
 
 
@@ -27,7 +27,7 @@ class Chooser:
     section: GenerateSection
     stops: frozenset[int]
 
-    def advance(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
         """Append a token to each of ``rows``, from the logits after its last one; the tokens."""
         section = self.section
         scores_BV = self._penalized(logits_BV.float(), rows)
@@ -43,7 +43,7 @@ class Chooser:
             row.add(token, logp, mass, self.stops)
         return tokens
 
-    def _penalized(self, scores_BV: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    def _penalized(self, scores_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> torch.Tensor:
         penalty = self.section.repetition_penalty
         if penalty == 1:
             return scores_BV
@@ -55,7 +55,7 @@ class Chooser:
         return found
 
     def _drawn(
-        self, scores_BV: torch.Tensor, rows: Sequence[Row]
+        self, scores_BV: torch.Tensor, rows: Sequence[OpenResponse]
     ) -> tuple[torch.Tensor, list[float | None] | None]:
         """[B] sampled tokens, and the logs of the probabilities that they were sampled from."""
         kept_BV, section = scores_BV, self.section

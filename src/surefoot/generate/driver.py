@@ -70,7 +70,7 @@ class Driver:
     ) -> torch.Tensor:
         """[B, V] the logits after one more token in each of the first slots."""
         device, count = self.inner.device, len(tokens)
-        cache.places.set(positions, device)
+        cache.step.set(positions, device)
         filler = [0] * (MIN_ROWS - count)  # rows that are computed as the first one
         tokens_B = torch.tensor([*tokens, *(tokens[0] for _ in filler)], device=device)
         positions_B = torch.tensor([*positions, *(positions[0] for _ in filler)], device=device)
@@ -78,7 +78,7 @@ class Driver:
         added_as = self.inner.dtype if is_eager else None
         found = self.model(
             input_ids=tokens_B[:, None],
-            attention_mask=self.masks.at(positions_B, cache.places.length, added_as),
+            attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
             position_ids=positions_B[:, None],
             past_key_values=cache,
             use_cache=True,

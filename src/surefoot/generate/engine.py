@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .choosing import Chooser
 from .driver import Driver, Prefix, padded_length
-from .requests import Finished, OnToken, Request, Row, distinct
+from .requests import Finished, OnToken, OpenResponse, Request, distinct
 from .slots import COLUMNS, SlotCache
 
 _TOKENS = 4096  # of prompts that are computed in one pass, unless one alone has more
@@ -56,7 +56,7 @@ def run(
     num_slots: int,
     on_token: OnToken | None = None,
 ) -> Iterator[Finished]:
-    """The samples of ``requests`` as they end. Equal prompts are to be neighbours.
+    """The samples of ``requests`` as they end. Equal prompts are to follow each other.
 
     Args:
         driver: runs the model.
@@ -68,12 +68,12 @@ def run(
     num_slots = min(num_slots, len(requests))
     cache = _cache(requests, num_slots)
     waiting = _Waiting(driver, deque(requests), max(num_slots // 2, 1))
-    rows: list[Row] = []
+    rows: list[OpenResponse] = []
     while rows or waiting.requests:
         while waiting.requests and len(rows) < num_slots:
             request, prefix = waiting.next()
             cache.put(len(rows), prefix)
-            rows.append(Row(request))
+            rows.append(OpenResponse(request))
         logits_BV = driver.decode(cache, [row.last for row in rows], [row.position for row in rows])
         tokens = chooser.advance(logits_BV, rows)
         if on_token is not None:
@@ -90,7 +90,7 @@ def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
     return SlotCache(num_slots, min(longest + 4 * COLUMNS, bound), bound)
 
 
-def _ended(rows: list[Row], cache: SlotCache) -> Iterator[Finished]:
+def _ended(rows: list[OpenResponse], cache: SlotCache) -> Iterator[Finished]:
     """Take out the rows that have ended; the last ones move into their slots."""
     for slot in reversed(range(len(rows))):
         row = rows[slot]

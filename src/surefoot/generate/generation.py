@@ -165,7 +165,7 @@ def _finished(
 
 
 class _Progress:
-    """Tells how many responses there are, as if all replicas were as far as this one."""
+    """Reports how many responses there are, as if all replicas were as far as this one."""
 
     def __init__(self, on_answered: Callable[[int], None] | None, total: int, own: int) -> None:
         self._on_answered, self._total, self._own = on_answered, total, own

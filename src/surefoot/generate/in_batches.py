@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from .choosing import Chooser
 from .driver import inner_model
-from .requests import Finished, OnToken, Request, Row
+from .requests import Finished, OnToken, OpenResponse, Request
 from .samples import Ids
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def run(
     """The samples of ``requests``, one batch after another."""
     size = batch_size if _ignores_padding(model, requests, batch_size) else 1
     for batch in _batches(requests, size):
-        rows = [Row(request) for request in batch]
+        rows = [OpenResponse(request) for request in batch]
         config = _config(batch[0].most, sorted(chooser.stops))
         _generate(
             model, [row.request.prompt for row in rows], config, _Chosen(chooser, rows, on_token)
@@ -46,7 +46,9 @@ def run(
 class _Chosen(LogitsProcessor):  # type: ignore[misc]
     """Chooses the tokens of rows that have not ended, and makes them the most probable ones."""
 
-    def __init__(self, chooser: Chooser, rows: Sequence[Row], on_token: OnToken | None) -> None:
+    def __init__(
+        self, chooser: Chooser, rows: Sequence[OpenResponse], on_token: OnToken | None
+    ) -> None:
         self._chooser, self._rows, self._on_token = chooser, rows, on_token
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is asked of a model: prompts with a seed of their own, and who of several replicas answers.
+"""Requests to a model: prompts with a seed of their own, and which replica answers them.
 
 The seed of a sample is a function of the run's seed, the prompt's ids, and how many equal prompts
 come before it. So a response depends on nothing else that is generated beside it.
@@ -21,7 +21,7 @@ _BLOCK = 128  # numbers that are drawn at once
 class Request:
     """A prompt to be answered once."""
 
-    index: int  # in the list that was asked
+    index: int  # in the list of prompts
     prompt: tuple[int, ...]
     most: int  # tokens of the response
     out_of_tokens: FinishReason  # why it ends there
@@ -87,7 +87,7 @@ class Draws:
 
 
 @dataclass
-class Row:
+class OpenResponse:
     """A response that is being generated."""
 
     request: Request

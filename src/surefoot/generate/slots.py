@@ -27,7 +27,7 @@ def rounded(count: int, unit: int = COLUMNS) -> int:
 
 
 @dataclass
-class Places:
+class StepColumns:
     """Where the tokens of one step are written, and what is read."""
 
     num_slots: int
@@ -53,9 +53,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, step: StepColumns) -> None:
         super().__init__()
-        self._places = places
+        self._step = step
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Zeros: what a mask hides must be a number."""
@@ -63,22 +63,22 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def _blank(self, like: torch.Tensor) -> torch.Tensor:
-        places = self._places
-        return like.new_zeros(places.num_slots, like.shape[-3], places.capacity, like.shape[-1])
+        step = self._step
+        return like.new_zeros(step.num_slots, like.shape[-3], step.capacity, like.shape[-1])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token of each row; what the rows may read, [B, H, C, E]. Rows beyond those of
-        ``places`` fill the batch up to ``MIN_ROWS``."""
+        ``step`` fill the batch up to ``MIN_ROWS``."""
         self._reserve(key_states, value_states)
-        places = self._places
-        assert places.rows is not None
-        count, filled = len(places.rows), key_states.shape[0]
+        step = self._step
+        assert step.rows is not None
+        count, filled = len(step.rows), key_states.shape[0]
         found = []
         for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held[places.rows, :, places.columns] = new[:count, :, 0]
-            seen = held[:count, :, : places.length]
+            held[step.rows, :, step.columns] = new[:count, :, 0]
+            seen = held[:count, :, : step.length]
             if count == 1:
                 seen = seen.expand(filled, -1, -1, -1)
             elif filled > count:
@@ -91,7 +91,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         before = self.keys.shape[2]
-        if before < self._places.capacity:
+        if before < self._step.capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 setattr(self, name, self._blank(old))
@@ -110,11 +110,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As many columns as are read."""
-        return self._places.length, 0
+        return self._step.length, 0
 
     def get_seq_length(self) -> int:
         """Columns before those of this step."""
-        return self._places.length - 1
+        return self._step.length - 1
 
     def get_max_length(self) -> int:
         """They grow."""
@@ -125,11 +125,11 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The slots of all layers."""
 
     def __init__(self, num_slots: int, capacity: int, bound: int) -> None:
-        self.places = Places(num_slots, rounded(capacity), rounded(bound))
+        self.step = StepColumns(num_slots, rounded(capacity), rounded(bound))
         super().__init__(layer_class_to_replicate=self._layer)
 
     def _layer(self) -> SlotLayer:
-        return SlotLayer(self.places)
+        return SlotLayer(self.step)
 
     def put(self, slot: int, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Fill the first columns of a slot in all layers; there is no layer for no columns."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..objectives.sampling_mismatch import mismatch, warn_of
 from .rollout import Rollout
 
@@ -26,8 +24,7 @@ def sampling_figures(
         return {}
     chosen = known[:: -(-len(known) // _MOST)]
     outputs = context.compute(policy, [one.features(0.0) for one in chosen])
-    trained = [one.logps.double().numpy() for one in outputs if one.logps is not None]
-    sampled = [one.sampled_logps for one in chosen]
-    found = mismatch(np.concatenate(sampled), np.concatenate(trained))
+    trained = [logp for one in outputs if one.logps is not None for logp in one.logps.tolist()]
+    found = mismatch([logp for one in chosen for logp in one.sampled_logps], trained)
     warn_of(found)
     return found.figures
