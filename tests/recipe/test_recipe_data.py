@@ -47,4 +47,4 @@ def test_a_wrong_template_and_wrong_data_are_said_at_once(recipe, tmp_path):
 
 def test_what_other_stages_cached_is_used():
     changed = {name for name, stage in STAGES.items() if stage.encoding}
-    assert changed == {"rm", "sft", "grpo"}
+    assert changed == {"rm", "sft", "grpo", "ppo", "distill"}
