@@ -48,6 +48,12 @@ def test_each_reward_has_its_figure_and_the_reference_its_divergence(made):
     assert next(one for one in reversed(found) if "kl" in one)["kl"] > 1e-6
 
 
+def test_what_was_sampled_is_what_is_trained_to_rounding(made):
+    gaps = [row["sampling_gap_max"] for row in metrics(made.run) if "sampling_gap_max" in row]
+    assert gaps
+    assert max(gaps) < 1e-5
+
+
 def test_the_first_prompts_of_an_evaluation_are_kept_and_shown(made):
     assert sorted(p.name for p in made.run.glob("rollouts-*")) == [
         "rollouts-2.jsonl",
