@@ -156,16 +156,16 @@ def full_after(monkeypatch):
 
 @pytest.fixture
 def generated(monkeypatch):
-    """How many prompts each batch has that the model computes."""
+    """How many prompts each command lets the model answer."""
     from surefoot.generate import generation
 
-    own, found = generation._sampled, []
+    own, found = generation._finished, []
 
-    def counted(model, prompts, *args):
-        found.append(len(prompts))
-        return own(model, prompts, *args)
+    def counted(model, todo, *args):
+        found.extend([len(todo)] if todo else [])
+        return own(model, todo, *args)
 
-    monkeypatch.setattr(generation, "_sampled", counted)
+    monkeypatch.setattr(generation, "_finished", counted)
     return found
 
 

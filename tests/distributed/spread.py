@@ -101,11 +101,25 @@ def trainer(
     ahead.run(network)
 
     def opened(role):
-        path = Path(recipe.stage.auxiliary[role].model)
+        path = Path(recipe.stage.auxiliary[role].model or folder / "another")
+        with world.main_first():
+            if not path.exists():
+                save_another(path, kind, changes)
         section = ModelSection(path=str(path))
         return open_network(path, section, None, world, frozen_options(recipe))
 
     return assemble(recipe, codec, open_networks(recipe, network, opened), ahead, saver)
+
+
+def save_another(path, kind, changes):
+    """A teacher: of the student's own distributions, gradients would be rounding, which Adam
+    enlarges."""
+    made = tiny.model(kind, **{"num_hidden_layers": 2, **changes})
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+    made.save_pretrained(path)
 
 
 def learn(made, count):

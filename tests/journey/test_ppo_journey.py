@@ -16,7 +16,7 @@ from project import Project, checkpoints, metrics, model_folder
 from stage_data import REWARD
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
-from surefoot.forecast.auxiliary_weights import auxiliary_size
+from surefoot.forecast.auxiliary_weights import initial_values_size
 from surefoot.forecast.estimate.dry_run import build as dry_run
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.recipe.recipe import load
@@ -112,19 +112,20 @@ def test_a_plan_counts_what_computes_beside_the_policy(trained, reward_model):
     def sizes(*changes):
         recipe = load(trained.recipe, changes)
         policy = dry_run(recipe, base, AutoTokenizer.from_pretrained(base), options)
-        found = [auxiliary_size(recipe, policy, 1, on_gpu=on_gpu) for on_gpu in (False, True)]
+        beside = [p for other in policy.others for p in other.module.parameters()]
+        found = initial_values_size(policy, 1), sum(4 * p.numel() for p in beside)
         return found, 4 * policy.network.num_trainable
 
     function = f'stage.ppo.reward=["{REWARD}:varied"]'
-    assert sizes(function, "stage.ppo.kl_coefficient=0")[0] == [0, 0]
-    found, trained_size = sizes(function)
-    assert found == [trained_size, 0]  # a copy in main memory
+    assert sizes(function, "stage.ppo.kl_coefficient=0")[0] == (0, 0)
+    assert sizes(function)[0] == (0, 0)  # the base under the adapter
+    found, trained_size = sizes(function, "method=full")
+    assert found == (trained_size, 0)  # a copy in main memory
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(base).parameters())
     adapter = load_file(checkpoints(reward_model.run)[-1] / "adapter_model.safetensors")
     scorer = 4 * (whole + sum(tensor.numel() for tensor in adapter.values()))
     found, _ = sizes()
-    assert found[1] == pytest.approx(scorer, rel=0.01)
-    assert found[0] - found[1] == trained_size
+    assert found == (0, pytest.approx(scorer, rel=0.01))
 
 
 def test_wrong_input_is_one_sentence(trained, tmp_path):

@@ -59,6 +59,7 @@ class DryRunModel:
     recipe: Recipe
     steps: int = LONG  # of the run, if they are known
     others: Sequence[Network] = ()  # that stay beside it, on weights of their own
+    keeps_first: bool = False  # a copy of the first values of what is trained, in main memory
 
     @property
     def setting(self) -> HoldingOptions:
@@ -159,7 +160,8 @@ def build(
 
     networks = open_networks(recipe, network, opened)
     others = [one for one in networks.values() if one.module is not network.module]
-    return DryRunModel(networks[POLICY], tensors, recipe, steps, others)
+    keeps_first = any(one.around is not network.around for one in networks.values())
+    return DryRunModel(networks[POLICY], tensors, recipe, steps, others, keeps_first)
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:

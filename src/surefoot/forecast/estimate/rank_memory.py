@@ -254,7 +254,7 @@ def memory_of(
         for skeleton in held
     ]
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = 0 if machine.on_gpu else initial_values_size(recipe, held[0], count)
+    more = 0 if machine.on_gpu else initial_values_size(held[0], count)
     found = [replace(one, weights=one.weights + more, peak=one.peak + more) for one in found]
     return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
 
