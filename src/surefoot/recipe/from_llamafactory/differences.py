@@ -156,6 +156,15 @@ def _preference_loss(given: GivenArguments) -> str | None:
     return None
 
 
+def _long_responses(given: GivenArguments) -> str | None:
+    if given["stage"] == "dpo" and given["ld_alpha"] is not None:
+        return (
+            "ld_alpha weighs the tokens of the policy and not those of the reference, so the "
+            "rewards of an untrained model are not 0"
+        )
+    return None
+
+
 def _constant(given: GivenArguments) -> str | None:
     warms = given["warmup_steps"] or given["warmup_ratio"]
     if given["lr_scheduler_type"] == "constant" and warms:
@@ -200,7 +209,7 @@ def _thoughts(given: GivenArguments) -> str | None:
 
 MISTAKES: tuple[Note, ...] = (
     *(_badam_decay, _badam_resume, _badam_interval, _badam_ratio, _preference_loss, _constant),
-    *(_shifted, _mixed_documents, _rounding, _muon, _tokenized, _thoughts),
+    *(_long_responses, _shifted, _mixed_documents, _rounding, _muon, _tokenized, _thoughts),
 )
 
 

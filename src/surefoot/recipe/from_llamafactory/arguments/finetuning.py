@@ -94,9 +94,7 @@ RLHF = {
     "reward_model_type": combined(
         "text", "lora", "stage", "of ppo: lora and full alike", "lora", "full", "api"
     ),
-    "ld_alpha": refused(
-        "float", None, "LD-DPO is not supported; simpo and ipo count log-probabilities per token"
-    ),
+    "ld_alpha": combined("float", None, "stage.dpo.ld_alpha", "as it is"),
 }
 GALORE = {
     "use_galore": combined("bool", False, "optim.galore", "as it is"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ....stages import STAGES
 from ..arguments.argument import RefusedArgumentError
 from ..given import GivenArguments, Settings
 
@@ -26,6 +25,8 @@ def _dpo(given: GivenArguments) -> Settings:
         if loss != "sigmoid":
             raise RefusedArgumentError("dpo_label_smoothing", "needs pref_loss: sigmoid")
         found["stage.dpo.label_smoothing"] = given["dpo_label_smoothing"]
+    if given["ld_alpha"] is not None:
+        found["stage.dpo.ld_alpha"] = given["ld_alpha"]
     if loss == "simpo":
         found["stage.dpo.gamma"] = given["simpo_gamma"]
     return found | _reference(given, "dpo")
@@ -53,9 +54,6 @@ def _rm(_given: GivenArguments) -> Settings:
 
 def _ppo(given: GivenArguments) -> Settings:
     """With the values that TRL 0.9 has where they set none."""
-    if "ppo" not in STAGES:
-        message = "ppo is not supported; stage: grpo trains on rewards without a value model"
-        raise RefusedArgumentError("stage", message)
     if given["reward_model_type"] == "api":
         message = "api: a server gets other JSON here; set stage.ppo.reward in a recipe"
         raise RefusedArgumentError("reward_model_type", message)
