@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="write the curves to this file (svg, png)")
     options = parser.parse_args()
     curves: dict[str, Curve] = {}
+    report: dict[str, dict[str, float | str]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "examples").symlink_to(EXAMPLES)
@@ -113,8 +114,10 @@ def main() -> None:
             curves[stage] = [(0, first), *trained(folder, case)]
             last, after = measured(folder, case)
             say(f"{stage}: {case.what} {first:.3g} ({before}), then {last:.3g} ({after})")
+            report[stage] = {"before": first, "after": last, "responses": after}
     if options.draw:
         draw(curves, options.draw)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
