@@ -1,5 +1,7 @@
 """The figures are those of training, and answers are compared with what the data says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -122,6 +124,15 @@ def test_only_conversations_that_end_in_an_answer_are_asked(project, opened):
     untaught = Example((Message("user", "Hi"), Message("assistant", "Ho", learn=False)))
     found = generations(opened, recipe, [asked, example("1+1?", "2"), untaught])
     assert [g.origin for g in found] == ["made:0"]
+
+
+def test_an_undesirable_response_is_not_expected(project, opened):
+    _, recipe = project
+    chats = [
+        replace(example("1+1?", "2"), label=label, origin=str(label)) for label in (True, False)
+    ]
+    assert [found.origin for found in generations(opened, recipe, chats)] == ["True"]
+    assert generations(opened, recipe, chats[1:]) == []
 
 
 def test_masking_and_cutting_for_training_do_not_touch_the_questions(project, opened):
