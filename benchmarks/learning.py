@@ -39,13 +39,13 @@ CASES = {
     "rm": Case("rm.yaml", "eval_rewards/accuracies", "held-out pairs right", 4),
     "dpo": Case("dpo.yaml", "eval_rewards/margins", "held-out margin", 8),
     "kto": Case("kto.yaml", "eval_loss", "held-out loss", 8),
-    "grpo": Case("grpo.yaml", "eval_reward", "held-out reward", 4),
-    "ppo": Case("ppo.yaml", "eval_reward", "held-out reward", 16),
+    "grpo": Case("grpo.yaml", "eval_reward", "held-out reward", 20),
+    "ppo": Case("ppo.yaml", "eval_reward", "held-out reward", 40),
     "distill": Case(
         "distill.yaml",
         "eval_divergence",
         "held-out KL from the teacher",
-        24,
+        94,
         before=("export", "runs/quickstart", "runs/teacher"),
     ),
 }
