@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ from .loading import loading
 if TYPE_CHECKING:
     from ..training.rollouts.kept import KeptRollout, KeptToken
 
-_NAME = re.compile(r"rollouts-(\d+)\.jsonl")
 # how far the trained model's log-probability of a token is from the sampled one
 LEVELS = ((0.01, ""), (0.1, "yellow"), (math.inf, "bold red"))
 OF_THE_ENVIRONMENT = "dim"
@@ -38,7 +36,9 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
     red from 10 % apart; {ratio} follows such a token when not on a terminal. Dim text is what the
     environment said.
     """
-    steps = _steps(run)
+    with loading():
+        from ..training.rollouts.kept import name_of, read, steps_of
+    steps = steps_of(run)
     if not steps:
         raise RunError(
             f"{run}: has no rollouts-STEP.jsonl; they are kept with the evaluations "
@@ -48,18 +48,11 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
     if chosen not in steps:
         known = ", ".join(map(str, sorted(steps)))
         raise RunError(f"--step {step}: {run} has rollouts of the steps {known}")
-    path = run / f"rollouts-{chosen}.jsonl"
+    path = run / name_of(chosen)
     if as_json:
         click.echo(visible(path.read_text(encoding="utf-8")), nl=False)
         return
-    with loading():
-        from ..training.rollouts.kept import read
     _show(read(path), chosen, count)
-
-
-def _steps(run: Path) -> list[int]:
-    found = (_NAME.fullmatch(path.name) for path in run.iterdir())
-    return [int(match[1]) for match in found if match]
 
 
 def _show(found: Sequence[KeptRollout], step: int, count: int) -> None:

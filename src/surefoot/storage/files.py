@@ -394,6 +394,7 @@ def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result
     try:
         return look(path)
     except (OSError, ValueError) as error:  # of values: a null byte, which no name contains
-        if getattr(error, "errno", None) in (None, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+        missing = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+        if isinstance(error, ValueError) or error.errno in missing:
             return None
         raise

@@ -6,6 +6,7 @@ rollouts-STEP.jsonl     one rollout per line
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from .recording import Recorded
 from .rollout import Rollout
 
 NUM_PROMPTS = 4  # of each dataset
+_NAME = re.compile(r"rollouts-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,21 @@ class KeptRollouts:
             self._by_dataset[dataset] = [KeptRollout(**values) for values in named]
 
     def write(self, step: int) -> None:
-        """Write those of all datasets. Raises ``RunError``."""
+        """Write those of all datasets. If an earlier start wrote others, its files of later steps
+        are deleted. Raises ``RunError``."""
         found, self._by_dataset = self._by_dataset, {}
-        if found and self.folder is not None:
-            rollouts = (one for each in found.values() for one in each)
-            lines = [json.dumps(asdict(one), ensure_ascii=False) for one in rollouts]
-            with files.raising(RunError, "cannot write the rollouts"):
-                data = ("\n".join(lines) + "\n").encode(errors="replace")
-                files.write_aside(self.folder / name_of(step), data)
+        if not found or self.folder is None:
+            return
+        rollouts = (one for each in found.values() for one in each)
+        lines = [json.dumps(asdict(one), ensure_ascii=False) for one in rollouts]
+        data = ("\n".join(lines) + "\n").encode(errors="replace")
+        path = self.folder / name_of(step)
+        with files.raising(RunError, "cannot write the rollouts"):
+            if path.exists() and path.read_bytes() == data:
+                return
+            for later in (n for n in steps_of(self.folder) if n > step):
+                files.remove_tree(self.folder / name_of(later))
+            files.write_aside(path, data)
 
 
 def name_of(step: int) -> str:
@@ -93,10 +102,19 @@ def name_of(step: int) -> str:
     return f"rollouts-{step}.jsonl"
 
 
+def steps_of(folder: Path) -> list[int]:
+    """The steps whose rollouts are in the folder of a run."""
+    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return [int(match[1]) for match in found if match]
+
+
 def read(path: Path) -> list[KeptRollout]:
     """The rollouts in a file. Raises ``RunError`` if it is no such file."""
     try:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_bytes().split(b"\n")[
+            :-1
+        ]  # text has line breaks that JSON does not escape
+        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
         return [
             KeptRollout(**{**row, "tokens": [KeptToken(**one) for one in row["tokens"]]})
             for row in rows
