@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -115,10 +116,37 @@ def test_reserved_space_is_really_taken(tmp_path):
     assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
 
 
-def test_more_space_than_there_is_is_refused_with_figures(tmp_path):
-    with files.create(tmp_path / "x") as file, pytest.raises(OSError) as caught:
-        file.reserve(1 << 44)
-    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+def test_more_space_than_there_is_is_refused_and_none_is_taken_meanwhile(tmp_path, monkeypatch):
+    class Asked:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def posix_fallocate(self, *_):
+            raise AssertionError("the system takes all that is left before it refuses")
+
+    monkeypatch.setattr(files, "os", Asked())
+    with (
+        files.create(tmp_path / "x") as file,
+        pytest.raises(OSError, match="8,796,093,022,208 bytes are needed, ") as caught,
+    ):
+        file.reserve(1 << 43)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_what_a_file_has_is_not_needed_again(tmp_path, monkeypatch):
+    class Crowded:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def fstatvfs(self, _):
+            return SimpleNamespace(f_blocks=1, f_bavail=1, f_frsize=4096)
+
+    with files.create(tmp_path / "x") as file:
+        file.reserve(1 << 20)
+        monkeypatch.setattr(files, "os", Crowded())
+        file.reserve((1 << 20) + 4096)
+        with pytest.raises(OSError, match="4,096 are free"):
+            file.reserve((1 << 20) + 3 * 4096)
 
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])

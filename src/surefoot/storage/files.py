@@ -102,22 +102,31 @@ class File:
         return bytes(data)
 
     def reserve(self, length: int) -> None:
-        """Reserve space for ``length`` bytes: a full disk is detected before any is written."""
+        """Reserve space for ``length`` bytes: a full disk is detected before any is written.
+
+        What cannot fit is refused before the system is asked: it would take all the space that is
+        left before it refuses, and every other program on the disk would fail meanwhile.
+        """
         if not length:
             return
         with _naming(self.path):
+            self._refuse_more_than_is_free(length)
             try:
                 os.posix_fallocate(self._descriptor, 0, length)
             except OSError as error:
-                space = os.fstatvfs(self._descriptor)
-                free = space.f_bavail * space.f_frsize
-                can_reserve = error.errno not in (errno.EOPNOTSUPP, errno.EINVAL)
-                if error.errno == errno.ENOSPC or (free < length and not can_reserve):
-                    said = f"{length:,} bytes are needed, {free:,} are free"
-                    raise OSError(errno.ENOSPC, said) from error
-                if can_reserve:
+                if error.errno == errno.ENOSPC:
+                    free = _num_free(os.fstatvfs(self._descriptor))
+                    raise _too_large(length, free) from error
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 os.ftruncate(self._descriptor, length)
+
+    def _refuse_more_than_is_free(self, length: int) -> None:
+        system, file = os.fstatvfs(self._descriptor), os.fstat(self._descriptor)
+        needed = length - file.st_blocks * 512
+        is_known = system.f_blocks > 0  # some network file systems report no sizes
+        if is_known and needed > _num_free(system):
+            raise _too_large(length, _num_free(system))
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at ``offset``."""
@@ -228,6 +237,14 @@ def open_inside(folder: Path, name: str) -> File:
     except OSError as error:
         error.filename = str(folder / name)  # not just the part of it that was to be opened
         raise
+
+
+def _num_free(system: os.statvfs_result) -> int:
+    return system.f_bavail * system.f_frsize
+
+
+def _too_large(length: int, free: int) -> OSError:
+    return OSError(errno.ENOSPC, f"{length:,} bytes are needed, {free:,} are free")
 
 
 def _regular(file: File) -> File:
