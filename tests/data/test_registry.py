@@ -7,8 +7,9 @@ import pytest
 from surefoot.data.rows.formats.alpaca import Alpaca
 from surefoot.data.rows.formats.openai import OpenAI
 from surefoot.data.rows.formats.sharegpt import ShareGPT
+from surefoot.data.rows.hub_rows import Hub
 from surefoot.data.rows.registry import read_registry
-from surefoot.data.rows.row_sources import Files, Hub
+from surefoot.data.rows.row_sources import Files
 from surefoot.errors import DataError
 
 
@@ -93,7 +94,7 @@ def test_hub_datasets(entry):
     ("raw", "reason"),
     [
         ({"colums": {}}, r"name: unknown key 'colums' \(did you mean columns\?\)"),
-        ({"zzz": 1}, r"name: unknown key 'zzz' \(known: file_name, hf_hub_url"),
+        ({"zzz": 1}, r"name: unknown key 'zzz' \(known: file_name, cloud_file_name"),
         ({"formatting": "sharegtp"}, r"name.formatting: expected one of alpaca, .* mean sharegpt"),
         ({"formatting": 3}, "name.formatting: expected text, got int 3"),
         ({"ranking": "yes"}, "name.ranking: expected true or false, got str 'yes'"),
@@ -116,7 +117,7 @@ def test_hub_datasets(entry):
         ({"file_name": "a.json", "hf_hub_url": "a/b"}, "either file_name or hf_hub_url, not both"),
         ({"split": "test"}, "name.file_name: .* has no splits, so not 'test'"),
         ({"subset": "en"}, "name.subset: only hub datasets have one"),
-        ({"script_url": "a"}, "name: script_url: dataset scripts are not run; convert"),
+        ({"script_url": "a"}, "name: script_url: a script can run any code, so it is not run"),
         ({"om_hub_url": "a"}, "name: om_hub_url: the OpenMind hub is not read"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from surefoot.data.example import Example
@@ -106,9 +107,10 @@ def test_the_first_rows_are_used_where_not_all_are(entry):
         return [e.messages[-1].content for e in read_examples(found, **limits)]
 
     assert outputs(entry(*rows), max_samples=2) == ["0", "1"]
-    assert outputs(entry(*rows, num_samples=3)) == ["0", "1", "2"]
-    assert outputs(entry(*rows, num_samples=3), max_samples=2) == ["0", "1"]
-    assert outputs(entry(*rows, num_samples=9)) == ["0", "1", "2", "3", "4"]
+    assert outputs(entry(*rows), chosen=np.array([1, 4])) == ["1", "4"]
+    assert entry(*rows, num_samples=3).limit(None) == 3
+    assert entry(*rows, num_samples=3).limit(2) == 2
+    assert entry(*rows).limit(None) is None
 
 
 def test_only_broken_rows_within_the_limit_are_no_examples(entry):

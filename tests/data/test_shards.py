@@ -9,7 +9,7 @@ from surefoot.data.prepared.encoded_data import Encoding
 from surefoot.data.prepared.streaming_data import encode_stream, open_stream
 from surefoot.data.rows.registry import read_registry
 from surefoot.data.section import DataSection
-from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole
+from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole, rows_of
 from surefoot.data.store.stream import ExampleStream, StreamedDataset
 from surefoot.errors import DataError
 
@@ -30,13 +30,13 @@ class Encoder:
 def project(tmp_path):
     """A dataset of ten rows; gives the shards, as they are made, of four rows each."""
     write(tmp_path, range(10))
-    return lambda encoder, **changes: encode_shards(
-        read_registry(tmp_path).entry("d"),
-        DataSection(datasets=("d",), dataset_dir=tmp_path, **changes),
-        encoder,
-        tmp_path / "out",
-        shard_rows=4,
-    )
+
+    def encode(encoder, **changes):
+        section = DataSection(datasets=("d",), dataset_dir=tmp_path, **changes)
+        rows = rows_of(read_registry(tmp_path).entry("d"), section)
+        return encode_shards(rows, encoder, tmp_path / "out", shard_rows=4)
+
+    return encode
 
 
 def write(folder, numbers):

@@ -27,6 +27,7 @@ def test_a_template_has_its_name_its_text_and_what_ends_an_answer():
     assert "<|eot_id|>" in template.source
     assert template.stop == ("<|eot_id|>",)
     assert load_template("alpaca", tiny_tokenizers.tokenizer()).stop == ("</s>",)
+    assert load_template("llama2", tiny_tokenizers.tokenizer()).stop == ("</s>",)
 
 
 def test_an_alias_is_the_same_text():
@@ -49,13 +50,14 @@ def test_auto_of_several_templates_is_the_default_one():
 def test_auto_without_a_template_names_those_there_are():
     with pytest.raises(TemplateError) as caught:
         load_template("auto", tiny_tokenizers.tokenizer())
-    assert all(name in str(caught.value) for name in names())
+    assert all(name in str(caught.value) for name in bundled())
+    assert {"qwen", "qwen3", "glm4", *bundled()} <= set(names())
 
 
 def test_an_unknown_name_gets_the_nearest():
     with pytest.raises(TemplateError, match=r"'lama3' \(did you mean llama3\?\)"):
         load_template("lama3", tiny_tokenizers.tokenizer())
-    with pytest.raises(TemplateError, match=r"'zzz'; choose auto or one of alpaca, "):
+    with pytest.raises(TemplateError, match=r"'zzz'; choose auto, alpaca, .* families"):
         load_template("zzz", tiny_tokenizers.tokenizer())
 
 

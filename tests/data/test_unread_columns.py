@@ -57,8 +57,6 @@ def test_a_function_call_in_the_older_key_is_read(read):
     [
         ({"loss": False}, '"weight": 0'),
         ({"train": False}, '"weight": 0'),
-        ({"thinking": "hm"}, "own marks"),
-        ({"reasoning_content": "hm"}, "own marks"),
         ({"images": ["1.png"]}, "only text"),
     ],
 )

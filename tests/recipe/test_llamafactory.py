@@ -22,7 +22,7 @@ from surefoot.recipe.from_llamafactory.command_line import read_command_line
 from surefoot.recipe.from_llamafactory.conversion import translate
 from surefoot.recipe.from_llamafactory.opening import find_translation
 from surefoot.recipe.from_llamafactory.rules import RULES
-from surefoot.recipe.from_llamafactory.templates import SAME, TEMPLATES
+from surefoot.recipe.from_llamafactory.templates import TEMPLATES
 from surefoot.recipe.other_yaml import MINDFORMERS
 from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
@@ -104,6 +104,7 @@ def test_every_combined_argument_is_read_by_a_rule():
     code = "".join(path.read_text() for path in folder.glob("*.py"))
     code += (folder.parent / "differences.py").read_text()
     code += (folder.parent / "conversion.py").read_text()
+    code += (folder.parent / "after_training.py").read_text()
     for name, argument in ARGUMENTS.items():
         if isinstance(argument.outcome, Combined):
             assert f'"{name}"' in code, name
@@ -416,6 +417,28 @@ def test_intervals_of_steps_and_epochs():
     assert "nothing to evaluate on; set val_size" in refusal(eval_strategy="steps")
 
 
+def test_mixed_datasets_are_mixed_alike():
+    found = recipe(
+        dataset="a,b", mix_strategy="interleave_over", interleave_probs="0.25,0.75", val_size=0.1
+    ).data
+    assert (found.mix_strategy, found.interleave_probs) == ("interleave_over", (0.25, 0.75))
+    assert recipe(mix_strategy="interleave_under").data.mix_strategy == "concat", "one dataset"
+    said = translation(dataset="a,b", mix_strategy="interleave_over", val_size=0.1).mistakes
+    assert any("evaluates on rows that are trained on" in line for line in said)
+    with pytest.raises(RecipeError, match=r"interleave_probs.*a mix_strategy that interleaves"):
+        translation(dataset="a,b", interleave_probs="0.5,0.5")
+    with pytest.raises(RecipeError, match=r"interleave_probs: expected 2 numbers.* got 3"):
+        recipe(dataset="a,b", mix_strategy="interleave_once", interleave_probs="0.5,0.3,0.2")
+
+
+def test_a_folder_of_tokens_is_the_cache_unless_it_is_full_of_theirs(tmp_path):
+    assert recipe(tokenized_path=str(tmp_path)).data.cache_dir == tmp_path
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    assert recipe(tokenized_path=str(tmp_path)).data.cache_dir is None
+    with pytest.raises(RecipeError, match="name the datasets, as the tokens in tokenized_path"):
+        translation(tokenized_path=str(tmp_path), dataset=None)
+
+
 def test_hubs_are_settings_of_the_environment():
     found = recipe({"USE_MODELSCOPE_HUB": "1"}, dataset_dir="ONLINE", dataset="a/b,c/d")
     assert (found.model.hub, found.data.hub) == ("modelscope", "modelscope")
@@ -432,25 +455,61 @@ def test_generation_has_their_defaults_if_any_is_set():
     assert recipe().generate.do_sample is False
 
 
-def test_templates_are_bundled_or_the_models_own():
-    assert recipe(template="llama3").data.template == "llama3"
-    assert recipe(template="qwen3_nothink").data.template == "chatml"
-    found = translation(template="deepseek3")
-    assert load_translation(found).data.template == "auto"
-    assert "template: deepseek3 is the model's own chat template here" in "\n".join(found.notes())
-    assert "(did you mean qwen3?)" in refusal(template="qwenn3")
-    assert recipe(template="qwen", default_system="x").data.default_system == "x"
-    assert set(SAME) <= set(TEMPLATES)
-
-
-def test_the_same_templates_are_bundled():
+def test_every_template_is_here_by_its_name():
     from surefoot.data.text.templates import names
 
-    assert {name for name, _ in SAME.values()} <= set(names())
+    newer = {"hy_dense_1_8b", "hy_dense_7b", "moss_vl"}  # than version 0.9.5
+    assert set(TEMPLATES) - newer <= set(names())
+    found = {name: recipe(template=name).data.template for name in TEMPLATES}
+    assert found == {name: "auto" if name in newer else name for name in TEMPLATES}
+    notes = "\n".join(translation(template="moss_vl").notes())
+    assert "template: moss_vl is the model's own chat template here" in notes
+    assert "(did you mean qwen3?)" in refusal(template="qwenn3")
+    assert recipe(template="qwen", default_system="x").data.default_system == "x"
+    assert recipe(template="youtu_vl").data.default_system == "You are a helpful assistant."
+    assert recipe(template="qwen3", tool_format="glm4").data.tool_format == "glm4"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [  # enable_thinking, preserve_thinking, train_on_thoughts
+        ({"template": "qwen3"}, (True, True, "all")),
+        ({"template": "qwen3", "mask_history": True}, (True, False, "all")),
+        ({"template": "qwen3", "enable_thinking": False}, (False, True, "all")),
+        ({"template": "qwen3", "enable_thinking": None}, (True, True, "written")),
+        ({"template": "qwen3_nothink", "enable_thinking": False}, (None, False, "all")),
+        (
+            {"mask_history": True, "preserve_thinking": True, "template": "qwen3"},
+            (True, True, "all"),
+        ),
+    ],
+)
+def test_thoughts_are_trained_on_as_there(given, expected):
+    data = recipe(**given).data
+    assert (data.enable_thinking, data.preserve_thinking, data.train_on_thoughts) == expected
+
+
+def test_what_chat_does_not_repeat_of_training_is_said():
+    said = "\n".join(translation(template="qwen3").notes())
+    assert "thoughts of earlier turns are trained on" in said
+    assert "begin with empty ones" in said
+    assert "thoughts" not in "\n".join(translation(template="qwen").notes())
 
 
 def test_a_secret_is_refused_with_the_variable_that_holds_it():
     assert "set HF_TOKEN in the environment" in refusal(hf_hub_token="hf_x")
+
+
+def test_uploads_are_those_of_the_trainer():
+    assert recipe().train.push_to_hub is None
+    assert recipe(hub_model_id="me/a").train.push_to_hub is None
+    made = recipe(push_to_hub=True, hub_model_id="me/a", hub_strategy="checkpoint").train
+    assert (made.push_to_hub, made.hub_strategy) == ("me/a", "all_checkpoints")
+    assert made.hub_private_repo
+    made = recipe(push_to_hub=True, hub_model_id="me/a", hub_private_repo=False).train
+    assert (made.hub_strategy, made.hub_private_repo) == ("every_save", False)
+    assert "name the repository" in refusal(push_to_hub=True)
+    assert "set HF_TOKEN" in refusal(push_to_hub=True, hub_token="hf_x")
 
 
 def test_resuming_names_auto_or_a_folder():
@@ -604,3 +663,68 @@ def test_a_run_has_as_many_steps_and_held_out_rows_as_theirs(num_rows, epochs, r
     assert int(held.sum()) == num_rows - trained
     per_epoch = math.ceil(trained / found.train.global_batch_size)  # of the Loader
     assert num_steps(found.train, per_epoch) == theirs
+
+
+# Evaluations after training, or instead of it
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"do_predict": True, "val_size": 1}, "do_predict: needs predict_with_generate: true"),
+        ({"predict_with_generate": True, "stage": "dpo"}, "needs stage: sft"),
+        (
+            {"predict_with_generate": True, "compute_accuracy": True, "do_predict": True},
+            "compute_accuracy: excludes predict_with_generate",
+        ),
+        ({"do_eval": True}, "do_eval: there are no rows for it; set eval_dataset or val_size"),
+        ({"do_predict": True, "stage": "rm", "val_size": 1}, "`surefoot predict RUN --prompts"),
+    ],
+)
+def test_evaluations_that_they_refuse_are_refused(values, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        translation(**values)
+
+
+def test_an_evaluation_follows_training_if_it_is_asked_for():
+    assert translation().after is None
+    found = translation(do_eval=True, val_size=4, compute_accuracy=True)
+    assert (found.after.parts, found.after.by_row) == (("eval",), True)
+    assert any("compute_accuracy: eval_token_accuracy" in line for line in found.notes())
+    logged = translation(do_eval=True, val_size=4, eval_strategy="steps", eval_steps=5)
+    assert logged.after is None  # training evaluates
+
+
+def test_their_eval_is_answered_with_the_command():
+    values = {"model_name_or_path": "m", "task": "cmmlu_test", "lang": "zh", "n_shot": 3}
+    document = parse(json.dumps({**values, "template": "fewshot", "save_dir": "out"}), "eval.yaml")
+    command = "surefoot eval m --questions evaluation/cmmlu --shots 3 --lang zh --prompts text"
+    with pytest.raises(RecipeError, match=re.escape(f"{command} --output out.jsonl")):
+        translate(document, {})
+
+
+def test_trackers_are_those_of_the_file_with_their_names():
+    train = recipe(report_to="wandb, tensorboard", project="p", run_name="r").train
+    assert (train.report_to, train.project, train.run_name) == (("wandb", "tensorboard"), "p", "r")
+    swanlab = recipe(use_swanlab=True, swanlab_run_name="s", swanlab_mode="local").train
+    assert (swanlab.report_to, swanlab.report_offline) == (("swanlab",), True)
+    assert (swanlab.project, swanlab.run_name) == ("llamafactory", "s")
+    both = recipe(report_to=["mlflow"], use_swanlab=True, project="p").train
+    assert (both.report_to, both.project, both.report_offline) == (
+        ("mlflow", "swanlab"),
+        "p",
+        False,
+    )
+    assert recipe(use_swanlab=True, swanlab_mode="disabled").train.report_to == ()
+    assert recipe(report_to="none", run_name="r").train.report_to == ()
+
+
+def test_what_is_not_taken_of_trackers_is_said():
+    said = translation(report_to="all").notes()
+    assert any(line.endswith("name those that you want") for line in said)
+    assert any(
+        "comet_ml is not written" in line for line in translation(report_to="comet_ml").notes()
+    )
+    found = translation(use_swanlab=True, swanlab_api_key="k3y-of-mine")
+    assert any("set SWANLAB_API_KEY" in line for line in found.notes())
+    assert "k3y-of-mine" not in str(found.settings)

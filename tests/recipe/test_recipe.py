@@ -207,7 +207,7 @@ def test_report_to_none_means_no_tracker(recipe_file):
     assert load(recipe_file(GOOD), ["train.report_to=tensorboard"]).train.report_to == (
         "tensorboard",
     )
-    assert "expected one of tensorboard" in refused(recipe_file(GOOD), "train.report_to=wandb")
+    assert "expected one of tensorboard" in refused(recipe_file(GOOD), "train.report_to=comet")
 
 
 def test_folders_are_found_beside_the_recipe(recipe_file, tmp_path):

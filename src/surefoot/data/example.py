@@ -8,6 +8,7 @@ from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
 JSON = Mapping[str, object]
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in data and templates
 Dicts = Sequence[Mapping[str, object]]  # messages or tools, as chat templates take them
 Spans = list[tuple[int, int]]  # first and one past the last character
 
@@ -20,6 +21,7 @@ class Message:
     content: str
     tool_calls: tuple[JSON, ...] = ()  # [{"name": ..., "arguments": {...}}] of an assistant turn
     learn: bool | None = None
+    reasoning: str = ""  # the thought before an assistant's answer
 
     @property
     def is_empty(self) -> bool:

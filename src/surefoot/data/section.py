@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,12 +53,38 @@ class DataSection:
     """Datasets to evaluate on, named in the same ways. Excludes ``val_size``."""
     val_size: float = 0.0
     """Training rows held out for evaluation: a share below 1, or a number of rows."""
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = (
+        "concat"
+    )
+    """How several datasets are mixed. ``concat``: all rows of each. The others take rows in turn,
+    or by ``interleave_probs``: ``interleave_under`` until the first dataset is used up,
+    ``interleave_over`` until each is, with the rows of the others again, ``interleave_once`` until
+    each is, without repetition. Row for row as ``datasets.interleave_datasets`` with
+    ``train.seed``."""
+    interleave_probs: tuple[float, ...] | None = None
+    """With interleaving: the probability of each of ``datasets``; they sum to 1."""
     max_samples: int | None = None
     """Use at most this many rows of each dataset (the first ones)."""
     max_broken_rows: int = 10
     """Unreadable rows are reported and skipped; more than this in one dataset stop the run."""
     template: str = "auto"
     """Chat template: ``auto`` uses the tokenizer's own, otherwise the name of a bundled one."""
+    tool_format: str | None = None
+    """Syntax of tools and calls, in place of that of a bundled template: the name of one of
+    docs/templates.md."""
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers: passed to the chat template; ``false`` also
+    removes the thoughts of the data. Unset: as the template does by itself."""
+    preserve_thinking: bool = False
+    """Keep the thoughts of earlier turns, with a chat template that can. Otherwise each response
+    with a later turn is trained in a sequence of its own."""
+    train_on_thoughts: Literal["all", "written", "none"] = "all"
+    """``written`` masks the empty thoughts that a chat template adds, ``none`` all thoughts."""
+    chat_template_kwargs: Mapping[str, str | int | float | bool] = field(
+        default_factory=dict, hash=False
+    )
+    """Further arguments of the chat template, such as ``{reasoning_effort: low}``; they are saved
+    with it."""
     default_system: str | None = None
     """System message for conversations that have none. Nothing is added unless this is set."""
     cutoff_len: int | None = None
@@ -102,11 +129,17 @@ class DataSection:
             raise ValueError(f"buffer_size must be at least 1, got {self.buffer_size}")
         if self.max_samples is not None and self.max_samples < 1:
             raise ValueError(f"max_samples must be at least 1, got {self.max_samples}")
+        self._check_mixing()
         if self.max_broken_rows < 0:
             raise ValueError(f"max_broken_rows must not be negative, got {self.max_broken_rows}")
         if self.train_on_prompt and self.mask_history:
             raise ValueError(
                 "train_on_prompt and mask_history exclude each other; keep one of them"
+            )
+        if self.train_on_prompt and self.train_on_thoughts != "all":
+            raise ValueError(
+                "train_on_prompt trains on the whole text, and train_on_thoughts: "
+                f"{self.train_on_thoughts} masks some of it; keep one of them"
             )
 
     def reference(self, name: str) -> DatasetReference:
@@ -114,6 +147,14 @@ class DataSection:
         known = (DatasetReference.of(each) for each in (*self.datasets, *self.eval_datasets))
         found = (each for each in known if str(each) == str(name))
         return next(found, None) or DatasetReference.of(name).located(Path())
+
+    @property
+    def template_arguments(self) -> Mapping[str, object]:
+        """What the chat template gets beside messages and tools."""
+        own: dict[str, object] = dict(self.chat_template_kwargs)
+        if self.enable_thinking is not None:
+            own["enable_thinking"] = self.enable_thinking
+        return own | ({"preserve_thinking": True} if self.preserve_thinking else {})
 
     @property
     def longest(self) -> int:
@@ -128,6 +169,29 @@ class DataSection:
         if found.get("on_too_long") == "truncate":
             found["on_too_long"] = "cut"  # as in version 0.1, whose caches stay valid
         return found
+
+    def _check_mixing(self) -> None:
+        probabilities = self.interleave_probs
+        if self.streaming and self.val_size and self.mix_strategy != "concat":
+            raise ValueError(
+                f"val_size with streaming needs mix_strategy concat, got {self.mix_strategy}; name "
+                "the rows to evaluate on in eval_datasets instead"
+            )
+        if probabilities is None:
+            return
+        if self.mix_strategy == "concat":
+            raise ValueError("interleave_probs needs a mix_strategy that interleaves")
+        if len(probabilities) != len(self.datasets):
+            raise ValueError(
+                f"interleave_probs: expected {len(self.datasets)} numbers, one for each of "
+                f"datasets, got {len(probabilities)}"
+            )
+        total = math.fsum(probabilities)
+        if min(probabilities) <= 0 or abs(total - 1) > 1e-8:
+            raise ValueError(
+                f"interleave_probs: expected positive numbers that sum to 1, got "
+                f"{list(probabilities)}, which sum to {total:g}"
+            )
 
     def _check_names(self) -> None:
         if not self.datasets:

@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from .files import read_text
+from .from_llamafactory.conversion import Translation
 from .from_llamafactory.opening import find_translation
 from .from_mindformers.conversion import ConvertedFile, convert_file
+from .from_trainers.conversion import translate_from
 from .overrides import override
 from .recipe import Recipe, load_translation, translated_document
-from .yaml import emit
+from .yaml import emit, parse
 
 
-def convert_any(words: Sequence[str]) -> ConvertedFile:
-    """The recipe of ``FILE key=value ...`` or of ``--key value ...``, as YAML. Raises
-    ``RecipeError``: it is no known program's file, or a key is not supported."""
+def convert_any(words: Sequence[str], source: str | None = None) -> ConvertedFile:
+    """The recipe of ``FILE key=value ...`` or of ``--key value ...``, as YAML. ``source``, one of
+    ``from_trainers.arguments.SOURCES``, says whose file it is if neither LLaMA-Factory's nor
+    MindSpore Transformers'. Raises ``RecipeError``: it is no known program's file, or a key is not
+    supported."""
+    if source is not None:
+        document = parse(read_text(Path(words[0])), words[0])
+        return _converted(translate_from(source, document), words[1:])
     if (found := find_translation(words)) is None:
         return convert_file(Path(words[0]), words[1:])
-    translation, overrides = found
+    return _converted(*found)
+
+
+def _converted(translation: Translation, overrides: Sequence[str]) -> ConvertedFile:
     load_translation(translation, overrides)  # which rejects what no recipe can have
     document = override(Recipe, translated_document(translation), overrides)
     return ConvertedFile(emit(document.data), list(translation.notes()))

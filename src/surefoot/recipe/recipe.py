@@ -75,6 +75,14 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     return _build(override(Recipe, document, overrides), file.parent)
 
 
+def load_text(text: str, name: str, base: Path) -> Recipe:
+    """The recipe ``text``; ``name`` precedes the line in messages, and paths are relative to
+    ``base``. Raises ``RecipeError`` as ``load`` does."""
+    document = parse(text, name)
+    check_recipe(document)
+    return _build(document, base)
+
+
 def load_translation(translation: Translation, overrides: Overrides = ()) -> Recipe:
     """The recipe of another program's settings, with ``overrides`` applied. Raises ``RecipeError``:
     with all validation errors, each with the argument that a setting is of."""

@@ -19,7 +19,7 @@ from ..data.rows.catalog import problems_of
 from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
 from ..data.text.codec import Codec
-from ..data.text.templates import load_template
+from ..data.text.templates import section_template
 from ..errors import ModelError, RecipeError, TemplateError
 from ..model.pretrained import adapter
 from ..model.pretrained.loading import resolve
@@ -73,7 +73,7 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
     )
     uses_template = recipe.stage.uses_template
     try:
-        template = load_template(recipe.data.template, tokenizer) if uses_template else None
+        template = section_template(recipe.data, tokenizer) if uses_template else None
     except TemplateError as error:
         more = problems_of(recipe.data)  # so that all are said at once
         raise TemplateError("\n".join([str(error), *more])) from error
@@ -154,4 +154,5 @@ def _encoding(recipe: Recipe, codec: Codec, section: DataSection | None = None) 
     fingerprint = {"codec": codec.fingerprint, "stage": stage}
     encode = partial(recipe.stage.encode, codec=codec)
     section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
-    return Encoding(section, encode, fingerprint, recipe.train.seed)
+    drawn_for = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
+    return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -59,6 +61,52 @@ def emit(data: object) -> str:
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue()
+
+
+def edited(text: str, keys: Sequence[str], value: object) -> str:
+    """``text`` with the setting ``keys`` set to ``value``, or removed if that is None; comments and
+    everything else stay. A section without settings goes with its last one.
+
+    Raises:
+        RecipeError: ``text`` is not a YAML mapping.
+    """
+    parse(text)  # what it refuses is not edited
+    yaml = YAML(typ="rt", pure=True)
+    yaml.preserve_quotes = True
+    yaml.width = 1_000_000
+    root = yaml.load(text)
+    root = CommentedMap() if root is None else root
+    if not isinstance(root, CommentedMap):
+        raise RecipeError("expected sections such as model: {...}")
+    if value is None:
+        _remove(root, keys)
+    else:
+        _put(root, keys, value)
+    stream = io.StringIO()
+    if root:
+        yaml.dump(root, stream)
+    return stream.getvalue()
+
+
+def _put(root: CommentedMap, keys: Sequence[str], value: object) -> None:
+    section = root
+    for key in keys[:-1]:
+        below = section.get(key)
+        if not isinstance(below, CommentedMap):  # such as a variant's bare name
+            below = section[key] = CommentedMap()
+        section = below
+    section[keys[-1]] = value
+
+
+def _remove(section: CommentedMap, keys: Sequence[str]) -> None:
+    below = section.get(keys[0])
+    if len(keys) > 1 and isinstance(below, CommentedMap):
+        _remove(below, keys[1:])
+        if below:
+            return
+    elif len(keys) > 1:
+        return
+    section.pop(keys[0], None)
 
 
 class _Representer(SafeRepresenter):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ..storage import files
+from ..storage.address import is_address
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
@@ -117,9 +119,9 @@ class DatasetReference(str):
             return cls(_last_part(source) if is_path else source, source)
         if not isinstance(source, Mapping):
             raise ValueError(f"expected a name, a file, a hub id or an entry, got {source!r}")
-        for key in ("name", "file_name", "hf_hub_url", "ms_hub_url"):
+        for key in ("name", "file_name", "cloud_file_name", "hf_hub_url", "ms_hub_url"):
             if isinstance(text := source.get(key), str) and text:
-                return cls(_last_part(text) if key == "file_name" else text, source)
+                return cls(_last_part(text) if key.endswith("file_name") else text, source)
         raise ValueError(
             "an entry needs a file_name, hf_hub_url or ms_hub_url; rows themselves are given to "
             "surefoot.train as its train_dataset"
@@ -130,16 +132,19 @@ class DatasetReference(str):
         slash and a suffix is never a path: it is a name of ``dataset_info.json``."""
         if not isinstance(self.source, str):
             file_name = self.source.get("file_name")
-            if not isinstance(file_name, str):
+            if not isinstance(file_name, str) or is_address(file_name):
                 return self
             return DatasetReference(
                 self, {**self.source, "file_name": str(locate(Path(file_name), base))}
             )
         path = Path(self.source)
+        if is_address(self.source):
+            return self
         if "/" not in self.source and path.suffix.lower() not in DATA_FILES:
             return self
         found = locate(path, base)
-        return DatasetReference(found.name, str(found)) if files.exists(found) else self
+        is_here = files.exists(found) or bool(matches(found))
+        return DatasetReference(found.name, str(found)) if is_here else self
 
     def __eq__(self, other: object) -> bool:
         is_reference = isinstance(other, DatasetReference)
@@ -165,6 +170,19 @@ def _last_part(path: str) -> str:
     return Path(path).name or path
 
 
+def matches(path: Path) -> list[Path]:
+    """The files that a path with a pattern means, such as ``rows-*.jsonl``, by their names; none
+    for a path without one."""
+    if not has_magic(str(path)):
+        return []
+    anchor = Path(path.anchor)
+    try:
+        found = anchor.glob(str(path.relative_to(anchor)))
+        return sorted(each for each in found if each.is_file())
+    except (ValueError, NotImplementedError):  # not a pattern, such as a**
+        return []
+
+
 def locate(path: Path, base: Path) -> Path:
     """``path`` made absolute: in ``base`` if it exists there, else in the current folder if it
     exists there.
@@ -173,7 +191,7 @@ def locate(path: Path, base: Path) -> Path:
     """
     path = path.expanduser()
     for folder in (base, Path.cwd()):
-        if os.path.lexists(folder / path):
+        if os.path.lexists(folder / path) or matches(_absolute(folder / path)):
             return _absolute(folder / path)
     return _absolute(base / path)
 

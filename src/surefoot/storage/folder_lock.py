@@ -33,6 +33,28 @@ def lock(folder: Path) -> int:
     return descriptor
 
 
+def is_held(path: Path) -> bool | None:
+    """Whether a process holds the lock file ``path``; None if the file system has none.
+
+    The lock is taken for an instant, shared with other readers; who takes it alone waits so long.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return None if error.errno in files.NO_LOCKS else True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 class FolderIdentity:
     """A folder that is held open, so that it is distinguished from another one of its name."""
 

@@ -113,3 +113,10 @@ def test_a_ranking_row_needs_both_answers(row):
 def test_a_kto_tag_must_be_true_or_false(value):
     with pytest.raises(DataError, match="column 'good': expected true or false"):
         Alpaca(kto_tag="good").read({**ROW, "good": value})
+
+
+def test_a_thought_has_a_column_of_its_own():
+    row = {"instruction": "a", "output": "b", "reasoning_content": "Hm."}
+    assert Alpaca().read(row).messages[1] == Message("assistant", "b", reasoning="Hm.")
+    assert Alpaca(reasoning=None).read(row).messages[1] == Message("assistant", "b")
+    assert Alpaca(reasoning="why").read({**row, "why": "So."}).messages[1].reasoning == "So."

@@ -64,6 +64,14 @@ def test_nulls_that_columnar_files_fill_in_are_nothing():
     assert OpenAI().read(row).messages == (Message("user", "a"), Message("assistant", "b"))
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_has_a_key_of_its_own(key):
+    row = chat(said("user", "a"), said("assistant", "b", **{key: "Hm."}))
+    assert OpenAI().read(row).messages[1] == Message("assistant", "b", reasoning="Hm.")
+    call = said("assistant", None, tool_calls=[called("{}")], **{key: "Hm."})
+    assert OpenAI().read(chat(said("user", "a"), call)).messages[1].reasoning == "Hm."
+
+
 def test_newer_and_older_role_names():
     row = chat(said("developer", "Be brief."), said("user", "a"), said("function", "3"))
     assert [m.role for m in OpenAI().read(row).messages] == ["system", "user", "tool"]
@@ -97,7 +105,9 @@ def test_tool_calls_may_be_json_text():
         (said("user", "a", tool_calls=[called("{}")]), "'tool_calls' in a turn of the user"),
         (said("assistant", "", tool_calls=[called("{")]), "arguments: not valid JSON"),
         (said("assistant", "", tool_calls=["f"]), "expected a call with name and arguments"),
-        (said("assistant", "a", reasoning_content="hm"), "'reasoning_content' is not read"),
+        (said("user", "a", reasoning_content="hm"), "'reasoning_content' in a turn of the user"),
+        (said("assistant", "a", reasoning="hm", thinking="no"), "are different thoughts"),
+        (said("assistant", "a", thinking=["hm"]), "'thinking': expected text, got list"),
         ({"role": "user"}, r"turn 1: no key 'content' \(keys found: role\)"),
         (
             said("user", [{"type": "text", "txt": "a"}]),

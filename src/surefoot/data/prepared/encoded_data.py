@@ -11,15 +11,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ...errors import DataError
-from ..data_order import hold_out
+from ..data_order import Index, hold_out
 from ..example import JSON
 from ..order.full_shuffle import FullShuffle
+from ..order.mixing import Mixing
 from ..rows.catalog import Catalog, check_rows
 from ..rows.dataset_report import DatasetReport, EncodingReport, report_from
 from ..rows.registry import DatasetEntry
@@ -29,6 +32,7 @@ from ..store import cache
 from ..store.cache import Writer, default_folder, load_or_build
 from ..store.dataset import EncodedDataset, EncodedStore, join
 from ..store.encoder import Encode, Encoder, no_items_error
+from .row_choice import DrawnRows, draw_rows, mixed_items, mixing_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +71,8 @@ class Encoding:
     section: DataSection  # which datasets, from where, and how
     encode: Encode  # turns examples into features; one outcome per example
     fingerprint: Mapping[str, str]  # of all other inputs of ``encode``: tokenizer, template, stage
-    seed: int  # determines which rows ``val_size`` holds out
+    seed: int  # determines which rows are drawn and held out, and how datasets are mixed
+    drawn_for: DataSection | None = None  # if not ``section``, of which the rows are drawn
 
     @property
     def root(self) -> Path:
@@ -78,7 +83,20 @@ class Encoding:
         """The fingerprint of all inputs of an encoded dataset."""
         settings = {name: str(v) for name, v in self.section.cache_settings(SETTINGS).items()}
         parts = [VERSION, entry.describe(), content, settings, dict(self.fingerprint)]
+        if (drawn := self.drawn.get(entry.name)) is not None:
+            parts.append(xxhash.xxh3_128_hexdigest(drawn.distinct.tobytes()))
         return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+    @cached_property
+    def drawn(self) -> Mapping[str, DrawnRows]:
+        """The rows of datasets with ``num_samples``. Of data that is streamed, none are drawn: the
+        first ones are read."""
+        section = self.drawn_for or self.section
+        if section.streaming:
+            return {}
+        catalog = Catalog(section)
+        entries = [catalog.entry(name) for name in (*section.datasets, *section.eval_datasets)]
+        return draw_rows(entries, max_samples=section.max_samples, seed=self.seed)
 
 
 def prepare(encoding: Encoding) -> EncodedData:
@@ -96,7 +114,8 @@ def find(encoding: Encoding) -> EncodedData | None:
         cached = cache.find(encoding.root, encoding.key(entry, entry.source.content_hash()))
         if cached is None:
             return None
-        loaded[entry.name] = _Loaded(cached.store, report_from(cached.report, entry.name))
+        report = report_from(cached.report, entry.name)
+        loaded[entry.name] = _Loaded(cached.store, report, encoding.drawn.get(entry.name))
     return _arranged(encoding, loaded)
 
 
@@ -105,7 +124,7 @@ def prepare_evals(encoding: Encoding) -> dict[str, EncodedDataset]:
     section = encoding.section
     _warn_of_both(section)
     entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
-    return {name: join([each.store]) for name, each in _load_all(entries, encoding).items()}
+    return {name: each.dataset for name, each in _load_all(entries, encoding).items()}
 
 
 def entries_of(section: DataSection) -> list[DatasetEntry]:
@@ -125,32 +144,56 @@ def _warn_of_both(section: DataSection) -> None:
 def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> EncodedData:
     """The datasets, combined and split for training and evaluation."""
     section = encoding.section
-    train = join([loaded[name].store for name in section.datasets])
-    evals = {str(name): join([loaded[name].store]) for name in section.eval_datasets}
+    parts = [loaded[name] for name in section.datasets]
+    evals = {str(name): loaded[name].dataset for name in section.eval_datasets}
+    whole = join([part.store for part in parts])
+    held = _held_out(parts, section.val_size, encoding.seed)
+    train = _epoch(parts, mixing_of(section, encoding.seed))
     if section.val_size:
-        parts = [loaded[name] for name in section.datasets]
-        train, evals[""] = _split(parts, section.val_size, encoding.seed)
+        evals[""] = EncodedDataset(whole.stores, np.flatnonzero(held))
+        train = train[~held[train]]
     reports = tuple(each.report for each in loaded.values())
-    return EncodedData(train, evals, EncodingReport(reports, len(evals.get("", ()))))
+    dataset = EncodedDataset(whole.stores, train)
+    return EncodedData(dataset, evals, EncodingReport(reports, len(evals.get("", ()))))
 
 
 @dataclass(frozen=True)
 class _Loaded:
     store: EncodedStore
     report: DatasetReport
+    drawn: DrawnRows | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The numbers of its rows are below this."""
+        return self.report.rows if self.drawn is None else self.drawn.num_rows
+
+    @property
+    def order(self) -> Index:
+        """Its rows in order."""
+        return np.arange(self.report.rows) if self.drawn is None else self.drawn.order
+
+    @property
+    def dataset(self) -> EncodedDataset:
+        """Its items in order."""
+        return EncodedDataset((self.store,), _epoch([self], Mixing()))
 
 
-def _split(
-    parts: Sequence[_Loaded], val_size: float, seed: int
-) -> tuple[EncodedDataset, EncodedDataset]:
-    """The training items and the held-out items; all pieces of a row are on the same side."""
-    starts = np.cumsum([0, *(part.report.rows for part in parts)])
+def _epoch(parts: Sequence[_Loaded], mixing: Mixing) -> Index:
+    """The items of an epoch, before any is held out."""
+    if mixing.is_plain and all(part.drawn is None for part in parts):
+        return np.arange(sum(len(part.store) for part in parts))
+    return mixed_items(mixing, [part.order for part in parts], [part.store.rows for part in parts])
+
+
+def _held_out(parts: Sequence[_Loaded], val_size: float, seed: int) -> NDArray[np.bool_]:
+    """[items] whether it is held out; all pieces of a row are, and each time that it is drawn."""
+    starts = np.cumsum([0, *(part.num_rows for part in parts)])
     rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
     every = np.concatenate(rows)
-    is_held = hold_out(every, num_rows=int(starts[-1]), val_size=val_size, seed=seed)
-    whole = join([part.store for part in parts])
-    train, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
-    return EncodedDataset(whole.stores, train), EncodedDataset(whole.stores, held)
+    if not val_size:
+        return np.zeros(len(every), np.bool_)
+    return hold_out(every, num_rows=int(starts[-1]), val_size=val_size, seed=seed)
 
 
 def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, _Loaded]:
@@ -163,12 +206,14 @@ def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, 
 
 
 def _load(entry: DatasetEntry, encoding: Encoding, content: str) -> _Loaded:
-    section = encoding.section
+    section, drawn = encoding.section, encoding.drawn.get(entry.name)
+    chosen = None if drawn is None else drawn.distinct
 
     def build(writer: Writer) -> JSON:
-        limits = section.max_samples, section.max_broken_rows
-        rows = read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1])
-        report = Encoder(entry.name, encoding.encode, writer).run(rows)
+        limit = entry.limit(section.max_samples) if chosen is None else None
+        broken = section.max_broken_rows
+        rows = read_examples(entry, max_samples=limit, max_broken_rows=broken, chosen=chosen)
+        report = Encoder(entry.name, encoding.encode, writer, chosen=chosen).run(rows)
         if not report.items:
             raise no_items_error(report)
         if entry.source.content_hash() != content:
@@ -182,4 +227,4 @@ def _load(entry: DatasetEntry, encoding: Encoding, content: str) -> _Loaded:
     report = report_from(cached.report, entry.name)
     if len(report.broken) > section.max_broken_rows:
         raise too_many_broken(entry.name, report.broken, section.max_broken_rows)
-    return _Loaded(cached.store, report)
+    return _Loaded(cached.store, report, drawn)

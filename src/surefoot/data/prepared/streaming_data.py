@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from ...errors import DataError, counted
 from ..data_order import Index, hold_out
 from ..order.block_shuffle import BlockShuffle
 from ..rows.dataset_report import DatasetReport
-from ..rows.registry import DatasetEntry
 from ..section import DataSection
 from ..store.dataset import EncodedDataset, join
-from ..store.shards import ROWS, encode_shard_again, encode_shards
+from ..store.shards import ROWS, RowSequence, encode_shard_again, encode_shards, rows_of
 from ..store.stream import ExampleStream, StreamedDataset
 from .encoded_data import EncodedData, Encoding, entries_of, prepare_evals
+from .row_choice import mixed_rows, mixing_of
+
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,20 @@ def open_stream(encoding: Encoding, more: Callable[[], None]) -> StreamingData:
     for.
     """
     section = encoding.section
-    entries = _training_entries(section)
-    parts = [StreamedDataset(entry.name, _folder(entry, encoding)) for entry in entries]
+    sources = _sources(encoding)
+    parts = [StreamedDataset(source.name, _folder(source, encoding)) for source in sources]
 
     def repair(part: int, number: int) -> None:
-        entry, folder = entries[part], parts[part].folder
-        if _folder(entry, encoding) != folder:
+        source, folder = sources[part], parts[part].folder
+        if _folder(source, encoding) != folder:
             raise DataError(
                 f"{folder}: shard {number} is damaged, and cannot be encoded again: "
-                f"{entry.source} has changed since; start the same command again"
+                f"{source.source} has changed since; start the same command again"
             )
-        encode_shard_again(entry, section, encoding.encode, folder, number)
+        encode_shard_again(source, encoding.encode, folder, number)
 
-    limit = section.max_broken_rows
+    is_mixed = len(sources) < len(section.datasets)  # then each dataset is checked as it is read
+    limit = UNLIMITED if is_mixed else section.max_broken_rows
     stream = ExampleStream(parts, more, repair=repair, max_broken_rows=limit)
     evals = prepare_evals(encoding)
     held = held_items(stream, section, encoding.seed)
@@ -82,10 +87,9 @@ def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[Dat
     """Encode the training datasets completely, one after another; yields the report of a dataset so
     far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
     trained tokens."""
-    section, encode = encoding.section, encoding.encode
-    for entry in _training_entries(section):
-        folder = _folder(entry, encoding)
-        yield from encode_shards(entry, section, encode, folder, shard_rows=shard_rows)
+    for source in _sources(encoding):
+        folder = _folder(source, encoding)
+        yield from encode_shards(source, encoding.encode, folder, shard_rows=shard_rows)
 
 
 def held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
@@ -107,9 +111,25 @@ def held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
     ).astype(np.int64)
 
 
-def _training_entries(section: DataSection) -> list[DatasetEntry]:
-    return [entry for entry in entries_of(section) if entry.name in section.datasets]
+def _sources(encoding: Encoding) -> list[RowSequence]:
+    """The datasets one after another; or as one, if their rows are mixed."""
+    section = encoding.section
+    entries = [entry for entry in entries_of(section) if entry.name in section.datasets]
+    mixing = mixing_of(section, encoding.seed)
+    if mixing.is_plain:
+        return [rows_of(entry, section, partial(encoding.key, entry)) for entry in entries]
+    every = [rows_of(entry, section, partial(encoding.key, entry)) for entry in entries]
+    how = f"{mixing} {section.max_broken_rows}"
+
+    def stamp() -> str:
+        return xxhash.xxh3_128_hexdigest(
+            " ".join([how, *(each.stamp() for each in every)]).encode()
+        )
+
+    name = " + ".join(each.name for each in every)
+    where = " or ".join(each.source for each in every)
+    return [RowSequence(name, where, partial(mixed_rows, mixing, entries, section), stamp)]
 
 
-def _folder(entry: DatasetEntry, encoding: Encoding) -> Path:
-    return encoding.root / f"{encoding.key(entry, entry.source.stamp())}.shards"
+def _folder(source: RowSequence, encoding: Encoding) -> Path:
+    return encoding.root / f"{source.stamp()}.shards"

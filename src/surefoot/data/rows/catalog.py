@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from glob import has_magic
 from pathlib import Path
 from typing import TypeVar
 
 from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
+from ...storage.address import is_address
 from ..section import DataSection
 from .formats.fields import nearest
 from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_registry
@@ -50,7 +52,9 @@ class Catalog:
             return read_entry(name, raw, folder, f"data.datasets: {name}", self._section.hub)
         if self._registry is not None and source in self._registry.entries:
             return self._registry.entry(source)
-        if (path := Path(source)).is_absolute() and files.exists(path):
+        path = Path(source)
+        is_here = path.is_absolute() and (files.exists(path) or has_magic(source))
+        if is_here or is_address(source):
             return read_entry(name, {"file_name": source}, folder, f"data.datasets: {name}")
         if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
             entry = {HUBS[self._section.hub]: source}

@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DataError
+from ...storage.address import Address, is_address
 from ..example import JSON
 from .formats import FORMATS, Format
 from .formats.fields import nearest, shown
+from .hub_rows import Hub, HubName
 from .recognition import recognized
-from .row_sources import Hub, HubName, RowSource, find_files
+from .remote_rows import RemoteFiles
+from .row_sources import RowSource, find_files
 
 FILE = "dataset_info.json"
 DEFAULT = "alpaca"  # formatting of an entry that has columns
 TURN_TAGS = ("role_tag", "content_tag", "user_tag", "assistant_tag")
 TAGS = {*TURN_TAGS, "observation_tag", "function_tag", "system_tag"}
-SOURCES = ("file_name", "hf_hub_url", "ms_hub_url")
+SOURCES = ("file_name", "cloud_file_name", "hf_hub_url", "ms_hub_url")
+FILES = SOURCES[:2]  # read as they are, with no hub
 HUBS: Mapping[HubName, str] = {"huggingface": "hf_hub_url", "modelscope": "ms_hub_url"}
 HUB_KEYS = ("subset", "folder")  # say which part of a hub dataset is meant
 KEYS = (*SOURCES, *HUB_KEYS, "split", "formatting", "ranking", "num_samples", "columns", "tags")
@@ -31,8 +35,8 @@ RANKING_COLUMNS = ("chosen", "rejected")
 FORM_KEYS = ("formatting", "ranking", "columns", "tags")  # say what rows look like
 REFUSED = {
     "om_hub_url": "the OpenMind hub is not read; use hf_hub_url, ms_hub_url or a local file",
-    "script_url": "dataset scripts are not run; convert the dataset to JSON or Parquet",
-    "cloud_file_name": "cloud storage is not read; copy the file here and give its file_name",
+    "script_url": "a script can run any code, so it is not run; let it write its rows to a JSON "
+    "file once, and give that as file_name",
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number"}
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
@@ -46,8 +50,13 @@ class DatasetEntry:
     source: RowSource
     format: Format
     columns: tuple[str, ...]  # the names of columns its rows must have
-    num_samples: int | None = None  # use only so many rows, the first ones
+    num_samples: int | None = None  # use only so many rows, drawn at random
     named: tuple[str, ...] = ()  # columns that the entry mentions, by its names and theirs
+
+    def limit(self, max_samples: int | None) -> int | None:
+        """How many rows are read from the beginning where none are drawn."""
+        given = (n for n in (max_samples, self.num_samples) if n is not None)
+        return min(given, default=None)
 
     def describe(self) -> str:
         """Everything except the content of the files that determines the examples."""
@@ -141,8 +150,8 @@ def _check_keys(raw: JSON, where: str) -> None:
     refused = [key for key in REFUSED if key in raw]
     if not given and refused:
         raise DataError(f"{where}: {refused[0]}: {REFUSED[refused[0]]}")
-    if "file_name" in given and len(given) > 1:
-        raise DataError(f"{where}: give either file_name or {given[1]}, not both")
+    if given and given[0] in FILES and len(given) > 1:
+        raise DataError(f"{where}: give either {given[0]} or {given[1]}, not both")
 
 
 def _value(raw: JSON, key: str, kind: type, where: str) -> object:
@@ -206,18 +215,23 @@ def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str,
 def _source(raw: JSON, folder: Path, where: str, hub: HubName) -> RowSource:
     split = _text(raw, "split", where) or "train"
     subset, part = (_text(raw, key, where) for key in HUB_KEYS)
-    file_name = _text(raw, "file_name", where)
+    key = next((key for key in FILES if raw.get(key)), "file_name")
+    file_name = _text(raw, key, where)
     for chosen in (hub, *HUBS):  # the first one that the entry names
         if repository := _text(raw, HUBS[chosen], where):
             return Hub(chosen, repository, subset, split, part)
     if not file_name:
         raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
-    for key, is_set in (("subset", subset), ("folder", part)):
+    for name, is_set in (("subset", subset), ("folder", part)):
         if is_set:
             raise DataError(
-                f"{where}.{key}: only hub datasets have one, and this entry has a file_name"
+                f"{where}.{name}: only hub datasets have one, and this entry has a file_name"
             )
+    if is_address(file_name):
+        if split != "train":
+            raise DataError(f"{where}.split: a file has no splits; leave split out")
+        return RemoteFiles(Address(file_name))
     try:
         return find_files(folder / file_name, _text(raw, "split", where))
     except DataError as error:
-        raise DataError(f"{where}.file_name: {error}") from None
+        raise DataError(f"{where}.{key}: {error}") from None

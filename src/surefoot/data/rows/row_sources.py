@@ -1,21 +1,18 @@
-"""Row sources: files of one kind, or a dataset of a hub. Rows are read one by one."""
+"""Row sources: files of one kind, read one by one, row by row."""
 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+from typing import Any, Protocol
 
 import xxhash
 
 from ...errors import DataError
+from ...schema.locations import matches
 from ...storage import files
 from .formats.fields import Row
 from .readers import READERS
@@ -94,94 +91,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-HubName = Literal["huggingface", "modelscope"]
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A dataset of the Hugging Face hub (or a local folder in its form), or of ModelScope."""
-
-    hub: HubName
-    url: str
-    subset: str | None = None
-    split: str = "train"
-    folder: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.url} ({self.hub})"
-
-    def rows(self) -> Iterator[Row | BrokenRow]:
-        """All rows; raises DataError if the dataset cannot be loaded."""
-        yield from self._loaded
-
-    def content_hash(self) -> str:
-        """The hub library's own fingerprint of what it loaded."""
-        return self._loaded._fingerprint
-
-    def stamp(self) -> str:
-        """The same: a loaded dataset does not change any more."""
-        return self.content_hash()
-
-    @cached_property
-    def _loaded(self) -> _HubDataset:
-        return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
-
-
-class _HubDataset(Protocol):
-    _fingerprint: str
-
-    def __iter__(self) -> Iterator[Row]: ...
-
-
-def _load_huggingface(source: Hub) -> _HubDataset:
-    import datasets
-
-    config = datasets.config
-    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
-    try:
-        dataset: _HubDataset = datasets.load_dataset(
-            source.url, name=source.subset, data_dir=source.folder, split=source.split
-        )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _not_loaded(source, error) from error
-    return dataset
-
-
-def _check_network(source: Hub, hub: str, cache: Path) -> None:
-    """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
-    the library would try again and again for half a minute."""
-    is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
-    host = urlsplit(hub).hostname
-    if is_here or getproxies():
-        return
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        raise _not_loaded(source, OSError(f"{host}: {error.strerror}")) from error
-
-
-def _load_modelscope(source: Hub) -> _HubDataset:
-    try:
-        import modelscope
-    except ImportError:
-        hint = "pip install modelscope"
-        raise DataError(f"{source}: ModelScope datasets need their library: {hint}") from None
-    try:
-        loaded = modelscope.MsDataset.load(
-            source.url, subset_name=source.subset, data_dir=source.folder, split=source.split
-        )
-        is_wrapped = isinstance(loaded, modelscope.MsDataset)
-        dataset: _HubDataset = loaded.to_hf_dataset() if is_wrapped else loaded
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _not_loaded(source, error) from error
-    return dataset
-
-
-def _not_loaded(source: Hub, error: Exception) -> DataError:
-    hint = "check its name, subset, split and folder, and the network"
-    return DataError(f"cannot load dataset {source}: {error}; {hint}")
-
-
 def find_files(path: Path, split: str | None = None) -> Files:
     """The file at ``path``, or the files of the folder there, which must be of one kind, or those
     of a ``split`` of datasets that were saved to the folder."""
@@ -191,24 +100,32 @@ def find_files(path: Path, split: str | None = None) -> Files:
         raise DataError(f"{path} has no splits, so not {split!r}; leave split out")
     if files.exists(path / SAVED):
         return Files(_saved(path))
-    paths = [path]
-    if files.is_folder(path):
-        paths = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        if not paths:
-            raise DataError(f"folder {path} contains no files")
-    elif not files.exists(path):
-        raise DataError(f"no file or folder {path}")
-    elif not path.is_file():
-        raise DataError(f"{path} is neither a file nor a folder; write its rows to a file first")
+    paths = _paths_at(path)
     kinds = {p.suffix.lower() for p in paths}
     if len(kinds) > 1:
-        raise DataError(
-            f"folder {path} contains files of several kinds: {', '.join(sorted(kinds))}"
-        )
+        what = f"folder {path} contains" if files.is_folder(path) else f"{path} matches"
+        raise DataError(f"{what} files of several kinds: {', '.join(sorted(kinds))}")
     if not kinds <= READERS.keys():
         known = ", ".join(kind[1:] for kind in READERS)
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
     return Files(tuple(paths))
+
+
+def _paths_at(path: Path) -> list[Path]:
+    """A file, the files of a folder, or those that a pattern such as ``rows-*.jsonl`` matches."""
+    if not files.exists(path):
+        found = matches(path)
+        if not found:
+            raise DataError(f"no file or folder {path}")
+        return found
+    if files.is_folder(path):
+        found = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
+        if not found:
+            raise DataError(f"folder {path} contains no files")
+        return found
+    if not path.is_file():
+        raise DataError(f"{path} is neither a file nor a folder; write its rows to a file first")
+    return [path]
 
 
 def _known_split(folder: Path, split: str | None) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import TypeVar
 
 from ...errors import DataError
+from ..data_order import Index
 from ..example import Example
 from .dataset_report import shown
 from .formats import FORMATS
@@ -15,18 +17,25 @@ from .registry import DatasetEntry
 from .row_sources import BrokenRow
 from .unread_columns import check_columns, meaningful_columns, read_columns, unread_mark
 
+Numbered = TypeVar("Numbered")
+
 
 def read_examples(
-    entry: DatasetEntry, *, max_samples: int | None = None, max_broken_rows: int = 0
+    entry: DatasetEntry,
+    *,
+    max_samples: int | None = None,
+    max_broken_rows: int = 0,
+    chosen: Index | None = None,
 ) -> Iterator[Example | BrokenRow]:
-    """One item per row, in order. Raises DataError if there are no rows, if a column that the entry
-    lists is in none of them, and at the first broken row above ``max_broken_rows``."""
+    """One item per row, in order, or per ``chosen`` row (ascending). Raises DataError if there are
+    no rows, if a column that the entry lists is in none of them, and at the first broken row above
+    ``max_broken_rows``."""
     found: dict[str, None] = {}  # all columns so far, in the order in which they came
     broken: list[BrokenRow] = []
     read = read_columns(entry)
     rows = iter(entry.source.rows())
-    limit = min((n for n in (max_samples, entry.num_samples) if n is not None), default=None)
-    for index, row in enumerate(islice(rows, limit)):
+    numbered = enumerate(rows) if chosen is None else _among(enumerate(rows), chosen)
+    for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
             found.update(dict.fromkeys(row))
             check_columns(entry, index, row)
@@ -40,6 +49,18 @@ def read_examples(
     if not found and not broken:
         raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
     _check_columns(entry, found, rows)
+
+
+def _among(rows: Iterable[tuple[int, Numbered]], chosen: Index) -> Iterator[tuple[int, Numbered]]:
+    """The numbered rows that are among ``chosen``, which are ascending."""
+    wanted = iter(chosen.tolist())
+    number = next(wanted, None)
+    for index, row in rows:
+        if number is None:
+            return
+        if index == number:
+            yield index, row
+            number = next(wanted, None)
 
 
 def _read(

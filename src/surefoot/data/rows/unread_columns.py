@@ -16,7 +16,7 @@ from ...errors import DataError
 from .formats.fields import Row
 from .registry import MEDIA, RANKING_COLUMNS, DatasetEntry
 
-SINGLE = ("response", "completion")  # not read of a row with two responses
+SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
 EMPTY: tuple[object, ...] = (None, "", [], {})
 MARKS = ("kto_tag", "label")  # usual names of a column with true for good responses
 TRUTH = ("true", "false")  # csv has only text

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
+from ..data_order import Index
 from ..encoded import Dropped, Encoded, Truncated
 from ..example import Example
 from ..rows.dataset_report import DatasetReport, add, shown
@@ -40,6 +41,7 @@ class Encoder:
     encode: Encode
     writer: Writer
     first_row: int = 0
+    chosen: Index | None = None  # the numbers of the rows, if these are not all rows of the dataset
     report: DatasetReport = field(init=False)  # so far
 
     def __post_init__(self) -> None:
@@ -77,7 +79,11 @@ class Encoder:
 
     def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
         start = self.first_row + self.report.rows
-        numbers = [i for i, row in enumerate(batch, start) if isinstance(row, Example)]
+        numbers = [
+            i if self.chosen is None else int(self.chosen[i])
+            for i, row in enumerate(batch, start)
+            if isinstance(row, Example)
+        ]
         items: list[Features] = []
         rows: list[int] = []
         for index, outcome in zip(numbers, outcomes, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -44,20 +44,40 @@ class CompleteDataset:
     items: int
 
 
+@dataclass(frozen=True)
+class RowSequence:
+    """The rows of a dataset, or of several that are mixed."""
+
+    name: str
+    source: str  # where they are, for errors
+    read: Callable[[], Iterator[Row]]  # from the beginning
+    stamp: Callable[[], str]  # changes whenever the rows may have changed
+
+
+def rows_of(
+    entry: DatasetEntry, section: DataSection, key: Callable[[str], str] = str
+) -> RowSequence:
+    """The rows of one dataset; ``key`` makes its fingerprint of the stamp of its source."""
+
+    def read() -> Iterator[Row]:
+        limit = entry.limit(section.max_samples)
+        return read_examples(entry, max_samples=limit, max_broken_rows=section.max_broken_rows)
+
+    return RowSequence(entry.name, str(entry.source), read, lambda: key(entry.source.stamp()))
+
+
 def find_shard(folder: Path, number: int, repair: Repair | None = None) -> Cached | None:
     """A shard of the dataset in ``folder``; None if it is missing or damaged. See ``cache.find``
     for ``repair``."""
     return cache.find(folder, _name(number), repair)
 
 
-def encode_shard_again(
-    entry: DatasetEntry, section: DataSection, encode: Encode, folder: Path, number: int
-) -> None:
+def encode_shard_again(rows: RowSequence, encode: Encode, folder: Path, number: int) -> None:
     """Replace a damaged shard. Raises ``DataError`` as ``encode_shards``."""
     damaged = folder / _name(number)
     if cache.remove_damaged(damaged):
         logger.warning("%s is damaged: encoding it again", damaged)
-    next(islice(encode_shards(entry, section, encode, folder), number, None), None)
+    next(islice(encode_shards(rows, encode, folder), number, None), None)
 
 
 def read_whole(folder: Path) -> CompleteDataset | None:
@@ -71,25 +91,19 @@ def read_whole(folder: Path) -> CompleteDataset | None:
 
 
 def encode_shards(
-    entry: DatasetEntry,
-    section: DataSection,
-    encode: Encode,
-    folder: Path,
-    *,
-    shard_rows: int = ROWS,
+    source: RowSequence, encode: Encode, folder: Path, *, shard_rows: int = ROWS
 ) -> Iterator[DatasetReport]:
     """Encode what is still missing of a dataset in ``folder``; yields the report so far with every
     shard. Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no
     trained tokens."""
-    limits = section.max_samples, section.max_broken_rows
-    rows = _Rows(read_examples(entry, max_samples=limits[0], max_broken_rows=limits[1]))
-    stamp, number, total = entry.source.stamp(), 0, DatasetReport(name=entry.name)
+    rows = _Rows(source.read())
+    stamp, number, total = source.stamp(), 0, DatasetReport(name=source.name)
 
     def build(writer: Writer) -> JSON:
-        encoder = Encoder(entry.name, encode, writer, first_row=total.rows)
+        encoder = Encoder(source.name, encode, writer, first_row=total.rows)
         report = encoder.run(rows, max_rows=shard_rows, max_tokens=TOKENS)
-        if entry.source.stamp() != stamp:
-            raise DataError(f"dataset {entry.name!r}: {entry.source} changed while it was read")
+        if source.stamp() != stamp:
+            raise DataError(f"dataset {source.name!r}: {source.source} changed while it was read")
         return asdict(report)
 
     while (whole := read_whole(folder)) is None or number < whole.shards:
@@ -99,7 +113,7 @@ def encode_shards(
             if rows.is_at_end():
                 break
             found = load_or_build(folder, _name(number), build)
-        total = add(total, report_from(found.report, entry.name))
+        total = add(total, report_from(found.report, source.name))
         number += 1
         yield total
     if not total.items:

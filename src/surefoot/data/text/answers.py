@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ...errors import RunError
 from ...storage.files import make_folder, raising, write_aside
+from ..example import JSON
 from .prompts import Prompt
 
 
@@ -22,6 +23,10 @@ class AnswerText(Protocol):
     @property
     def finish_reason(self) -> str:
         """stop, length or context."""
+
+    @property
+    def tool_calls(self) -> Sequence[JSON]:
+        """The calls in the text, if the prompt has tools."""
 
 
 def check_output(path: Path, *, force: bool) -> None:
@@ -38,10 +43,12 @@ def check_output(path: Path, *, force: bool) -> None:
 def write_answers(
     path: Path, prompts: Sequence[Prompt], answers: Sequence[AnswerText], *, doing: str
 ) -> None:
-    """One JSON object a line: the prompt's own, answer, finish_reason. Raises ``RunError``, which
-    begins with ``doing``."""
+    """One JSON object a line: the prompt's own, answer, finish_reason, and the tool calls if there
+    are any. Raises ``RunError``, which begins with ``doing``."""
     pairs = zip(prompts, answers, strict=True)
-    rows = [{**p.row, "answer": a.text, "finish_reason": a.finish_reason} for p, a in pairs]
+    rows = [
+        {**p.row, "answer": a.text, "finish_reason": a.finish_reason, **_calls(a)} for p, a in pairs
+    ]
     write_rows(path, rows, doing=doing)
 
 
@@ -51,3 +58,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]], *, doing: str) 
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     with raising(RunError, doing):
         write_aside(path, ("\n".join(lines) + "\n").encode(errors="replace"))
+
+
+def _calls(answer: AnswerText) -> dict[str, object]:
+    return {"tool_calls": list(answer.tool_calls)} if answer.tool_calls else {}

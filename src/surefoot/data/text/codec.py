@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from threading import Lock
@@ -28,7 +29,8 @@ from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
 from .templates import Template, deadline
 from .templates.render import Renderer, message_dicts, tool_dicts
-from .templates.response_spans import ResponseLocator
+from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
+from .thoughts import end_of_thought, split_thought, without_thought
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
 VERSION = 2  # of what this module makes of an example; part of the fingerprint
@@ -58,6 +60,11 @@ class Codec:
         self, tokenizer: PreTrainedTokenizerBase, template: Template | None, section: DataSection
     ) -> None:
         """``template`` may be None if only documents are encoded (``stage: pt``)."""
+        if template and template.last_end and section.train_on_prompt:
+            raise TemplateError(
+                f"data.train_on_prompt: template {template.name!r} writes no token between a "
+                "response and the next turn, so the model would not learn to stop; switch it off"
+            )
         self.tokenizer = tokenizer
         self.section = section
         self._template = template
@@ -94,32 +101,42 @@ class Codec:
         """Ids up to the beginning of the next response, as ``apply_chat_template`` gives them."""
         dicts, schemas, marked = self._protected(self._with_system(messages), tools)
         text = self._renderer.render(dicts, schemas, prompt=True)
+        check_tools(schemas, text)
         return self._chat.encode([RenderedText(text, marked)])[0].ids
 
     def encode_turn(self, said: Message) -> NextTurn:
         """The ids after the end token of any response, with what was ``said`` to it, up to the
         beginning of the next one. Raises ``TemplateError`` if the template ends no response, or
         renders one differently when others follow."""
-        before = [Message("user", "Question"), Message("assistant", "Answer")]
-        dicts, _, marked = self._protected([*before, said], ())
+        for thought in ("", "Thought"):  # some templates write an empty one after the last turn
+            before = [
+                Message("user", "Question"),
+                Message("assistant", "Answer", reasoning=thought),
+            ]
+            if (found := self._next_turn([*before, said])) is not None:
+                return found
+        raise TemplateError(
+            f"the chat template ({self.template.name}) changes a response when another turn "
+            "follows it, so no conversation with an environment can continue its tokens; choose "
+            "another data.template"
+        )
+
+    def _next_turn(self, messages: Sequence[Message]) -> NextTurn | None:
+        """What follows the response of three messages; None if the third one changes it."""
+        dicts, _, marked = self._protected(messages, ())
         alone = self._renderer.render(dicts[:2])
         head, _, tail = alone.rpartition("Answer")
         ends = {self.tokenizer.decode([token]): token for token in self.stop_token_ids}
         known = [(tail.find(end), end) for end in ends if end in tail]
-        name = self.template.name
         if not known:
+            name = self.template.name
             raise TemplateError(f"the chat template ({name}) writes no token that ends a response")
         place, end = min(known)
         cut = len(head) + len("Answer") + place + len(end)
         whole = self._renderer.render(dicts, prompt=True)
         if not whole.startswith(alone[:cut]):
-            raise TemplateError(
-                f"the chat template ({name}) changes a response when another turn follows it, so "
-                "no conversation with an environment can continue its tokens; choose another "
-                "data.template"
-            )
-        ids = self._chat.encode([RenderedText(whole[cut:], marked)])[0].ids
-        return NextTurn(ends[end], ids)
+            return None
+        return NextTurn(ends[end], self._chat.encode([RenderedText(whole[cut:], marked)])[0].ids)
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
         """Each conversation up to its last answer, to be continued: ids without a label."""
@@ -168,23 +185,32 @@ class Codec:
             VERSION,
             canonical(self.tokenizer),
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
-            self._template and [self._template.source, self._template.stop],
+            self._template and _parts(self._template),
             list(self.section.cache_settings(fields).values()),
         ]
+        if (trained := self.section.train_on_thoughts) != "all":
+            parts.append(trained)
         return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.template.source, self.tokenizer)
+        bundled = self.template.is_bundled
+        return Renderer(self.template.source, self.tokenizer, is_bundled=bundled)
 
     @cached_property
     def _locator(self) -> ResponseLocator:
-        return ResponseLocator(self._renderer)
+        return ResponseLocator(self._renderer, self.template.last_end)
 
     @cached_property
     def _chat(self) -> Tokenization:
         written = self._renderer.written_tokens()
         return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends})
+
+    @cached_property
+    def _last_end(self) -> int | None:
+        """The token that ends every response, and is written after the last one only."""
+        end = self.template.last_end
+        return None if end is None else int(self.tokenizer.get_vocab()[end])
 
     @cached_property
     def _ends(self) -> set[str]:
@@ -219,11 +245,29 @@ class Codec:
         self, messages: Sequence[Message], tools: Sequence[JSON]
     ) -> tuple[Dicts, Dicts | None, bool]:
         """Messages and tools for the template, and whether they contain marks around plain text."""
-        dicts, schemas = message_dicts(messages), tool_dicts(tools)
+        field, words = self._renderer.thoughts_field, self.template.thoughts
+        said = [self._thinking(message) for message in messages]
+        dicts, schemas = message_dicts(said, field, words), tool_dicts(tools)
         marked = self._chat.spells_control([dicts, schemas])
         if marked:
             dicts, schemas = self._chat.protect(dicts), self._chat.protect(schemas)
         return dicts, schemas or None, marked
+
+    def _thinking(self, message: Message) -> Message:
+        """A message with its thought where the template takes it, or without any."""
+        words = self.template.thoughts
+        if self.section.enable_thinking is False:
+            return without_thought(message, words)
+        if self._renderer.thoughts_field and self._chat.spells_control(words):
+            return split_thought(message, words)  # as in the content its words are plain text
+        return message
+
+    def _answer(self, turn: ResponseSpan) -> ResponseSpan:
+        """A response without what ``train_on_thoughts`` masks."""
+        only_empty = self.section.train_on_thoughts == "written"
+        words = self.template.thoughts
+        start = end_of_thought(turn.text, turn.start, turn.end, words, only_empty=only_empty)
+        return replace(turn, start=start)
 
     def _is_trained(self, messages: Sequence[Message], index: int) -> bool:
         """Whether to train on the message at ``index``: its own setting, else the recipe's."""
@@ -268,6 +312,8 @@ class Codec:
             dicts, tools, marked = self._protected(messages, example.tools)
             text, turns = locator.locate(dicts, tools, wanted)
             parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
+            if self.section.train_on_thoughts != "all":
+                turns = [self._answer(turn) for turn in turns]
             if marked:
                 self._chat.encode(
                     [RenderedText(text, marked)]
@@ -283,7 +329,7 @@ class Codec:
         if self.section.train_on_prompt:
             found = [whole(rendered, tokens, self._chat)]
         else:
-            found = split(rendered, tokens, self._chat)
+            found = split(rendered, tokens, self._chat, self._last_end)
         items = [item for item in found if item.num_trained_tokens]
         if not items:
             return NOTHING
@@ -296,6 +342,11 @@ class Codec:
         if not features:
             return NO_ROOM
         return Truncated(features) if is_cut else features
+
+
+def _parts(template: Template) -> list[object]:
+    """What ids and labels depend on."""
+    return [template.source, template.stop, *([template.last_end] if template.last_end else [])]
 
 
 def _is_cut(fit: Item | None, item: Item) -> bool:

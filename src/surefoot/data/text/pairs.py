@@ -55,6 +55,11 @@ def split(pair: Features) -> Iterator[Features]:
     }
 
 
+def with_chosen(item: Features) -> Features:
+    """A conversation: ``item`` itself or, of a pair, the one with the chosen response."""
+    return next(split(item)) if "lengths" in item else item
+
+
 def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
     """One micro-batch of pairs (``input_ids``, ``labels``, ``lengths``).
 

@@ -21,7 +21,7 @@ from ..rows.row_sources import BrokenRow, Files
 
 _LINES = (".jsonl", ".ndjson")
 _TABLES = (".json", ".csv", ".parquet", ".arrow")
-_ANSWER = ("answer", "finish_reason")  # what is written beside a prompt
+_ANSWER = ("answer", "finish_reason", "tool_calls")  # what is written beside a prompt
 _KINDS: Mapping[str, Format] = {  # by the column that holds the conversation, or its end
     "messages": OpenAI(),
     "conversations": ShareGPT(),
@@ -115,3 +115,19 @@ def _messages(row: Mapping[str, object], name: str) -> tuple[Message, ...]:
     if messages[-1].role not in ("user", "tool"):
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
     return messages
+
+
+def read_tools(path: Path) -> tuple[JSON, ...]:
+    """The schemas of functions in a JSON file. Raises ``DataError``: it is missing, or no list of
+    schemas."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--tools {path}: cannot be read: {error}") from None
+    try:
+        found = tools({"tools": text}, "tools")
+    except DataError as error:
+        raise DataError(f"--tools {path}: {error}") from None
+    if not found:
+        raise DataError(f"--tools {path}: contains no function schema; expected a JSON list")
+    return found

@@ -63,8 +63,17 @@ def whole(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokeniza
     return Item(tokens.ids, labels, _bounds(rendered, tokens, tokenization, inside))
 
 
-def split(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokenization) -> list[Item]:
-    """One sequence for all responses whose prompt stays the same later, then one for each other."""
+def split(
+    rendered: RenderedConversation,
+    tokens: Tokens,
+    tokenization: Tokenization,
+    last_end: int | None = None,
+) -> list[Item]:
+    """One sequence for all responses whose prompt stays the same later, then one for each other.
+
+    ``last_end`` is the token that ends a response, and is written after the last one only: it is
+    the label of the first token behind every other one.
+    """
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
     spans = [(turn.start, turn.end) for turn in inside]
     found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
@@ -82,6 +91,10 @@ def split(rendered: RenderedConversation, tokens: Tokens, tokenization: Tokeniza
     labels = [IGNORE_INDEX] * len(tokens.ids)
     for start, end in learnt:
         labels[start:end] = tokens.ids[start:end]
+    if last_end is not None:
+        for _, end in answers:
+            if end < len(labels) and tokens.ids[end - 1] != last_end:
+                labels[end] = last_end
     item = Item(tokens.ids, labels, answers)
     return [item.cut(max(end for _, end in learnt)) if own else item, *own]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from ...schema import Problem
 from .arguments import ARGUMENTS
 from .arguments.argument import OtherCommand
 from .given import GivenArguments
+
+_TEXT = ("default", "fewshot", "empty")  # templates without turns
 
 
 def other_commands(given: GivenArguments) -> Iterator[Problem]:
@@ -33,6 +36,9 @@ def _export(given: GivenArguments) -> str:
     adapters = given["adapter_name_or_path"] or []
     size = f" --max-shard-size {given['export_size']}GB" if given.sets("export_size") else ""
     words = f"surefoot export {source} {shlex.quote(given['export_dir'])}{base}{size}"
+    if given["export_hub_model_id"]:
+        folder, name = shlex.quote(given["export_dir"]), shlex.quote(given["export_hub_model_id"])
+        words += f", then: surefoot push {folder} {name}"
     if len(adapters) > 1:
         return f"adapters are merged one by one; begin with: {words}"
     return f"these are arguments of `llamafactory-cli export`; type: {words}"
@@ -45,10 +51,19 @@ def _model(given: GivenArguments) -> str:
 
 
 def _evaluation(given: GivenArguments) -> str:
-    return (
-        "`llamafactory-cli eval` ends with an error in 0.9.5; `surefoot eval RECIPE --model "
-        f"{_model(given)}` evaluates data.eval_datasets"
-    )
+    name, _, split = str(given["task"] or "mmlu_test").rpartition("_")
+    words = [f"surefoot eval {_model(given)}"]
+    if given["adapter_name_or_path"]:
+        words.append(f"--base {shlex.quote(given['model_name_or_path'])}")
+    words.append(f"--questions {shlex.quote(str(Path(given['task_dir']) / name))}")
+    options = {"--split": (split, "test"), "--shots": (given["n_shot"], 5)}
+    options["--lang"] = (given["lang"], "en")
+    words += [f"{option} {value}" for option, (value, usual) in options.items() if value != usual]
+    if given["template"] in _TEXT:
+        words.append("--prompts text")
+    if given["save_dir"]:
+        words.append(f"--output {shlex.quote(given['save_dir'] + '.jsonl')}")
+    return f"`llamafactory-cli eval` ends with an error in 0.9.5; type: {' '.join(words)}"
 
 
 def _without_training(given: GivenArguments) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ...schema import Keys, Problem
 from ..document import Document
+from .after_training import AFTER, AfterTraining, evaluations_of
 from .arguments import ARGUMENTS
 from .arguments.argument import NoEffect, OtherCommand, Refused, RefusedArgumentError, Same
 from .commands import other_commands
@@ -20,6 +21,8 @@ from .given import GivenArguments
 from .rules import RULES
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
+_OF_TRL = {"use_peft", "dataset_name", "lora_r", "attn_implementation", "dataset_config"}
+_TRL_HINT = "; `surefoot recipe convert FILE --from trl-sft` converts a file of TRL"
 HEAD = "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe)"
 
 
@@ -34,19 +37,21 @@ class Translation:
     mistakes: Sequence[str] = ()
     without_effect: Sequence[str] = ()
     trains: bool = True
+    after: AfterTraining | None = None  # evaluations after training, or instead of it
+    head: str = HEAD
 
     def notes(self) -> Iterator[str]:
         """A few lines to print before a run."""
-        yield f"{HEAD}:"
+        yield f"{self.head}:"
         yield from (f"  differs: {line}" for line in self.differences)
         yield from (f"  LLaMA-Factory: {line}" for line in self.mistakes)
         if self.without_effect:
             yield f"  without effect here: {', '.join(self.without_effect)}"
 
     def check_trains(self) -> None:
-        """Raises ``RecipeError``: the arguments ask for an evaluation only."""
-        if not self.trains:
-            message = "is not set; `surefoot recipe convert` and `surefoot eval` do the rest"
+        """Raises ``RecipeError``: the arguments ask for nothing that a run does."""
+        if not self.trains and self.after is None:
+            message = "is not set; `surefoot eval` evaluates this stage"
             raise self.document.error([Problem(("do_train",), message)])
 
     def origin(self, setting: str) -> str:
@@ -104,6 +109,7 @@ def translate(document: Document, environment: Mapping[str, str] = os.environ) -
         mistakes=[*_misread(document), *said(MISTAKES, given)],
         without_effect=built.without_effect,
         trains=bool(given["do_train"]),
+        after=evaluations_of(given),
     )
 
 
@@ -116,14 +122,19 @@ def with_values(document: Document, values: Mapping[str, object]) -> Document:
     return replace(document, data=data, overrides={**document.overrides, **origins})
 
 
+NULLS = ("enable_thinking",)  # whose null is a value, not the default
+
+
 def _values(data: Mapping[str, object], problems: list[Problem]) -> Iterator[tuple[str, object]]:
     for name, value in data.items():
         if name not in ARGUMENTS:
             near = difflib.get_close_matches(name, ARGUMENTS, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
+            hint = _TRL_HINT if name in _OF_TRL else hint
             problems.append(Problem((name,), f"no argument of LLaMA-Factory{hint}"))
             continue
         if value is None:
+            yield from ((name, None) for null in NULLS if null == name)
             continue
         try:
             yield name, ARGUMENTS[name].read(name, value)
@@ -140,7 +151,7 @@ def _single(name: str, value: object, built: _Builder) -> None:
         built.add({outcome.setting: value}, name)
     elif isinstance(outcome, Refused) and asks and value not in outcome.allowed:
         built.problems.append(
-            Problem((name,), f"{_shown(value)} is not supported: {outcome.reason}")
+            Problem((name,), f"{shown(value)} is not supported: {outcome.reason}")
         )
     elif isinstance(outcome, NoEffect | OtherCommand):
         built.without_effect.append(name)
@@ -149,7 +160,7 @@ def _single(name: str, value: object, built: _Builder) -> None:
 def _combined(given: GivenArguments, built: _Builder) -> None:
     if not given.sets("cutoff_len"):
         built.add({"data.cutoff_len": given["cutoff_len"]}, "cutoff_len")
-    for argument, rule in RULES:
+    for argument, rule in (*RULES, *AFTER):
         try:
             built.add(rule(given), argument)
         except RefusedArgumentError as error:
@@ -166,5 +177,6 @@ def _misread(document: Document) -> Iterator[str]:
             yield f"in a file, {name}: {value!r} is text, which counts as true"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it is in a file."""
     return f"{value!r}" if not isinstance(value, bool) else str(value).lower()

@@ -7,10 +7,12 @@ Each function is one line that is printed before a run, or None. Figures and ver
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
+from ...training.section import TrackerName
 from .given import GivenArguments
 from .rules.train import eval_strategy
-from .templates import SAME
+from .templates import same_template, thinks
 
 Note = Callable[[GivenArguments], str | None]
 
@@ -19,20 +21,12 @@ def _template(given: GivenArguments) -> str | None:
     name = given["template"]
     if name is None or given["stage"] == "pt":
         return None
-    if name not in SAME:
+    if same_template(name)[0] == "auto":
         return f"template: {name} is the model's own chat template here, which it is served with"
-    if SAME[name][1] is None or given.sets("default_system"):
-        return None
-    return (
-        f"template: {name} has its default system message in data.default_system; the line break "
-        "after a response is not trained on"
-    )
-
-
-def _thinking(given: GivenArguments) -> str | None:
-    if given.sets("enable_thinking") and given["template"] not in SAME:
-        return "enable_thinking: the model's own template decides whether it writes empty thoughts"
-    return None
+    masked = "the line break after a response is not trained on"
+    if same_template(name)[1] is None or given.sets("default_system"):
+        return f"template: {name}: {masked}; docs/templates.md lists what else differs"
+    return f"template: {name} has its default system message in data.default_system; {masked}"
 
 
 def _warmup(given: GivenArguments) -> str | None:
@@ -75,12 +69,16 @@ def _overwrite(given: GivenArguments) -> str | None:
 
 
 def _trackers(given: GivenArguments) -> str | None:
-    others = [n for n in given["report_to"] if n not in ("none", "all", "tensorboard")]
+    if "all" in given["report_to"]:
+        return "report_to: all is none of them here; name those that you want"
+    others = [n for n in given["report_to"] if n not in ("none", *get_args(TrackerName))]
     return f"report_to: {', '.join(others)} is not written; metrics.jsonl is" if others else None
 
 
 def _swanlab(given: GivenArguments) -> str | None:
-    return "use_swanlab: SwanLab is not written; metrics.jsonl is" if given["use_swanlab"] else None
+    if given["use_swanlab"] and given["swanlab_api_key"]:
+        return "swanlab_api_key: no recipe has a key; set SWANLAB_API_KEY, or use `swanlab login`"
+    return None
 
 
 def _new_adapter(given: GivenArguments) -> str | None:
@@ -104,18 +102,24 @@ def _sampling(given: GivenArguments) -> str | None:
 
 def _at_the_end(given: GivenArguments) -> str | None:
     wants = [name for name in ("do_eval", "do_predict") if given[name]]
-    if (
-        not given["do_train"]
-        or not wants
-        or (wants == ["do_eval"] and eval_strategy(given) != "no")
-    ):
+    is_logged = wants == ["do_eval"] and eval_strategy(given) != "no"
+    if not given["do_train"] or not wants or is_logged or given["stage"] == "sft":
         return None
     return f"{', '.join(wants)}: run `surefoot eval RUN` after training"
 
 
+def _accuracy(given: GivenArguments) -> str | None:
+    if not given["compute_accuracy"] or not given["do_train"]:
+        return None
+    return (
+        "compute_accuracy: eval_token_accuracy is the share of all tokens, and not a mean over rows"
+    )
+
+
 DIFFERENCES: tuple[Note, ...] = (
-    *(_template, _thinking, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
+    *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
     *(_new_adapter, _half_badam, _sampling, _at_the_end),
+    _accuracy,
 )
 
 
@@ -200,16 +204,47 @@ def _tokenized(given: GivenArguments) -> str | None:
     return None
 
 
+def _repeated(given: GivenArguments) -> str | None:
+    repeats = given["mix_strategy"] == "interleave_over" and len(given["dataset"] or ()) > 1
+    if not repeats or not given["val_size"]:
+        return None
+    return (
+        "val_size with interleave_over evaluates on rows that are trained on, as rows are repeated "
+        "before some are held out"
+    )
+
+
 def _thoughts(given: GivenArguments) -> str | None:
-    is_thinking = given["template"] in ("qwen3", "glm4_5v", "deepseekr1", "qwen3_5", "hunyuan")
-    if is_thinking and given["enable_thinking"] and given["stage"] != "pt":
-        return "responses without thoughts are trained to begin with empty ones"
+    if thinks(given["template"]) and given["enable_thinking"] and given["stage"] != "pt":
+        return (
+            "responses without thoughts are trained to begin with empty ones; enable_thinking: "
+            "false puts them into the prompt"
+        )
     return None
 
 
+def _line_breaks(given: GivenArguments) -> str | None:
+    if not given["predict_with_generate"] or same_template(given["template"] or "")[0] == "auto":
+        return None
+    return "BLEU-4 compares responses with labels that end in the template's line break, if any"
+
+
+def _earlier_thoughts(given: GivenArguments) -> str | None:
+    if not thinks(given["template"]) or given["stage"] == "pt" or given["mask_history"]:
+        return None
+    if given["preserve_thinking"]:
+        return None
+    return (
+        "thoughts of earlier turns are trained on with preserve_thinking: false, too, but chat "
+        "removes them; data.preserve_thinking: false trains on the prompts of chat"
+    )
+
+
 MISTAKES: tuple[Note, ...] = (
+    _line_breaks,
     *(_badam_decay, _badam_resume, _badam_interval, _badam_ratio, _preference_loss, _constant),
     *(_long_responses, _shifted, _mixed_documents, _rounding, _muon, _tokenized, _thoughts),
+    *(_repeated, _earlier_thoughts),
 )
 
 

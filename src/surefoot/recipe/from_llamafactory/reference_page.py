@@ -21,11 +21,12 @@ Every argument of LLaMA-Factory 0.9.5, with those of transformers that it extend
 
 def arguments_page() -> str:
     """All groups, with a table each."""
-    return "\n".join([HEAD, *_groups(GROUPS), *_groups(FILES)])
+    return "\n".join([HEAD, *groups(GROUPS), *groups(FILES)])
 
 
-def _groups(groups: Mapping[str, Mapping[str, Argument]]) -> Iterator[str]:
-    for title, arguments in groups.items():
+def groups(tables: Mapping[str, Mapping[str, Argument]]) -> Iterator[str]:
+    """The lines of a table of arguments for each title."""
+    for title, arguments in tables.items():
         yield f"## {title}\n"
         yield "| argument | default | here |"
         yield "|---|---|---|"

@@ -22,6 +22,8 @@ class Alpaca:
     """Further input to the question; follows it on a line of its own."""
     response: str | None = "output"
     """The response."""
+    reasoning: str | None = "reasoning_content"
+    """The thought before the response."""
     history: str | None = "history"
     """Earlier turns: a list of [question, answer]."""
     system: str | None = "system"
@@ -50,7 +52,8 @@ class Alpaca:
             return Example(before, functions, chosen=chosen, rejected=rejected)
         answer = text(row, self.response)
         if answer is not None:
-            messages = (*before, Message("assistant", answer))
+            thought = text(row, self.reasoning) or ""
+            messages = (*before, Message("assistant", answer, reasoning=thought))
             return Example(messages, functions, label=label(row, self.kto_tag))
         if query or len(before) > 1:
             return Example(before, functions)

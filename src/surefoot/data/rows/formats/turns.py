@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import DataError
-from ...example import JSON, Example, Message, Role
+from ...example import JSON, THOUGHT_KEYS, Example, Message, Role
 from .fields import Row, as_text, from_json, label, missing, nearest, shown, structure, text, tools
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_THINKING = "write it into {!r}, between the model's own marks"
 _TRAINED = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
 _MEDIA = "only text is supported"
 UNREAD = {  # keys of a turn that change what it means, and what to do with them
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THINKING),
     **dict.fromkeys(("loss", "train", "training", "train_detail"), _TRAINED),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), _MEDIA),
 }
@@ -74,13 +72,15 @@ class Turns:
             if turn.get(key) not in (None, "", [], {}):
                 raise DataError(f"{where}: {key!r} is not read; {hint.format(self.content)}")
         calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
+        thought = _thought(turn, known, where)
         if calls and known != "assistant":
             raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
         if content is None and calls:
-            return Message(known, "", calls, learn)
+            return Message(known, "", calls, learn, thought)
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
-        return Message(known, _content(content, f"{where}: {self.content!r}"), calls, learn)
+        words = _content(content, f"{where}: {self.content!r}")
+        return Message(known, words, calls, learn, thought)
 
     def _unknown_role(self, turn: Row, where: str) -> DataError:
         if self.role not in turn:
@@ -172,6 +172,19 @@ def _learn(turn: Row, where: str) -> bool | None:
     if weight not in (0, 1):
         raise DataError(f"{where}: expected weight 0 or 1, got {shown(weight)}")
     return bool(weight)
+
+
+def _thought(turn: Row, role: Role, where: str) -> str:
+    """The thought of a response, under one of its usual keys."""
+    found = [key for key in THOUGHT_KEYS if turn.get(key) not in (None, "")]
+    if not found:
+        return ""
+    if role != "assistant":
+        raise DataError(f"{where}: {found[0]!r} in a turn of the {role}")
+    texts = {as_text(turn[key], f"{where}: {key!r}") for key in found}
+    if len(texts) > 1:
+        raise DataError(f"{where}: {found[0]!r} and {found[1]!r} are different thoughts")
+    return texts.pop()
 
 
 def _content(value: object, where: str) -> str:

@@ -1,4 +1,5 @@
-"""Chat templates by name: every ``*.jinja`` in this folder is one; adding one is adding a file.
+"""Chat templates by name: every ``*.jinja`` in this folder is one, and every family of the table
+``families.yaml``; adding one is adding a file, or a row.
 
 A file begins with a Jinja comment that contains YAML: ``description``, ``aliases``, ``tokens`` (the
 special tokens it writes), ``stop`` (what ends a response; the end-of-sequence token if absent) and
@@ -12,7 +13,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,11 @@ from ruamel.yaml import YAML
 from transformers import PreTrainedTokenizerBase
 
 from ....errors import TemplateError
+from ...section import DataSection
+from ..families.family import TemplateFamily, families
+from ..families.jinja_source import checked_syntax, family_source
+from ..thoughts import USUAL, Words
+from .arguments import with_arguments
 from .render import PROBES, Probe, Renderer
 
 FOLDER = Path(__file__).parent
@@ -36,11 +42,14 @@ class Template:
     name: str
     source: str  # Jinja, as ``tokenizer.chat_template`` takes it
     stop: tuple[str, ...]
+    last_end: str | None = None  # what ends the last response only; it is learnt of every one
+    is_bundled: bool = False
+    thoughts: Words = USUAL  # the words around a thought
 
 
 @dataclass(frozen=True, slots=True)
 class Bundled:
-    """One template file of this folder."""
+    """One template file of this folder, or one family of the table."""
 
     name: str
     source: str
@@ -49,6 +58,8 @@ class Bundled:
     tokens: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     tools: str = ""
+    closes_unwritten: bool = False  # nothing ends a response that another turn follows
+    thoughts: Words = USUAL
 
 
 @cache
@@ -59,23 +70,65 @@ def bundled() -> Mapping[str, Bundled]:
 
 def names() -> list[str]:
     """Valid values of ``data.template``, except ``auto``: names and aliases."""
-    return sorted({*bundled(), *_aliases()})
+    return sorted({*bundled(), *_aliases(), *families()})
 
 
-def load_template(name: str, tokenizer: PreTrainedTokenizerBase) -> Template:
+@cache
+def find_bundled(name: str, tool_format: str | None = None) -> Bundled | None:
+    """The file or the family called ``name``, a family with another syntax of tools if one is
+    given. Raises ``TemplateError``: there is no such syntax."""
+    family = families().get(name)
+    if family is None:
+        return bundled().get(_aliases().get(name, name))
+    if tool_format is not None:
+        family = replace(family, tools=checked_syntax(tool_format), call=None)
+    return _of_family(family)
+
+
+def load_template(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, object] | None = None,
+    tool_format: str | None = None,
+) -> Template:
     """The template called ``name``, checked against ``tokenizer``; ``auto`` is the tokenizer's own.
 
+    Args:
+        name: of a file, of a family, or ``auto``.
+        tokenizer: the model's.
+        arguments: what the template gets beside messages, such as ``enable_thinking``.
+        tool_format: another syntax of tools than the family's.
+
     Raises:
-        TemplateError: unknown name, no template to use, or special tokens that the tokenizer would
-            split.
+        TemplateError: unknown name, no template to use, special tokens that the tokenizer would
+            split, or an argument that the template does not use.
     """
-    if name == AUTO:
-        return _own(tokenizer)
-    found = bundled().get(_aliases().get(name, name))
+    found = _own(tokenizer) if name == AUTO else _named(name, tokenizer, tool_format)
+    if tool_format is not None and name not in families():
+        raise TemplateError(
+            f"data.tool_format: {tool_format}, but template {name!r} has its own syntax of tools; "
+            "remove tool_format, or choose a data.template of the families of docs/templates.md"
+        )
+    if not arguments:
+        return found
+    return replace(found, source=with_arguments(found.source, arguments, name))
+
+
+def section_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Template:
+    """The template of a recipe, with its arguments. Raises what ``load_template`` raises."""
+    arguments = section.template_arguments
+    return load_template(section.template, tokenizer, arguments, section.tool_format)
+
+
+def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | None) -> Template:
+    found = find_bundled(name, tool_format)
     if found is None:
         raise TemplateError(f"data.template: no template is called {name!r}{_nearest(name)}")
     _check_tokens(found, tokenizer)
-    return Template(name, found.source, found.stop or (cast(str, tokenizer.eos_token),))
+    eos = cast(str, tokenizer.eos_token)
+    last_end = eos if found.closes_unwritten else None
+    stop = found.stop or (eos,)
+    return Template(name, found.source, stop, last_end, is_bundled=True, thoughts=found.thoughts)
 
 
 def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -85,7 +138,8 @@ def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) ->
     if saved is None or template.name == AUTO or saved == template.source:
         return None
     try:
-        renderers = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
+        bundled_one = Renderer(template.source, tokenizer, is_bundled=template.is_bundled)
+        renderers = bundled_one, Renderer(saved, tokenizer)
     except TemplateError:
         return None  # the model's own is not used, and fails
     pairs = {case: [_try(each, probe) for each in renderers] for case, probe in PROBES.items()}
@@ -115,15 +169,42 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
     if source is None:
         raise TemplateError(
             "data.template: auto, but this model's tokenizer has no chat template; "
-            f"name one of {', '.join(names())}"
+            f"name the model's family, such as {', '.join(sorted(bundled()))}; "
+            "docs/templates.md lists them all"
         )
     closing = Renderer(source, tokenizer).closing_token()
     stop = dict.fromkeys(token for token in (closing, tokenizer.eos_token) if token)
-    return Template(AUTO, source, tuple(stop))
+    found = Template(AUTO, source, tuple(stop))
+    family = _family_of(source)
+    if family is None:
+        return found
+    known = _named(family, tokenizer, None)
+    stop |= dict.fromkeys(known.stop)
+    return replace(known, name=AUTO, source=source, stop=tuple(stop), is_bundled=False)
+
+
+def _family_of(source: str) -> str | None:
+    """The family whose template a run saved, if need be with arguments in front."""
+    bodies = ((name, family_source(family)) for name, family in families().items())
+    return next((name for name, body in bodies if source.endswith(body)), None)
+
+
+def _of_family(family: TemplateFamily) -> Bundled:
+    return Bundled(
+        family.name,
+        family_source(family),
+        "",
+        tokens=family.tokens,
+        stop=family.stop,
+        tools=family.tools,
+        closes_unwritten=family.closes_unwritten,
+        thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
+    )
 
 
 def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not found.stop and not tokenizer.eos_token:
+    needs_eos = not found.stop or "eos_token" in found.source
+    if needs_eos and not tokenizer.eos_token:
         raise TemplateError(
             f"template {found.name!r} ends responses with the tokenizer's eos_token, but this "
             "tokenizer has none"
@@ -145,7 +226,8 @@ def _aliases() -> dict[str, str]:
 def _nearest(name: str) -> str:
     near = difflib.get_close_matches(name, [*names(), AUTO], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return f"{hint}; choose auto or one of {', '.join(names())}"
+    more = f"{len(families())} families, which docs/templates.md lists"
+    return f"{hint}; choose auto, {', '.join(sorted({*bundled(), *_aliases()}))}, or one of {more}"
 
 
 def _where_they_part(ours: str, theirs: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
+from ..thoughts import USUAL, Words, field_of, with_thought
 from .deadline import Deadline
 from .fast import fast_renderer
 from .limits import try_within_limits
@@ -53,12 +54,17 @@ class Renderer:
     Raises ``TemplateError``: it needs too much time or memory for a short conversation.
     """
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, *, is_bundled: bool = False
+    ) -> None:
+        """``is_bundled``: the template is Surefoot's own, which needs no limits."""
         self.source = source
+        self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
-        _try(source, tuple(sorted(self._names.items())))
+        if not is_bundled:
+            _try(source, tuple(sorted(self._names.items())))
         self._render_messages = fast_renderer(source, self._names, self._run)
         self._deadline = Deadline()
         self._special = {token.content for token in added if token.special}
@@ -147,9 +153,12 @@ def _is_markup(token: str) -> bool:
     return len(token) > 2 and not token.isalnum() and not token.isspace()
 
 
-def message_dicts(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """Messages in the form that chat templates expect."""
-    return [_message_dict(message) for message in messages]
+def message_dicts(
+    messages: Sequence[Message], thoughts_field: str | None = None, words: Words = USUAL
+) -> list[dict[str, object]]:
+    """Messages in the form that chat templates expect: thoughts in the field that the template
+    reads, or between ``words`` in the content."""
+    return [_message_dict(message, thoughts_field, words) for message in messages]
 
 
 def tool_dicts(tools: Sequence[JSON]) -> list[dict[str, object]]:
@@ -161,8 +170,12 @@ def _under_function(tool: JSON) -> dict[str, object]:
     return dict(tool) if "function" in tool else {"type": "function", "function": tool}
 
 
-def _message_dict(message: Message) -> dict[str, object]:
+def _message_dict(message: Message, thoughts_field: str | None, words: Words) -> dict[str, object]:
     fields: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning and thoughts_field is not None:
+        fields[thoughts_field] = message.reasoning
+    elif message.reasoning:
+        fields["content"] = with_thought(message, words)
     if message.tool_calls:
         fields["tool_calls"] = tool_dicts(message.tool_calls)
     return fields

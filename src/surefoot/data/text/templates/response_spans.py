@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from ....errors import TemplateError, counted
-from ...example import Dicts
+from ...example import THOUGHT_KEYS, Dicts
+from ..thoughts import thought_of
 from .render import PROBES, Renderer
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,10 @@ class ResponseLocator:
     """Locates responses in rendered text; chooses the way once, on short probe conversations.
     Raises ``TemplateError``: responses cannot be distinguished from prompts."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, last_end: str | None = None) -> None:
+        """``last_end`` is what the template writes after the last response only."""
         self._renderer = renderer
+        self._last_end = last_end
         self._closing = renderer.closing_token()
         self._lead = ""  # what marks cover of the generation prompt
         self._marks_hold = renderer.has_marks and self._probe_marks()
@@ -59,14 +62,15 @@ class ResponseLocator:
         reliable mask."""
         if self._marks_hold:
             text, turns = self._by_marks(messages, tools)
-            turns = [turn for turn in turns if turn.index in wanted]
+            turns = [
+                self._with_thought(messages, tools, turn) for turn in turns if turn.index in wanted
+            ]
         else:
             text = self._renderer.render(messages, tools)
             turns = [self._by_prefix(messages, tools, i, text) for i in wanted]
         for turn in turns:
             _check_written(messages[turn.index], turn)
-        if any(_name_of(tool) not in text for tool in tools or ()):
-            raise TemplateError("the chat template does not write the tools of a conversation")
+        check_tools(tools, text)
         return text, turns
 
     def content(self, messages: Dicts, tools: Dicts | None, index: int, whole: str) -> ResponseSpan:
@@ -99,6 +103,15 @@ class ResponseLocator:
             )
         return text, turns
 
+    def _with_thought(
+        self, messages: Dicts, tools: Dicts | None, turn: ResponseSpan
+    ) -> ResponseSpan:
+        """A response with its thought: in a text of its own, if later turns remove it."""
+        is_last = turn.index + 1 == len(messages)
+        if is_last or _thought(messages[turn.index]) in turn.text[turn.start : turn.end]:
+            return turn
+        return self._by_marks(messages[: turn.index + 1], tools)[1][-1]
+
     def _by_prefix(
         self, messages: Dicts, tools: Dicts | None, index: int, whole: str
     ) -> ResponseSpan:
@@ -114,6 +127,10 @@ class ResponseLocator:
             )
         end = self._trimmed(own, len(prompt), len(own))
         text = whole if whole.startswith(own[:end]) else own
+        if text is own and not is_last and self._last_end and own.endswith(self._last_end):
+            short = len(own) - len(self._last_end)
+            if whole.startswith(own[:short]):
+                return ResponseSpan(index, whole, len(prompt), short)
         return ResponseSpan(index, text, len(prompt), end)
 
     def _trimmed(self, text: str, start: int, end: int) -> int:
@@ -167,6 +184,12 @@ class ResponseLocator:
                 _check_written(messages[turn.index], turn)
 
 
+def check_tools(tools: Dicts | None, text: str) -> None:
+    """Raises ``TemplateError``: a rendered ``text`` lacks one of ``tools``."""
+    if any(_name_of(tool) not in text for tool in tools or ()):
+        raise TemplateError("the chat template does not write the tools of a conversation")
+
+
 def _check_written(message: Mapping[str, object], turn: ResponseSpan) -> None:
     """Reject a response that the template does not write completely."""
     text = turn.text[turn.start : turn.end]
@@ -175,9 +198,18 @@ def _check_written(message: Mapping[str, object], turn: ResponseSpan) -> None:
     words = str(message["content"]).rpartition("</think>")[2]  # templates write thoughts anew
     if words.strip()[-20:] not in text:
         raise TemplateError("the chat template changes a response")
+    if _thought(message)[-20:] not in text:
+        raise TemplateError(
+            "the chat template does not write the thought of a response; choose a data.template "
+            "that does, or set data.enable_thinking: false to train without thoughts"
+        )
     calls = cast(Dicts, message.get("tool_calls", ()))
     if any(_name_of(call) not in text for call in calls):
         raise TemplateError("the chat template does not write the tool calls of a response")
+
+
+def _thought(message: Mapping[str, object]) -> str:
+    return thought_of([message.get(name) for name in THOUGHT_KEYS], str(message["content"]))
 
 
 def _name_of(tool: Mapping[str, object]) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,14 +40,24 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (task["seconds"], task["seconds"] + 1))
     if (taken := _address_space()) is not None:
         resource.setrlimit(resource.RLIMIT_AS, (taken + task["memory"],) * 2)
-    for names in task["conversations"]:
-        try:
-            _environment().from_string(task["source"]).render(names)
-        except MemoryError:
-            return NO_MEMORY
-        except Exception:
-            continue
+    try:
+        template = _environment().from_string(task["source"])
+        for names in task["conversations"]:
+            _render(template, names)
+    except MemoryError:
+        return NO_MEMORY
+    except Exception:
+        return 0
     return 0
+
+
+def _render(template: Template, names: Mapping[str, object]) -> None:
+    try:
+        template.render(names)
+    except MemoryError:
+        raise
+    except Exception:
+        return
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

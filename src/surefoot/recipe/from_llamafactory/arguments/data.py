@@ -12,7 +12,7 @@ DATA = {
         "text",
         None,
         "data.template, data.default_system",
-        "a bundled template, or else the model's own (auto)",
+        "the template of the same name; unset, the model's own (auto)",
     ),
     "dataset": combined("list", None, "data.datasets, data.hub", "with ONLINE, hub ids"),
     "eval_dataset": combined("list", None, "data.eval_datasets", "with ONLINE, hub ids"),
@@ -23,13 +23,11 @@ DATA = {
     "mask_history": same("bool", False, "data.mask_history"),
     "streaming": same("bool", False, "data.streaming"),
     "buffer_size": same("int", 16384, "data.buffer_size"),
-    "mix_strategy": refused(
-        "text",
-        "concat",
-        "datasets are concatenated; write mix_strategy: concat, and repeat the rows of a dataset "
-        "that should occur more often",
+    "mix_strategy": combined(
+        *("text", "concat", "data.mix_strategy", "the same rows in the same order"),
+        *("concat", "interleave_under", "interleave_over", "interleave_once"),
     ),
-    "interleave_probs": refused("list", None, "datasets are concatenated; remove it"),
+    "interleave_probs": combined("list", None, "data.interleave_probs", "the same"),
     "overwrite_cache": no_effect("bool", False, _CACHE),
     "preprocessing_batch_size": no_effect("int", 1000, _ENCODING),
     "preprocessing_num_workers": no_effect("int", None, _ENCODING),
@@ -48,14 +46,23 @@ DATA = {
         "of cutoff_len tokens there, and examples here",
     ),
     "neat_packing": combined("bool", False, "data.packing", "as packing; documents never mix"),
-    "tool_format": refused(
-        "text", None, "tools are written as data.template writes them; choose the template instead"
-    ),
+    "tool_format": same("text", None, "data.tool_format"),
     "default_system": same("text", None, "data.default_system"),
     "enable_thinking": combined(
-        "bool", True, "data.template", "no empty thoughts are added to responses without any"
+        "bool",
+        True,
+        "data.enable_thinking, data.train_on_thoughts",
+        "in templates with thoughts; null masks the empty ones",
     ),
-    "preserve_thinking": no_effect("bool", False, "earlier thoughts stay as the template has them"),
-    "tokenized_path": no_effect("text", None, f"{_CACHE}; what is in the folder is not read"),
+    "preserve_thinking": combined(
+        "bool",
+        False,
+        "data.preserve_thinking",
+        "true without mask_history, as all thoughts are trained on there",
+    ),
+    "tokenized_path": combined(
+        *("text", None, "data.cache_dir"),
+        f"{_CACHE}; a dataset that LLaMA-Factory has tokenized there is not read",
+    ),
     "data_shared_file_system": no_effect("bool", False, "each machine's first rank encodes"),
 }

@@ -11,7 +11,8 @@ _LAYERWISE = (
     "an update of each layer inside the backward pass, to free its gradient; here the gradients "
     "of a step are kept, so that they can be clipped and accumulated"
 )
-_SWANLAB = "SwanLab is not written; metrics.jsonl has all figures, and a callback can send them"
+_SWANLAB_KEY = "no recipe has a key; set SWANLAB_API_KEY, or use `swanlab login`"
+_LARK = "train.webhook sends messages, to Lark, too"
 _ALL_MATRICES = "all matrices inside layers are projected; write all"
 
 FREEZE = {
@@ -142,15 +143,17 @@ BADAM = {
     "badam_verbose": no_effect("int", 0, "the log names each block"),
 }
 SWANLAB = {
-    "use_swanlab": no_effect("bool", False, _SWANLAB),
-    "swanlab_project": no_effect("text", "llamafactory", _SWANLAB),
-    "swanlab_workspace": no_effect("text", None, _SWANLAB),
-    "swanlab_run_name": no_effect("text", None, _SWANLAB),
-    "swanlab_mode": no_effect("text", "cloud", _SWANLAB),
-    "swanlab_api_key": no_effect("text", None, _SWANLAB),
-    "swanlab_logdir": no_effect("text", None, _SWANLAB),
-    "swanlab_lark_webhook_url": no_effect("text", None, _SWANLAB),
-    "swanlab_lark_secret": no_effect("text", None, _SWANLAB),
+    "use_swanlab": combined("bool", False, "train.report_to", "swanlab"),
+    "swanlab_project": combined("text", "llamafactory", "train.project", "if project is not set"),
+    "swanlab_workspace": no_effect("text", None, "set SWANLAB_WORKSPACE"),
+    "swanlab_run_name": combined("text", None, "train.run_name", "if run_name is not set"),
+    "swanlab_mode": combined(
+        "text", "cloud", "train.report_offline", "local and offline; disabled is none"
+    ),
+    "swanlab_api_key": no_effect("text", None, _SWANLAB_KEY),
+    "swanlab_logdir": no_effect("text", None, "its files are in the run's folder"),
+    "swanlab_lark_webhook_url": no_effect("text", None, _LARK),
+    "swanlab_lark_secret": no_effect("text", None, _LARK),
 }
 FINETUNING = {
     "pure_bf16": combined("bool", False, "model.dtype, train.precision", "bfloat16 and bf16"),
@@ -180,7 +183,12 @@ FINETUNING = {
     "freeze_vision_tower": no_effect("bool", True, _MEDIA),
     "freeze_multi_modal_projector": no_effect("bool", True, _MEDIA),
     "freeze_language_model": refused("bool", False, f"{_MEDIA}; remove it"),
-    "compute_accuracy": no_effect("bool", False, "evaluations log perplexity and accuracy anyway"),
+    "compute_accuracy": combined(
+        "bool",
+        False,
+        "data",
+        "eval_token_accuracy is always logged; accuracy, the mean over rows, is of do_eval",
+    ),
     "disable_shuffling": Argument(
         "bool", False, combined("bool", False, "data.shuffle", "the opposite").outcome
     ),

@@ -126,7 +126,7 @@ EXPORT = {
     "export_quantization_nsamples": other_command("int", 128, "the same quantizer"),
     "export_quantization_maxlen": other_command("int", 1024, "the same quantizer"),
     "export_legacy_format": other_command("bool", False, "weights are always safetensors"),
-    "export_hub_model_id": other_command("text", None, "`hf upload` after `surefoot export`"),
+    "export_hub_model_id": other_command("text", None, "`surefoot push` after `surefoot export`"),
 }
 VLLM = {
     "vllm_maxlen": no_effect("int", 4096, _BACKEND),

@@ -7,7 +7,7 @@ from .argument import combined, no_effect, other_command, refused
 _GENERATE = "as it is; set with the others, unset ones have their defaults there"
 _PROFILE = "`surefoot bench` measures a recipe; PyTorch's profiler can be a callback"
 _RAY = "several machines are started by torchrun or SLURM"
-_EVAL = "`surefoot eval RECIPE`"
+_EVAL = "`surefoot eval MODEL --questions evaluation/mmlu`"
 _SCALE = "products in 8 bits are chosen by fp8 alone"
 
 GENERATING = {
@@ -20,7 +20,7 @@ GENERATING = {
     "max_new_tokens": combined("int", 1024, "generate.max_new_tokens", _GENERATE),
     "repetition_penalty": combined("float", 1.0, "generate.repetition_penalty", _GENERATE),
     "length_penalty": no_effect("float", 1.0, "it is of beam search"),
-    "skip_special_tokens": no_effect("bool", True, "special tokens are not shown"),
+    "skip_special_tokens": combined("bool", True, "generate", "of predict_with_generate"),
 }
 RAY = {
     "ray_num_workers": no_effect("int", 1, f"{_RAY}; parallel.num_processes, those of one"),
@@ -46,11 +46,11 @@ FP8 = {
     "fp8_enable_fsdp_float8_all_gather": no_effect("bool", False, _SCALE),
 }
 EVALUATION = {
-    "task": other_command("text", None, _EVAL),
+    "task": other_command("text", None, f"{_EVAL} --split test"),
     "task_dir": other_command("text", "evaluation", _EVAL),
     "batch_size": other_command("int", 4, f"{_EVAL} generate.batch_size=4"),
-    "lang": other_command("text", "en", _EVAL),
-    "n_shot": other_command("int", 5, _EVAL),
+    "lang": other_command("text", "en", f"{_EVAL} --lang zh"),
+    "n_shot": other_command("int", 5, f"{_EVAL} --shots 5"),
     "save_dir": other_command("text", None, f"{_EVAL} --output FILE"),
     "download_mode": other_command("text", "reuse_dataset_if_exists", _EVAL),
 }

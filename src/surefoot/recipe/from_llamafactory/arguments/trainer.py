@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from .argument import combined, no_effect, refused, same
 
-_HUB = "upload a finished model: `surefoot export RUN FOLDER`, then `hf upload`; remove it"
-_TRACKER = "trackers other than TensorBoard are not written; a callback can send figures"
+_SPACE = "TRACKIO_SPACE_ID and Trackio's other environment variables set it"
+_PUSH = "train.push_to_hub"
+_HUB_TOKEN = "a recipe is stored with its run, where a token does not belong; set HF_TOKEN"
+_FORMER = "transformers has removed it; write hub_model_id: owner/name"
 _DDP = "how ranks exchange gradients is chosen for the mesh"
 _LOGS = "the log is of rank 0, with one line for each event"
 _LOADER = "a thread prefetches batches; it needs no workers"
@@ -19,8 +21,12 @@ _OPTIM = "the optimizer that optim names"
 TRAINING = {
     "output_dir": same("text", None, "train.output_dir"),
     "do_train": combined("bool", False, "train", "`surefoot train` trains; false is refused"),
-    "do_eval": no_effect("bool", False, "`surefoot eval RECIPE` evaluates after training"),
-    "do_predict": no_effect("bool", False, "`surefoot eval RECIPE` generates responses"),
+    "do_eval": combined(
+        "bool", False, "data", "of sft, eval_results.json after training; see compute_accuracy"
+    ),
+    "do_predict": combined(
+        "bool", False, "generate", "of sft, generated_predictions.jsonl and predict_results.json"
+    ),
     "per_device_train_batch_size": combined(
         "int",
         8,
@@ -100,12 +106,14 @@ TRAINING = {
     "log_level": no_effect("text", "passive", _LOGS),
     "log_level_replica": no_effect("text", "warning", _LOGS),
     "disable_tqdm": no_effect("bool", None, _LOGS),
-    "report_to": combined("list", ["none"], "train.report_to", "tensorboard; no other tracker"),
-    "run_name": no_effect("text", None, "a run is named by its folder"),
-    "project": no_effect("text", "huggingface", _TRACKER),
-    "trackio_space_id": no_effect("text", None, _TRACKER),
-    "trackio_bucket_id": no_effect("text", None, _TRACKER),
-    "trackio_static_space_id": no_effect("text", None, _TRACKER),
+    "report_to": combined(
+        "list", ["none"], "train.report_to", "tensorboard, trackio, wandb, mlflow and swanlab"
+    ),
+    "run_name": combined("text", None, "train.run_name", "unset, the name of the folder"),
+    "project": combined("text", "huggingface", "train.project", "if it is set"),
+    "trackio_space_id": no_effect("text", None, _SPACE),
+    "trackio_bucket_id": no_effect("text", None, _SPACE),
+    "trackio_static_space_id": no_effect("text", None, _SPACE),
     "logging_dir": no_effect("text", None, "TensorBoard's files are in the run's folder"),
     "eval_strategy": combined(
         "text", "no", "train.eval_steps, train.eval_epoch", "as it is", "no", "steps", "epoch"
@@ -132,13 +140,21 @@ TRAINING = {
     "save_on_each_node": no_effect("bool", False, "ranks write one folder together"),
     "save_total_limit": combined("int", None, "checkpoint.keep", "unset, all"),
     "enable_jit_checkpoint": no_effect("bool", False, "SIGTERM always saves"),
-    "push_to_hub": refused("bool", False, _HUB),
-    "hub_token": refused("text", None, _HUB),
-    "hub_private_repo": no_effect("bool", None, _HUB),
-    "hub_model_id": no_effect("text", None, _HUB),
-    "hub_strategy": no_effect("text", "every_save", _HUB),
-    "hub_always_push": no_effect("bool", False, _HUB),
-    "hub_revision": no_effect("text", None, _HUB),
+    "push_to_hub": combined("bool", False, _PUSH, "the value of `hub_model_id`, if true"),
+    "hub_token": refused("text", None, _HUB_TOKEN),
+    "hub_private_repo": combined(
+        "bool", None, "train.hub_private_repo", "if it is not set, the repository is private"
+    ),
+    "hub_model_id": combined("text", None, _PUSH, "with `push_to_hub: true`"),
+    "hub_strategy": combined(
+        "text",
+        "every_save",
+        "train.hub_strategy",
+        "`checkpoint` means `all_checkpoints`",
+        *("end", "every_save", "checkpoint", "all_checkpoints"),
+    ),
+    "hub_always_push": no_effect("bool", False, "the latest checkpoint is uploaded next"),
+    "hub_revision": refused("text", None, "uploads go to the main branch; remove it"),
     "load_best_model_at_end": same("bool", False, "train.load_best_model_at_end"),
     "metric_for_best_model": combined(
         "text", None, "train.metric_for_best_model", "with eval_; accuracy is token_accuracy"
@@ -189,7 +205,9 @@ TRAINING = {
     ),
     "local_rank": no_effect("int", -1, "the launcher sets it"),
     "sortish_sampler": no_effect("bool", False, "batches are made by length"),
-    "predict_with_generate": no_effect("bool", False, "`surefoot eval` generates responses"),
+    "predict_with_generate": combined(
+        "bool", False, "generate", "BLEU-4 and ROUGE of do_predict and do_eval; and sacrebleu"
+    ),
     "generation_max_length": no_effect("int", None, "generate.max_new_tokens sets it"),
     "generation_num_beams": refused("int", None, "there is no beam search; remove it", 1),
     "generation_config": no_effect("any", None, "the section generate sets it"),
@@ -222,9 +240,9 @@ FORMER = {
     "mp_parameters": no_effect("text", "", _OLD),
     "fsdp_min_num_params": no_effect("int", 0, _DDP),
     "fsdp_transformer_layer_cls_to_wrap": no_effect("text", None, "decoder layers are sharded"),
-    "push_to_hub_model_id": refused("text", None, _HUB),
-    "push_to_hub_organization": refused("text", None, _HUB),
-    "push_to_hub_token": refused("text", None, _HUB),
+    "push_to_hub_model_id": refused("text", None, _FORMER),
+    "push_to_hub_organization": refused("text", None, _FORMER),
+    "push_to_hub_token": refused("text", None, _HUB_TOKEN),
     "adafactor": refused("bool", False, "write optim: adafactor"),
     "tpu_num_cores": refused("int", None, _XLA),
     "tpu_metrics_debug": refused("bool", False, _XLA),

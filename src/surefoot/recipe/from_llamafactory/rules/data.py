@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from ..arguments.argument import RefusedArgumentError
 from ..given import GivenArguments, Settings
-from ..templates import SAME, TEMPLATES
+from ..templates import TEMPLATES, same_template, thinks
 
 ONLINE, REMOTE = "ONLINE", "REMOTE:"
+SAVED = ("dataset_dict.json", "state.json")  # of a dataset that LLaMA-Factory has tokenized
 
 
 def _datasets(given: GivenArguments) -> Settings:
     """Names of ``dataset_info.json``, or hub ids."""
     names, held = given["dataset"], given["eval_dataset"]
+    if not names and given["tokenized_path"]:
+        message = "is missing; name the datasets, as the tokens in tokenized_path are not read"
+        raise RefusedArgumentError("dataset", message)
     if not names and given["do_train"]:
         raise RefusedArgumentError("dataset", "is missing, and there is nothing to train on")
     found: Settings = {"data.datasets": names or held or []}
@@ -43,7 +48,7 @@ def _folder(given: GivenArguments) -> Settings:
 
 
 def _template(given: GivenArguments) -> Settings:
-    """A bundled template of the same tokens, or the model's own."""
+    """The template of the same name, with their default system message."""
     name = given["template"]
     if name is None or given["stage"] == "pt":
         return {}
@@ -51,10 +56,23 @@ def _template(given: GivenArguments) -> Settings:
         near = difflib.get_close_matches(name, TEMPLATES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise RefusedArgumentError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
-    bundled, system = SAME.get(name, ("auto", None))
+    bundled, system = same_template(name)
     found: Settings = {"data.template": bundled}
     if system is not None and not given.sets("default_system"):
         found["data.default_system"] = system
+    return found
+
+
+def _thinking(given: GivenArguments) -> Settings:
+    """Thoughts of a template that has them: they train on those of all turns, or of the last."""
+    if not thinks(given["template"]) or given["stage"] == "pt":
+        return {}
+    is_on = given["enable_thinking"]
+    found: Settings = {"data.enable_thinking": is_on is not False}
+    if is_on is None:
+        found["data.train_on_thoughts"] = "written"
+    if given["preserve_thinking"] or not given["mask_history"]:
+        found["data.preserve_thinking"] = True
     return found
 
 
@@ -71,10 +89,43 @@ def _samples(given: GivenArguments) -> Settings:
     return {}
 
 
+def _mixing(given: GivenArguments) -> Settings:
+    """One dataset is not mixed, whatever the strategy."""
+    names, probabilities = given["dataset"] or (), given["interleave_probs"]
+    if probabilities is not None and given["mix_strategy"] == "concat":
+        message = "is only read with a mix_strategy that interleaves; remove it"
+        raise RefusedArgumentError("interleave_probs", message)
+    if len(names) < 2 or given["mix_strategy"] == "concat":
+        return {}
+    found: Settings = {"data.mix_strategy": given["mix_strategy"]}
+    if probabilities is not None:
+        found["data.interleave_probs"] = [_number(each) for each in probabilities]
+    return found
+
+
+def _number(value: object) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        message = f"expected numbers, got {value!r}"
+        raise RefusedArgumentError("interleave_probs", message) from None
+
+
+def _tokenized(given: GivenArguments) -> Settings:
+    """The folder for encoded data, unless LLaMA-Factory has written to it."""
+    folder = given["tokenized_path"]
+    if folder is None or any((Path(folder) / name).exists() for name in SAVED):
+        return {}
+    return {"data.cache_dir": folder}
+
+
 DATA = (
     ("dataset", _datasets),
     ("dataset_dir", _folder),
     ("template", _template),
+    ("enable_thinking", _thinking),
     ("disable_shuffling", _shuffle),
     ("max_samples", _samples),
+    ("interleave_probs", _mixing),
+    ("tokenized_path", _tokenized),
 )

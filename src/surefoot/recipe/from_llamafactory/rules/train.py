@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
+from ....storage.hubs.names import is_repository_name
+from ....training.section import TrackerName
 from ..arguments.argument import RefusedArgumentError
 from ..given import GivenArguments, Settings
 
 _GENERATING = ("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "repetition_penalty")
 _METRICS = {"eval_accuracy": "eval_token_accuracy"}
-_NOWHERE = ("none", "all")
+_TRACKERS = get_args(TrackerName)
+_OFFLINE = ("local", "offline")
 
 
 def _length(given: GivenArguments) -> Settings:
@@ -81,8 +85,20 @@ def _best(given: GivenArguments) -> Settings:
 
 
 def _trackers(given: GivenArguments) -> Settings:
-    names = [name for name in given["report_to"] if name not in _NOWHERE]
-    return {"train.report_to": ["tensorboard"]} if "tensorboard" in names else {}
+    """``use_swanlab`` has settings of its own, of which the general ones come first."""
+    names = [name for name in given["report_to"] if name in _TRACKERS]
+    found = given.of("project", "run_name")
+    mode = given["swanlab_mode"]
+    if given["use_swanlab"] and mode != "disabled":
+        names = list(dict.fromkeys([*names, "swanlab"]))
+        of_swanlab = {"project": given["swanlab_project"], "run_name": given["swanlab_run_name"]}
+        found = {name: value for name, value in of_swanlab.items() if value is not None} | found
+    settings: Settings = {f"train.{name}": value for name, value in found.items()}
+    if names:
+        settings["train.report_to"] = names
+    if "swanlab" in names and mode in _OFFLINE:
+        settings["train.report_offline"] = True
+    return settings
 
 
 def _saves(given: GivenArguments) -> Settings:
@@ -99,6 +115,20 @@ def _saves(given: GivenArguments) -> Settings:
     return found | ({"checkpoint.save_epoch": True} if strategy == "epoch" else {})
 
 
+def _uploads(given: GivenArguments) -> Settings:
+    if not given["push_to_hub"]:
+        return {}
+    name, is_private = given["hub_model_id"], given["hub_private_repo"]
+    if name is None or not is_repository_name(name):
+        found = "is missing" if name is None else f"got {name!r}"
+        message = f"{found}; name the repository to upload to, as owner/name"
+        raise RefusedArgumentError("hub_model_id", message)
+    strategy = given["hub_strategy"]
+    strategy = "all_checkpoints" if strategy == "checkpoint" else strategy
+    settings: Settings = {"train.push_to_hub": name, "train.hub_strategy": strategy}
+    return settings if is_private is None else settings | {"train.hub_private_repo": is_private}
+
+
 def _resume(given: GivenArguments) -> Settings:
     place = given["resume_from_checkpoint"]
     if place is None or place.lower() in ("true", "false", "none", "null", ""):
@@ -107,8 +137,9 @@ def _resume(given: GivenArguments) -> Settings:
 
 
 def _generation(given: GivenArguments) -> Settings:
-    """If one of them is set, all are: the others with their defaults there."""
-    if not given.sets(*_GENERATING, "max_length"):
+    """If one of them is set, all are: the others with their defaults there. So it is where
+    responses are generated without any of them."""
+    if not given.sets(*_GENERATING, "max_length") and not given["predict_with_generate"]:
         return {}
     found = {f"generate.{name}": given[name] for name in _GENERATING}
     if given.sets("max_length") and not given.sets("max_new_tokens"):
@@ -127,5 +158,6 @@ TRAIN = (
     ("report_to", _trackers),
     ("save_strategy", _saves),
     ("resume_from_checkpoint", _resume),
+    ("push_to_hub", _uploads),
     ("max_new_tokens", _generation),
 )

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from itertools import groupby
+from types import CodeType
 from typing import NoReturn, cast
 
-from jinja2 import nodes
+from jinja2 import Template, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -38,7 +40,8 @@ class Script:
 
     def __init__(self, source: str) -> None:
         self._environment = _Environment()
-        self._template = self._environment.from_string(source)
+        names = self._environment.make_globals(None)
+        self._template = Template.from_code(self._environment, _compiled(source), names)
         names = {"str": _string, "str_join": self._environment.join_all}
         self._template.root_render_func.__globals__.update(names)
 
@@ -58,6 +61,11 @@ class Script:
             if isinstance(text, _Block):
                 run.bounds.append((start, len(run.pieces)))
         return run
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> CodeType:
+    return _Environment().compile(source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,155 @@
+"""Rows of a dataset of the Hugging Face hub or of ModelScope."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import hf_hub_download
+
+from ...errors import DataError
+from ...storage.hubs import modelscope
+from ...storage.hubs.file_download import HubError, offline_setting
+from ...storage.hubs.huggingface import download_verified, prefetch
+from .formats.fields import Row
+from .row_sources import BrokenRow
+
+NOT_NEEDED = ("*.py", ".git*")  # scripts are not run
+ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/(?P<path>.+)")
+SCRIPTS = "Dataset scripts are no longer supported"
+HubName = Literal["huggingface", "modelscope"]
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A dataset of the Hugging Face hub (or a local folder in its form), or of ModelScope."""
+
+    hub: HubName
+    url: str
+    subset: str | None = None
+    split: str = "train"
+    folder: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.url} ({self.hub})"
+
+    def rows(self) -> Iterator[Row | BrokenRow]:
+        """All rows; raises DataError if the dataset cannot be loaded."""
+        yield from self._loaded
+
+    def content_hash(self) -> str:
+        """The hub library's own fingerprint of what it loaded."""
+        return self._loaded._fingerprint
+
+    def stamp(self) -> str:
+        """The same: a loaded dataset does not change any more."""
+        return self.content_hash()
+
+    @cached_property
+    def _loaded(self) -> _HubDataset:
+        return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
+
+
+class _HubDataset(Protocol):
+    _fingerprint: str
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+
+def _load_huggingface(source: Hub) -> _HubDataset:
+    import datasets
+
+    config = datasets.config
+    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
+    if not Path(source.url).exists():
+        _download(source)
+    return _loaded(source, source.url)
+
+
+def _download(source: Hub) -> None:
+    """Download the files of a dataset that is not prepared yet, and verify them. Only then may the
+    library read them."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(
+            source.url, name=source.subset, data_dir=source.folder
+        )
+        named = (builder.config.data_files or {}).values()
+        urls = [unquote(str(url)) for names in named for url in names]
+        places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
+        if places and not Path(builder.cache_dir).exists():
+            download_verified(lambda: _files_of(places))
+    except HubError as error:
+        raise DataError(f"cannot load dataset {source}: {error}") from None
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(source, error) from error
+
+
+def _files_of(places: Sequence[re.Match[str]]) -> Path:
+    """Download files of the first repository of the hub; returns the folder that links to them."""
+    name, revision, kind = places[0]["name"], places[0]["revision"], "dataset"
+    paths = [place["path"] for place in places if place["name"] == name]
+    prefetch(name, kind=kind, revision=revision, patterns=paths)
+    for path in paths:
+        local = Path(hf_hub_download(name, path, repo_type=kind, revision=revision))
+    return local.parents[path.count("/")]
+
+
+def _load_modelscope(source: Hub) -> _HubDataset:
+    """All of its files, or those of its folder, then as a folder in the form of a hub."""
+    inside = f"{source.folder.strip('/')}/*" if source.folder else "*"
+    try:
+        folder = modelscope.snapshot(
+            "datasets", source.url, patterns=(inside, "README.md"), ignored=NOT_NEEDED
+        )
+    except HubError as error:
+        raise DataError(f"cannot load dataset {source}: {error}") from None
+    return _loaded(source, str(folder))
+
+
+def _loaded(source: Hub, path: str) -> _HubDataset:
+    """The split of a dataset that ``path`` names, as the library of Hugging Face loads it."""
+    import datasets
+
+    try:
+        dataset: _HubDataset = datasets.load_dataset(
+            path, name=source.subset, data_dir=source.folder, split=source.split
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(source, error) from error
+    return dataset
+
+
+def _check_network(source: Hub, hub: str, cache: Path) -> None:
+    """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
+    the library would try again and again for half a minute."""
+    is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
+    host = urlsplit(hub).hostname
+    if is_here:
+        return
+    if (name := offline_setting()) is not None:
+        raise DataError(
+            f"cannot load dataset {source}: it is not on this machine, and {name} is set; unset "
+            f"{name}, or download it on a machine with a network"
+        )
+    if getproxies():
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _not_loaded(source, OSError(f"{host}: {error.strerror}")) from error
+
+
+def _not_loaded(source: Hub, error: Exception) -> DataError:
+    hint = "check its name, subset, split and folder, and the network"
+    if SCRIPTS in str(error):
+        hint = "its rows are made by a script, which is not run; convert it to JSON or Parquet"
+    return DataError(f"cannot load dataset {source}: {error}; {hint}")

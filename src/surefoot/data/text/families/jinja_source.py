@@ -1,0 +1,223 @@
+"""A family's texts as a Jinja template, with everything that it needs in it."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from ....errors import TemplateError
+from .family import TemplateFamily
+
+TOOLS = Path(__file__).with_name("tools")
+_SLOT = re.compile(r"\{(content|bos|eos)\}")
+_RESPONSE = "<tool_response>\n{content}\n</tool_response>"
+_JOINT = "\n</tool_response>\n<tool_response>\n"  # between results of one turn
+_SYSTEM = """\
+{%- set has_system = messages and messages[0].role == 'system' %}
+{%- set turns = messages[1:] if has_system else messages %}
+{%- set schemas = tools_text(tools) if tools else '' %}
+{%- set instruction = messages[0].content ~ schemas if has_system else schemas.lstrip('\\n') %}
+"""
+_THINKS = """\
+{%- set thinks = enable_thinking is not defined or enable_thinking is none or enable_thinking %}
+{%- set keeps = preserve_thinking is defined and preserve_thinking %}
+{%- set last = namespace(question=-1) %}
+{%- for message in turns %}
+    {%- if message.role == 'user' %}
+        {%- set last.question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+"""
+_THOUGHT = """\
+        {%%- set said = message.content %%}
+        {%%- if message.reasoning_content %%}
+            {%%- set said = %(open)s ~ message.reasoning_content ~ %(close)s ~ said %%}
+        {%%- endif %%}
+        {%%- set thought = %(first)s in said or %(last)s in said %%}
+        {%%- if thought and (not thinks or not (keeps or loop.index0 > last.question)) %%}
+            {%%- set thought = false %%}
+            {%%- set said = said.split(%(last)s)[-1].lstrip('\\n') %%}
+        {%%- endif %%}
+        {%%- if not thought %%}
+            {{- %(empty)s if keeps or loop.last else %(unthought)s }}
+        {%%- endif %%}
+"""
+_CALL = """\
+            {%%- set calls = calls_text(message.tool_calls) %%}
+            {{- '\\n' if said and not said.endswith(%(ends)s) and not calls.startswith('\\n') }}
+            {{- calls }}
+"""
+_ALONE = (
+    "{{- raise_exception('%(name)s has a system message only at the start, in the first user turn;"
+    " found role ' ~ message.role) }}"
+)
+_FIRST = """\
+{%%- if instruction and not (turns and turns[0].role == 'user') %%}
+    {{- raise_exception('%(name)s writes the system message and the tools into the first user \
+turn, so that turn must come first') }}
+{%%- endif %%}
+"""
+
+
+@cache
+def family_source(family: TemplateFamily) -> str:
+    """The template of ``family``, as it is saved with the weights."""
+    parts = [_syntax(family.tools), _SYSTEM]
+    parts += [_THINKS] if family.thoughts else []
+    parts += [_texts(family.prefix), _opening(family), "{%- for message in turns %}\n"]
+    parts += ["    {%- if message.role == 'user' %}\n", _user(family)]
+    parts += ["    {%- elif message.role == 'assistant' %}\n", _answer(family)]
+    parts += ["    {%- elif message.role == 'tool' %}\n", _result(family)]
+    parts += ["    {%- else %}\n", _later_system(family), "    {%- endif %}\n{%- endfor %}\n"]
+    parts += ["{%- if add_generation_prompt %}\n", _texts(family.header), _no_thought(family)]
+    return "".join([*parts, "{%- endif %}"])
+
+
+@cache
+def _syntax(name: str) -> str:
+    return (TOOLS / f"{name}.part").read_text(encoding="utf-8")
+
+
+def checked_syntax(name: str) -> str:
+    """``name``, a syntax of tools. Raises ``TemplateError``: there is none of that name."""
+    known = sorted(path.stem for path in TOOLS.glob("*.part"))
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise TemplateError(
+            f"data.tool_format: expected one of {', '.join(known)}, got {name!r}{hint}"
+        )
+    return name
+
+
+def quoted(text: str) -> str:
+    """A text as a string of Jinja."""
+    for letter, written in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n")):
+        text = text.replace(letter, written)
+    return f"'{text}'"
+
+
+def _texts(text: str, content: str = "") -> str:
+    """Statements that write a text of the table, with an expression for its content."""
+    names = {"content": content, "bos": "bos_token", "eos": "eos_token"}
+    pieces = _SLOT.split(text)
+    written = [names[p] if i % 2 else quoted(p) for i, p in enumerate(pieces) if p]
+    return "".join(f"    {{{{- {each} }}}}\n" for each in written)
+
+
+def _opening(family: TemplateFamily) -> str:
+    if not family.system_in_user:
+        return "{%- if has_system or tools %}\n" + _texts(family.system, "instruction") + _ENDIF
+    lead = _texts(family.system, "instruction")
+    is_set = "{%- set lead %}\n{%- if has_system or tools %}\n" + lead + _ENDIF + "{%- endset %}\n"
+    return _FIRST % {"name": family.name} + is_set
+
+
+_ENDIF = "{%- endif %}\n"
+
+
+def _user(family: TemplateFamily) -> str:
+    content = "message.content"
+    if family.system_in_user:
+        content = "(lead if loop.first else '') ~ message.content"
+    return _texts(family.user, content)
+
+
+def _answer(family: TemplateFamily) -> str:
+    call = family.call or family.answer
+    said = "        {%- set said = message.content %}\n"
+    if family.thoughts:
+        said = _THOUGHT % _words(family)
+    before_call, _, after_call = call.partition("{content}")
+    before, _, after = family.answer.partition("{content}")
+    written = "{{- said }}\n"
+    is_lead = before_call and not family.thoughts  # such as [TOOL_CALLS], behind what is said
+    calling = (written + _texts(before_call)) if is_lead else (_texts(before_call) + written)
+    ends = "('\\n',)" if not family.thoughts else f"('\\n', {quoted(family.thoughts[1])})"
+    calling += _texts("") if is_lead else ""
+    calling += "{{- calls_text(message.tool_calls) }}\n" if is_lead else _CALL % {"ends": ends}
+    called, call_tail = _ending(family, after_call)
+    plain, tail = _ending(family, after)
+    marks = ("", "") if family.thoughts else ("{%- generation %}\n", "{%- endgeneration %}\n")
+    return (
+        _texts(family.header)
+        + ("" if family.thoughts else said)
+        + marks[0]
+        + (said if family.thoughts else "")
+        + "        {%- if message.tool_calls %}\n"
+        + calling
+        + called
+        + "        {%- else %}\n"
+        + _texts(before)
+        + written
+        + plain
+        + "        {%- endif %}\n"
+        + marks[1]
+        + _tails(call_tail, tail)
+    )
+
+
+def _ending(family: TemplateFamily, after: str) -> tuple[str, str]:
+    """What an answer ends with, and what stands after its end."""
+    eos = ""
+    if family.ends_once:
+        other = f"{{%- else %}}\n{_texts(family.between)}" if family.between else ""
+        eos = f"        {{%- if loop.last %}}\n{_texts('{eos}')}{other}        {{%- endif %}}\n"
+    short = after.rstrip("\n")
+    if any(short.endswith(stop) for stop in family.stop) or short.endswith("{eos}"):
+        return _texts(short), _texts(after[len(short) :]) + eos
+    if family.ends_once:
+        return _texts(after) + eos, ""
+    return _texts(short), _texts(after[len(short) :])
+
+
+def _tails(call: str, plain: str) -> str:
+    if call == plain:
+        return plain
+    return (
+        f"        {{%- if message.tool_calls %}}\n{call}        {{%- else %}}\n{plain}"
+        "        {%- endif %}\n"
+    )
+
+
+def _result(family: TemplateFamily) -> str:
+    text = family.result or family.user
+    if _RESPONSE not in text:
+        return _texts(text, "message.content")
+    before, after = text.split("{content}")
+    return (
+        "        {%- if not loop.first and loop.previtem.role == 'tool' %}\n"
+        + _texts(_JOINT)
+        + "        {%- else %}\n"
+        + _texts(before)
+        + "        {%- endif %}\n"
+        + _texts("{content}", "message.content")
+        + "        {%- if loop.last or loop.nextitem.role != 'tool' %}\n"
+        + _texts(after)
+        + "        {%- endif %}\n"
+    )
+
+
+def _later_system(family: TemplateFamily) -> str:
+    if family.system_in_user:
+        return _ALONE % {"name": family.name} + "\n"
+    return _texts(family.system, "message.content")
+
+
+def _no_thought(family: TemplateFamily) -> str:
+    if not family.thoughts:
+        return ""
+    empty = _words(family)["empty"]
+    return f"    {{%- if not thinks %}}\n    {{{{- {empty} }}}}\n    {{%- endif %}}\n"
+
+
+def _words(family: TemplateFamily) -> dict[str, str]:
+    first, last = family.thoughts
+    empty = first + last if family.empty_thought is None else family.empty_thought
+    texts = {"open": first, "close": last, "first": first.strip(), "last": last.strip()}
+    return {
+        key: quoted(text)
+        for key, text in {**texts, "empty": empty, "unthought": family.unthought}.items()
+    }

@@ -1,0 +1,1 @@
+"""Files of hubs and of other servers, downloaded to this machine: resumed, and verified."""

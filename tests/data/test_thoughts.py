@@ -1,0 +1,280 @@
+"""Thoughts of responses: where they stand, what is trained on, and what templates are told."""
+
+import pytest
+
+import tiny_tokenizers
+from surefoot.batch import IGNORE_INDEX
+from surefoot.data.encoded import Dropped
+from surefoot.data.example import Example, Message
+from surefoot.data.section import DataSection
+from surefoot.data.text.codec import Codec
+from surefoot.data.text.templates import load_template, section_template
+from surefoot.errors import TemplateError
+
+EMPTY = "<think>\n\n</think>\n\n"
+# As Qwen3's own: thoughts of the last turn only, an empty one without, none before a response if
+# thinking is off.
+QWEN3 = (
+    "{%- for m in messages %}{%- set thought = m.reasoning_content or '' %}"
+    "{%- set content = m.content %}"
+    "{%- if '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last %}"
+    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}"
+    "{{- content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+MARKED = (  # with marks, and without the thoughts of earlier turns
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' %}{% generation %}"
+    "{{- (m.content if loop.last else m.content.split('</think>')[-1]) + '<|im_end|>' }}"
+    "{% endgeneration %}{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+FORGETFUL = MARKED.replace("m.content if loop.last else ", "")
+TWICE = (
+    Message("user", "2+2?"),
+    Message("assistant", "4", reasoning="Easy."),
+    Message("user", "3+3?"),
+    Message("assistant", "6", reasoning="Hm."),
+)
+PLAIN = (Message("user", "2+2?"), Message("assistant", "4"))
+
+
+def codec(template="qwen3", source=None, **settings):
+    tokenizer = tiny_tokenizers.tokenizer(chat_template=source)
+    section = DataSection(datasets=("any",), template="auto" if source else template, **settings)
+    return Codec(tokenizer, section_template(section, tokenizer), section)
+
+
+def shown(made, messages, tools=()):
+    """Each sequence with ⟦⟧ around what is trained on, or why there is none."""
+    outcome = made.encode_chats([Example(tuple(messages), tools)])[0]
+    return outcome.reason if isinstance(outcome, Dropped) else [_marked(made, i) for i in outcome]
+
+
+def _marked(made, item):
+    text, pairs = "", list(zip(*item.values(), strict=True))
+    runs = [[pairs[0]]]
+    for pair in pairs[1:]:
+        is_same = (pair[1] == IGNORE_INDEX) == (runs[-1][-1][1] == IGNORE_INDEX)
+        runs[-1].append(pair) if is_same else runs.append([pair])
+    for run in runs:
+        words = made.tokenizer.decode([token for token, _ in run])
+        text += words if run[0][1] == IGNORE_INDEX else f"⟦{words}⟧"
+    return text
+
+
+FIRST = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+SECOND = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
+OWN_SEQUENCES = [
+    f"{FIRST}4<|im_end|>\n{SECOND}⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧",
+    f"{FIRST}⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧",
+]
+
+
+def stripped(texts):
+    return sorted(text.rstrip("\n") for text in texts)
+
+
+@pytest.mark.parametrize("source", [None, QWEN3])
+def test_each_response_is_trained_with_its_thought_after_the_prompt_of_chat(source):
+    made = codec(source=source)
+    assert stripped(shown(made, TWICE)) == sorted(OWN_SEQUENCES)
+    prompt = made.tokenizer.decode(made.encode_prompt(TWICE[:3]))
+    assert prompt == f"{FIRST}4<|im_end|>\n{SECOND}"
+
+
+@pytest.mark.parametrize("source", [None, QWEN3])
+def test_thoughts_in_the_content_are_the_same(source):
+    written = [
+        Message(
+            m.role, f"<think>\n{m.reasoning}\n</think>\n\n{m.content}" if m.reasoning else m.content
+        )
+        for m in TWICE
+    ]
+    made = codec(source=source)
+    assert shown(made, written) == shown(made, TWICE)
+
+
+def test_a_template_without_a_field_for_thoughts_has_them_in_the_content():
+    assert stripped(shown(codec("chatml"), TWICE)) == [
+        f"{FIRST}⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧\n"
+        f"{SECOND}⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧"
+    ]
+
+
+def test_preserved_thoughts_need_one_sequence():
+    assert stripped(shown(codec(preserve_thinking=True), TWICE)) == [
+        f"{FIRST}⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧\n"
+        f"{SECOND}⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧"
+    ]
+
+
+def test_a_marked_template_that_removes_earlier_thoughts_gives_each_response_a_sequence():
+    found = shown(codec(source=MARKED), TWICE)
+    assert sum("⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧" in text for text in found) == 1
+    assert sum("⟦<think>\nHm.\n</think>\n\n6<|im_end|>⟧" in text for text in found) == 1
+
+
+def test_a_template_that_writes_no_thought_drops_the_row_and_says_what_to_do():
+    reason = shown(codec(source=FORGETFUL), TWICE)
+    assert "does not write the thought of a response" in reason
+    assert "data.enable_thinking: false" in reason
+    assert shown(codec(source=FORGETFUL), PLAIN)
+
+
+@pytest.mark.parametrize("source", [None, QWEN3])
+def test_without_thinking_the_empty_thought_is_in_the_prompt(source):
+    made = codec(source=source, enable_thinking=False, mask_history=True)
+    text = f"{FIRST}4<|im_end|>\n{SECOND}{EMPTY}⟦6<|im_end|>⟧"
+    assert stripped(shown(made, TWICE)) == [text]
+    written = [Message(m.role, f"<think>{m.reasoning}</think>\n{m.content}") for m in TWICE[1::2]]
+    assert stripped(shown(made, [TWICE[0], written[0], TWICE[2], written[1]])) == [text]
+    assert made.tokenizer.decode(made.encode_prompt(TWICE[:1])) == FIRST + EMPTY
+
+
+@pytest.mark.parametrize("source", [None, QWEN3])
+@pytest.mark.parametrize(
+    ("trained", "plain", "thinking"),
+    [
+        ("all", f"⟦{EMPTY}4<|im_end|>⟧", "⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧"),
+        ("written", f"{EMPTY}⟦4<|im_end|>⟧", "⟦<think>\nEasy.\n</think>\n\n4<|im_end|>⟧"),
+        ("none", f"{EMPTY}⟦4<|im_end|>⟧", "<think>\nEasy.\n</think>\n\n⟦4<|im_end|>⟧"),
+    ],
+)
+def test_thoughts_are_trained_on_as_set(source, trained, plain, thinking):
+    made = codec(source=source, train_on_thoughts=trained)
+    assert stripped(shown(made, PLAIN)) == [FIRST + plain]
+    assert stripped(shown(made, TWICE[:2])) == [FIRST + thinking]
+
+
+def test_the_fingerprint_knows_the_settings_of_thoughts():
+    settings = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+    settings += [{"preserve_thinking": True}, {"train_on_thoughts": "none"}]
+    assert len({codec(**each).fingerprint for each in settings}) == len(settings)
+
+
+def test_thoughts_before_a_call_stay_until_the_next_question():
+    call = {"name": "f", "arguments": {}}
+    messages = [
+        *TWICE[:1],
+        Message("assistant", "", (call,), reasoning="Ask."),
+        Message("tool", "4"),
+    ]
+    made = codec()
+    assert "Ask." in made.tokenizer.decode(made.encode_prompt(messages))
+    later = [*messages, Message("assistant", "4"), Message("user", "3+3?")]
+    assert "Ask." not in made.tokenizer.decode(made.encode_prompt(later))
+
+
+def test_words_around_thoughts_that_are_control_tokens_are_recognized():
+    text = (
+        "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>4"
+    )
+    tokenizer = tiny_tokenizers.tokenizer()
+    words = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>"]
+    tokenizer.add_tokens(words, special_tokens=True)
+    made = Codec(tokenizer, load_template("gpt_oss", tokenizer), DataSection(datasets=("any",)))
+    (item,) = made.encode_chats([Example((TWICE[0], Message("assistant", text)))])[0]
+    assert tokenizer.decode(item["input_ids"]).endswith(f"<|start|>assistant{text}</s>")
+    assert tokenizer.convert_tokens_to_ids("<|channel|>") in item["input_ids"]
+
+
+@pytest.mark.parametrize("source", [None, QWEN3])
+def test_the_result_of_a_tool_continues_a_response_with_its_thought(source):
+    made = codec(source=source.replace("loop.last", "thought") if source else None)
+    turn = made.encode_turn(Message("tool", "4"))
+    assert made.tokenizer.decode([turn.follows]) == "<|im_end|>"
+    assert made.tokenizer.decode(turn.ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    if source is None:
+        with pytest.raises(TemplateError, match="changes a response when another turn follows"):
+            made.encode_turn(Message("user", "And then?"))
+
+
+# Arguments of templates
+
+
+def test_arguments_are_the_defaults_of_the_saved_template():
+    made = codec(enable_thinking=False)
+    made.tokenizer.chat_template = made.template.source
+    asked = [{"role": "user", "content": "2+2?"}]
+    ask = made.tokenizer.apply_chat_template
+    assert ask(asked, add_generation_prompt=True, tokenize=False) == FIRST + EMPTY
+    given = {"enable_thinking": True}
+    assert ask(asked, add_generation_prompt=True, tokenize=False, **given) == FIRST
+
+
+@pytest.mark.parametrize("value", ['lo\'w\n"x" é', 3, 0.5, True, False])
+def test_any_argument_passes_through(value):
+    source = "\nA" + QWEN3 + "{{- '|' ~ effort if effort is defined }}"
+    made = codec(source=source, chat_template_kwargs={"effort": value})
+    ids = made.encode_prompt(TWICE[:1])
+    assert made.tokenizer.decode(ids) == f"\nA{FIRST}|{value}"
+
+
+def test_an_argument_that_changes_nothing_is_refused():
+    with pytest.raises(TemplateError, match=r"no argument 'enable_thinking', so data.enable_thin"):
+        codec("chatml", enable_thinking=True)
+    with pytest.raises(TemplateError, match=r"'enable_thinkin' \(did you mean enable_thinking"):
+        codec("qwen3", chat_template_kwargs={"enable_thinkin": True})
+    with pytest.raises(TemplateError, match=r"data.chat_template_kwargs.messages would change"):
+        codec("qwen3", chat_template_kwargs={"messages": 1})
+
+
+# Families
+
+
+def test_a_template_that_ends_the_last_turn_only_teaches_the_end_of_every_response():
+    tokenizer = tiny_tokenizers.tokenizer()
+    tokenizer.add_tokens(["[gMASK]", "<sop>", "<|system|>", "<|user|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|assistant|>", "<|observation|>"], special_tokens=True)
+    section = DataSection(datasets=("any",))
+    made = Codec(tokenizer, load_template("glm4", tokenizer), section)
+    plain = [Message(m.role, m.content) for m in TWICE]
+    (item,) = made.encode_chats([Example(tuple(plain))])[0]
+    taught = [tokenizer.decode([label]) for label in item["labels"] if label != IGNORE_INDEX]
+    assert taught == ["\n", "4", "</s>", "\n", "6", "</s>"]
+    assert tokenizer.decode(item["input_ids"]).count("</s>") == 1
+    with pytest.raises(TemplateError, match=r"data\.train_on_prompt: template 'glm4'"):
+        made.with_section(DataSection(datasets=("any",), train_on_prompt=True))
+
+
+def test_another_syntax_of_tools_is_chosen_by_name():
+    tools = ({"name": "f", "parameters": {"type": "object", "properties": {}}},)
+    made = codec("smollm", tool_format="qwen")
+    text = made.tokenizer.decode(made.encode_prompt(TWICE[:1], tools))
+    assert "<tool_call>" in text
+    assert "Action:" in codec("smollm").tokenizer.decode(
+        codec("smollm").encode_prompt(TWICE[:1], tools)
+    )
+    with pytest.raises(TemplateError, match=r"got 'qwn' \(did you mean qwen\?\)"):
+        codec("smollm", tool_format="qwn")
+    with pytest.raises(TemplateError, match="template 'chatml' has its own syntax of tools"):
+        codec("chatml", tool_format="qwen")
+
+
+def test_a_saved_family_is_known_again_from_its_template():
+    tokenizer = tiny_tokenizers.tokenizer()
+    tokenizer.add_tokens(["[gMASK]", "<sop>", "<|system|>", "<|user|>"], special_tokens=True)
+    tokenizer.add_tokens(["<|assistant|>", "<|observation|>"], special_tokens=True)
+    saved = load_template("glm4_moe", tokenizer, {"enable_thinking": False})
+    tokenizer.chat_template = saved.source
+    again = load_template("auto", tokenizer)
+    assert (again.source, again.last_end, again.thoughts) == (saved.source, "</s>", saved.thoughts)
+    assert set(saved.stop) <= set(again.stop)
+
+
+def test_the_preview_shows_an_end_that_is_trained_without_being_written():
+    from surefoot.inference.preview import _sequence
+
+    tokenizer = tiny_tokenizers.tokenizer()
+    made = Codec(tokenizer, load_template("fewshot", tokenizer), DataSection(datasets=("any",)))
+    plain = [Message(m.role, m.content) for m in TWICE]
+    (item,) = made.encode_chats([Example(tuple(plain))])[0]
+    text = "".join(part.text for part in _sequence(made, item).parts if part.learnt)
+    assert text.count("</s>") == 2
