@@ -29,7 +29,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from surefoot.generate.generation import Sample, sample
+from surefoot.generate.generation import Chooser, Sample, sample
 from surefoot.generate.section import GenerateSection
 
 PROMPTS, SAMPLES = 64, 8
@@ -144,7 +144,7 @@ def compare(name: str, model: PreTrainedModel, args: argparse.Namespace, most: i
     prompts = prompts_of(vocabulary, [16, 32, 64, 96, 128])
     stops = list(range(3, 3 + vocabulary // (most // 2)))  # a token in 64 or so ends a response
     section = GenerateSection(max_new_tokens=most, do_sample=True, batch_size=args.slots)
-    wanted = sample(model, prompts, section, stop_token_ids=stops, seed=1)
+    wanted = sample(model, prompts, Chooser(section, frozenset(stops)), seed=1)
     ways: dict[str, Callable[[], int]] = {
         "surefoot": lambda: _ours(model, prompts, section, stops, wanted),
         "generate": lambda: generate(model, prompts, wanted, stops, args.slots),
@@ -178,7 +178,7 @@ def _ours(
     stops: Ids,
     wanted: Responses,
 ) -> int:
-    found = sample(model, prompts, section, stop_token_ids=stops, seed=1)
+    found = sample(model, prompts, Chooser(section, frozenset(stops)), seed=1)
     assert found == wanted
     return sum(len(one.ids) for one in found.values())
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from surefoot.generate.generation import ReplicaShare, sample
+from answering import sample
+from surefoot.generate.generation import ReplicaShare
 from surefoot.generate.section import GenerateSection
 from surefoot.generate.slots import SlotCache
 from tiny import model

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from answering import sample
 from surefoot.batch import Outputs
-from surefoot.generate.generation import sample
 from surefoot.generate.section import GenerateSection
+from surefoot.generate.servers.server import Engine
 from surefoot.training.objectives.sampling_mismatch import mismatch
 from surefoot.training.rollouts.rollout import DatasetRow, Rollout
 from surefoot.training.rollouts.sampling_check import sampling_figures
@@ -66,7 +67,7 @@ def test_the_figures_are_those_of_the_formulas():
 def test_samples_of_the_policy_differ_by_rounding(caplog):
     network = model("qwen3")
     passes = Passes(network, 0.7)
-    figures = sampling_figures(passes, "policy", rollouts(network))
+    figures = sampling_figures(passes, "policy", rollouts(network), Engine())
     assert figures["sampling_gap"] < 1e-6
     assert figures["sampling_gap_max"] < 1e-5
     assert abs(figures["sampling_kl"]) < 1e-9
@@ -79,7 +80,7 @@ def test_samples_of_other_weights_or_temperatures_are_told(caplog):
     said = rollouts(network)
     with torch.no_grad():
         network.lm_head.weight.mul_(3)
-    sampling_figures(Passes(network, 0.7), "policy", said)
+    sampling_figures(Passes(network, 0.7), "policy", said, Engine())
     assert "without the adapter" in caplog.text
 
 
@@ -93,4 +94,4 @@ def test_a_cause_is_named_beyond_a_bound(differences, cause):
 
 
 def test_responses_without_tokens_have_no_figures():
-    assert sampling_figures(Passes(None, 1.0), "policy", []) == {}
+    assert sampling_figures(Passes(None, 1.0), "policy", [], Engine()) == {}

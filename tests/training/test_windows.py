@@ -13,8 +13,11 @@ from stage_data import DATASETS, REWARD, SETTINGS, written
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import RunError
+from surefoot.generate.choosing import Chooser
 from surefoot.training import TrainerCallback
 from surefoot.training.windows import WindowState, inner_steps
+
+LONGEST = 5  # tokens of a response
 
 
 @pytest.mark.parametrize(("passes", "mini_batches"), [(1, 1), (1, 3), (2, 2), (3, 4)])
@@ -92,24 +95,73 @@ def test_a_run_killed_inside_a_window_is_resumed_to_the_same_bits(stage, tmp_pat
         assert len({row[2] for row in whole} - {None}) == 3
 
 
-def test_a_run_killed_inside_a_reward_is_resumed_to_the_same_bits(tmp_path, monkeypatch):
-    """The reward is computed in a process of its own, which ends with the run."""
-    settings = {**written("grpo")["grpo"], "reward": f"{REWARD}:deadly", "mini_batches": 1}
-    made = Project(
-        tmp_path,
-        stage={"grpo": settings},
-        train={"max_steps": 4},
-        checkpoint={"save_steps": 2, "async_save": False},
-    )
-    surefoot.train(made.recipe)
-    options, armed = {"train.output_dir": str(tmp_path / "cut")}, tmp_path / "armed"
-    monkeypatch.setenv("DEADLY_REWARD", str(armed))
-    armed.touch()
-    assert in_child(lambda: surefoot.train(made.recipe, **options))
-    assert [path.name for path in checkpoints(tmp_path / "cut")][-1] == "checkpoint-2"
+class KillBetweenBatches(TrainerCallback):
+    def on_substep_end(self, args, state, control):
+        if state.global_step == 4:  # in the second pass of a window
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def rewarded(tmp_path_factory):
+    """A run of two windows of each stage, never interrupted."""
+    found = {}
+    for stage in ("grpo", "ppo"):
+        settings = {**written(stage)[stage], "reward": f"{REWARD}:deadly", "passes": 5}
+        found[stage] = Project(
+            tmp_path_factory.mktemp(stage),
+            stage={stage: {**settings, "mini_batches": 1}},
+            train={"max_steps": 7, "micro_batch_size": 1},
+            checkpoint={"save_steps": 3, "async_save": False},
+        )
+        surefoot.train(found[stage].recipe)
+    return found
+
+
+def die_between_tokens(patch):
+    """Be killed after 3 tokens of each response of the second window."""
+    calls, advance = [0], Chooser.advance
+
+    def deadly(self, logits, rows):
+        calls[0] += 1
+        if calls[0] == LONGEST + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return advance(self, logits, rows)
+
+    patch.setattr(Chooser, "advance", deadly)
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        ("grpo", "sampling"),
+        ("grpo", "a reward"),
+        ("ppo", "a step of an inner epoch"),
+        pytest.param("ppo", "sampling", marks=pytest.mark.proof),
+        pytest.param("ppo", "a reward", marks=pytest.mark.proof),
+        pytest.param("grpo", "a step of an inner epoch", marks=pytest.mark.proof),
+    ],
+)
+def test_a_run_killed_within_is_resumed_to_the_same_bits(
+    stage, where, rewarded, tmp_path, monkeypatch
+):
+    """Of a reward the process is another one, which ends with the run."""
+    made, cut, armed = rewarded[stage], tmp_path / "cut", tmp_path / "armed"
+    options = {"train.output_dir": str(cut)}
+    members = [KillBetweenBatches()] if where.startswith("a step") else []
+    if where == "a reward":
+        monkeypatch.setenv("DEADLY_REWARD", str(armed))
+        armed.touch()
+    with monkeypatch.context() as patch:
+        if where == "sampling":
+            die_between_tokens(patch)
+        code = in_child(lambda: surefoot.train(made.recipe, callbacks=members, **options))
+    assert code == -signal.SIGKILL
+    assert [path.name for path in checkpoints(cut)] == ["checkpoint-3"]
+    known = max(losses(cut))
+    assert known == (4 if where.startswith("a step") else 5)
     surefoot.train(made.recipe, **options)
-    assert losses(tmp_path / "cut") == losses(made.run)
-    assert_same(final_weights(tmp_path / "cut"), final_weights(made.run))
+    assert losses(cut) == losses(made.run)
+    assert_same(final_weights(cut), final_weights(made.run))
 
 
 def test_steps_of_windows_fill_an_epoch(tmp_path):

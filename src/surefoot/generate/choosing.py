@@ -16,7 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .requests import OpenResponse
+from .decode import Decode, TextUntil
+from .requests import OpenResponse, Request
 from .section import GenerateSection
 
 
@@ -25,16 +26,23 @@ class Chooser:
     """Chooses the next token of each row, and ends the rows that are complete."""
 
     section: GenerateSection
-    stops: frozenset[int]
+    stops: frozenset[int]  # tokens that end a response
+    decode: Decode | None = None  # finds the section's stop texts; needed if there are any
+
+    def opened(self, request: Request) -> OpenResponse:
+        """A response without tokens yet."""
+        if not self.section.stop:
+            return OpenResponse(request)
+        if self.decode is None:
+            raise ValueError("generate.stop has no effect here: only tokens end a response")
+        return OpenResponse(request, TextUntil(self.decode, self.section.stop))
 
     def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
         """Append a token to each of ``rows``, from the logits after its last one; the tokens."""
-        section = self.section
-        scores_BV = self._penalized(logits_BV.float(), rows)
-        if not section.do_sample:
+        scores_BV = self.scores(logits_BV, rows)
+        if not self.section.do_sample:
             tokens_B, masses = scores_BV.argmax(-1), None
         else:
-            scores_BV = scores_BV / section.temperature
             tokens_B, masses = self._drawn(scores_BV, rows)
         logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
         tokens: list[int] = tokens_B.tolist()
@@ -42,6 +50,11 @@ class Chooser:
         for row, token, logp, mass in zip(rows, tokens, logps_B.tolist(), found, strict=True):
             row.add(token, logp, mass, self.stops)
         return tokens
+
+    def scores(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> torch.Tensor:
+        """[B, V] the logits after penalty and temperature."""
+        scores_BV = self._penalized(logits_BV.float(), rows)
+        return scores_BV / self.section.temperature if self.section.do_sample else scores_BV
 
     def _penalized(self, scores_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> torch.Tensor:
         penalty = self.section.repetition_penalty

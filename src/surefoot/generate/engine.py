@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from .choosing import Chooser
 from .driver import Driver, Prefix, padded_length
 from .requests import Finished, OnToken, OpenResponse, Request, distinct
@@ -20,7 +22,7 @@ _TOKENS = 4096  # of prompts that are computed in one pass, unless one alone has
 
 
 @dataclass
-class _Waiting:
+class Waiting:
     """The requests without a slot, in order, and the prompts that are computed ahead for them."""
 
     driver: Driver
@@ -47,6 +49,48 @@ class _Waiting:
         same = [prompt for prompt in distinct(near) if padded_length(prompt) == length]
         return same[:most]
 
+    def drop(self, request: Request) -> bool:
+        """Take out a request; whether it was waiting."""
+        if request not in self.requests:
+            return False
+        self.requests.remove(request)
+        wanted = {one.prompt for one in self.requests}
+        self.prefixes = {ids: prefix for ids, prefix in self.prefixes.items() if ids in wanted}
+        return True
+
+
+@dataclass
+class OpenRows:
+    """The rows that are being generated, each in its slot."""
+
+    driver: Driver
+    cache: SlotCache
+    rows: list[OpenResponse] = field(default_factory=list)
+
+    def add(self, row: OpenResponse, prefix: Prefix) -> None:
+        """Put a row with its prompt into the next slot."""
+        self.cache.put(len(self.rows), prefix)
+        self.rows.append(row)
+
+    def logits(self) -> torch.Tensor:
+        """[B, V] the logits after the last token of each row."""
+        tokens, positions = [row.last for row in self.rows], [row.position for row in self.rows]
+        return self.driver.decode(self.cache, tokens, positions)
+
+    def remove(self, slot: int) -> OpenResponse:
+        """Take out a row; the last one moves into its slot."""
+        row, last = self.rows[slot], self.rows.pop()
+        if last is not row:
+            self.cache.move(len(self.rows), slot, last.position)
+            self.rows[slot] = last
+        return row
+
+    def take_ended(self) -> Iterator[OpenResponse]:
+        """Take out the rows that have ended."""
+        for slot in reversed(range(len(self.rows))):
+            if self.rows[slot].finish_reason is not None:
+                yield self.remove(slot)
+
 
 def run(
     driver: Driver,
@@ -66,20 +110,17 @@ def run(
         on_token: called with each token.
     """
     num_slots = min(num_slots, len(requests))
-    cache = _cache(requests, num_slots)
-    waiting = _Waiting(driver, deque(requests), max(num_slots // 2, 1))
-    rows: list[OpenResponse] = []
-    while rows or waiting.requests:
-        while waiting.requests and len(rows) < num_slots:
+    waiting = Waiting(driver, deque(requests), max(num_slots // 2, 1))
+    found = OpenRows(driver, _cache(requests, num_slots))
+    while found.rows or waiting.requests:
+        while waiting.requests and len(found.rows) < num_slots:
             request, prefix = waiting.next()
-            cache.put(len(rows), prefix)
-            rows.append(OpenResponse(request))
-        logits_BV = driver.decode(cache, [row.last for row in rows], [row.position for row in rows])
-        tokens = chooser.advance(logits_BV, rows)
+            found.add(chooser.opened(request), prefix)
+        tokens = chooser.advance(found.logits(), found.rows)
         if on_token is not None:
-            for row, token in zip(rows, tokens, strict=True):
+            for row, token in zip(found.rows, tokens, strict=True):
                 on_token(row.request, token)
-        yield from _ended(rows, cache)
+        yield from ((row.request, row.sample) for row in found.take_ended())
 
 
 def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
@@ -88,16 +129,3 @@ def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:
     longest = max(len(request.prompt) for request in requests)
     bound = max(len(request.prompt) + request.most for request in requests)
     return SlotCache(num_slots, min(longest + 4 * COLUMNS, bound), bound)
-
-
-def _ended(rows: list[OpenResponse], cache: SlotCache) -> Iterator[Finished]:
-    """Take out the rows that have ended; the last ones move into their slots."""
-    for slot in reversed(range(len(rows))):
-        row = rows[slot]
-        if row.finish_reason is None:
-            continue
-        last = rows.pop()
-        if last is not row:
-            cache.move(len(rows), slot, last.position)
-            rows[slot] = last
-        yield row.request, row.sample

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import engine, in_batches
 from .choosing import Chooser
-from .decode import Decode, TextStream
+from .decode import Decode, TextUntil
 from .driver import inner_model, masked_attention
 from .proof import driver_of, must_be_alone
 from .requests import (
@@ -30,6 +30,8 @@ from .section import GenerateSection
 
 __all__ = [
     "EVERYTHING",
+    "Chooser",
+    "Decode",
     "FinishReason",
     "Ids",
     "ReplicaShare",
@@ -59,9 +61,8 @@ def room(model: nn.Module, prompt: Ids) -> int | None:
 def sample(
     model: nn.Module,
     prompts: Sequence[Ids],
-    section: GenerateSection,
+    chooser: Chooser,
     *,
-    stop_token_ids: Sequence[int],
     seed: int | None = None,
     on_answered: Callable[[int], None] | None = None,
     share: ReplicaShare = EVERYTHING,
@@ -72,16 +73,17 @@ def sample(
     Args:
         model: in evaluation mode.
         prompts: token ids; none may be empty.
-        section: generation settings, and ``batch_size``.
-        stop_token_ids: tokens that end a response.
+        chooser: has the generation settings with ``batch_size``, and ends responses.
         seed: makes sampling repeatable; torch's own generators are not changed.
         on_answered: called with numbers of responses, of all replicas if they keep pace.
         share: the prompts of this replica.
         store: gets responses as they end; those that it knows are not generated.
 
     A prompt that fills the context length gets an empty response; see ``room``. Equal prompts get
-    different samples.
+    different samples. A response that a stop text ends has the ids up to and including the token
+    that completed it, and ``text_before_stop``, the text before it.
     """
+    section = chooser.section
     known: Mapping[int, Sample] = {} if store is None else store.known
     requests = _requests(model, prompts, section, seed)
     own = share.of(requests)
@@ -91,7 +93,7 @@ def sample(
     told.add(len(own) - len(todo))
     kept = _Kept(store, section.batch_size)
     try:
-        for request, one in _finished(model, todo, requests, section, stop_token_ids):
+        for request, one in _finished(model, todo, requests, chooser):
             found[request.index] = one
             kept.add(request.index, one)
             told.add(1)
@@ -111,23 +113,26 @@ def stream(
     decode: Decode,
     on_text: Callable[[str], None],
     seed: int | None = None,
-) -> list[int]:
+) -> Sample:
     """Generate the response to one prompt; ``on_text`` gets its text piece by piece.
 
     Whatever ``on_text`` raises (a KeyboardInterrupt, for example) ends the response and is passed
-    on. The pieces concatenated are the full text.
+    on. The pieces concatenated are the full text. No part of a stop text is among them, so what may
+    be its beginning is held back.
     """
-    text, stops = TextStream(decode), frozenset(stop_token_ids)
+    text, stops = TextUntil(decode, section.stop), frozenset(stop_token_ids)
 
     def show(_: Request, token: int) -> None:
-        if token not in stops and (piece := text.push(token)):
-            on_text(piece)
+        if token not in stops:
+            text.push(token)
+            if piece := text.pop():
+                on_text(piece)
 
-    requests = _requests(model, [prompt], section, seed)
-    ((_, found),) = _finished(model, requests, requests, section, stop_token_ids, show)
+    requests, chooser = _requests(model, [prompt], section, seed), Chooser(section, stops, decode)
+    ((_, found),) = _finished(model, requests, requests, chooser, show)
     if piece := text.end():
         on_text(piece)
-    return list(found.text_ids)
+    return found
 
 
 def _requests(
@@ -142,12 +147,10 @@ def _finished(
     model: nn.Module,
     todo: Sequence[Request],
     requests: Sequence[Request],
-    section: GenerateSection,
-    stop_token_ids: Sequence[int],
+    chooser: Chooser,
     on_token: OnToken | None = None,
 ) -> Iterator[Finished]:
     """The samples of ``todo``, which are some of ``requests``, as they end."""
-    chooser = Chooser(section, frozenset(stop_token_ids))
     yield from ((request, Sample((), (), "context")) for request in todo if not request.most)
     todo = [request for request in todo if request.most]
     longest = max((len(request.prompt) + request.most for request in requests), default=0)
@@ -156,7 +159,7 @@ def _finished(
     driver = driver_of(model, longest) if requests and not is_alone else None
     if not todo:
         return
-    size = 1 if is_alone else section.batch_size
+    size = 1 if is_alone else chooser.section.batch_size
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return

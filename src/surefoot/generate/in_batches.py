@@ -13,11 +13,17 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from .choosing import Chooser
 from .driver import inner_model
-from .requests import Finished, OnToken, OpenResponse, Request
+from .requests import Finished, OnToken, OpenResponse, Request, TokenChooser
 from .samples import Ids
 
 logger = logging.getLogger(__name__)
@@ -27,7 +33,7 @@ _PADDABLE = "ignores_padding_of_prompts"  # an attribute of models that have bee
 def run(
     model: nn.Module,
     requests: Sequence[Request],
-    chooser: Chooser,
+    chooser: TokenChooser,
     *,
     batch_size: int,
     on_token: OnToken | None = None,
@@ -35,11 +41,10 @@ def run(
     """The samples of ``requests``, one batch after another."""
     size = batch_size if _ignores_padding(model, requests, batch_size) else 1
     for batch in _batches(requests, size):
-        rows = [OpenResponse(request) for request in batch]
+        rows = [chooser.opened(request) for request in batch]
         config = _config(batch[0].most, sorted(chooser.stops))
-        _generate(
-            model, [row.request.prompt for row in rows], config, _Chosen(chooser, rows, on_token)
-        )
+        chosen, prompts = _Chosen(chooser, rows, on_token), [row.request.prompt for row in rows]
+        _generate(model, prompts, config, chosen, [_Ended(rows)])
         yield from ((row.request, row.sample) for row in rows)
 
 
@@ -47,7 +52,7 @@ class _Chosen(LogitsProcessor):  # type: ignore[misc]
     """Chooses the tokens of rows that have not ended, and makes them the most probable ones."""
 
     def __init__(
-        self, chooser: Chooser, rows: Sequence[OpenResponse], on_token: OnToken | None
+        self, chooser: TokenChooser, rows: Sequence[OpenResponse], on_token: OnToken | None
     ) -> None:
         self._chooser, self._rows, self._on_token = chooser, rows, on_token
 
@@ -60,6 +65,18 @@ class _Chosen(LogitsProcessor):  # type: ignore[misc]
             for row, token in zip(rows, tokens, strict=True):
                 self._on_token(row.request, token)
         return _forced(scores, open_rows, tokens)
+
+
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    """Whether each row has ended: transformers sees only the tokens that end responses."""
+
+    def __init__(self, rows: Sequence[OpenResponse]) -> None:
+        self._rows = rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        """[B] booleans."""
+        ended = [row.finish_reason is not None for row in self._rows]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 class _Forced(LogitsProcessor):  # type: ignore[misc]
@@ -140,9 +157,14 @@ def _batches(requests: Sequence[Request], size: int) -> Iterator[list[Request]]:
 
 
 def _generate(
-    model: nn.Module, prompts: Sequence[Ids], config: GenerationConfig, processor: LogitsProcessor
+    model: nn.Module,
+    prompts: Sequence[Ids],
+    config: GenerationConfig,
+    processor: LogitsProcessor,
+    ends: Sequence[StoppingCriteria] = (),
 ) -> None:
-    """Run the model; ``processor`` gets the logits of each step and says which tokens follow."""
+    """Run the model; ``processor`` gets the logits of each step and says which tokens follow,
+    ``ends`` which rows have ended."""
     inner = inner_model(model)
     longest, filler = max(map(len, prompts)), config.pad_token_id
     missing = [longest - len(prompt) for prompt in prompts]
@@ -154,6 +176,7 @@ def _generate(
             attention_mask=torch.tensor(mask, device=inner.device),
             generation_config=config,
             logits_processor=LogitsProcessorList([processor]),
+            stopping_criteria=StoppingCriteriaList(ends),
             synced_gpus=False,  # ranks with other prompts need not be waited for at each token
         )
 

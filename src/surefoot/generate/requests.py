@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import torch
 
+from .decode import TextUntil
 from .samples import FinishReason, Ids, Sample
 
 _BLOCK = 128  # numbers that are drawn at once
@@ -91,6 +94,7 @@ class OpenResponse:
     """A response that is being generated."""
 
     request: Request
+    until: TextUntil | None = None  # its text, if there are texts that end it
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     log_masses: list[float] = field(default_factory=list)
@@ -115,7 +119,7 @@ class OpenResponse:
         self.logps.append(logp)
         if log_mass is not None:
             self.log_masses.append(log_mass)
-        if token in stops:
+        if token in stops or (self.until is not None and self.until.push(token)):
             self.finish_reason = "stop"
         elif len(self.ids) == self.request.most:
             self.finish_reason = self.request.out_of_tokens
@@ -125,7 +129,23 @@ class OpenResponse:
         """The response, which has ended."""
         assert self.finish_reason is not None
         told = (tuple(self.ids), tuple(self.logps), self.finish_reason)
-        return Sample(*told, tuple(self.log_masses))
+        until = self.until
+        text_before_stop = until.text if until is not None and until.has_ended else None
+        return Sample(*told, tuple(self.log_masses), text_before_stop=text_before_stop)
+
+
+class TokenChooser(Protocol):
+    """Chooses the next token of each row, and ends the rows that are complete."""
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end a response."""
+
+    def opened(self, request: Request) -> OpenResponse:
+        """A response without tokens yet."""
+
+    def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
+        """Append a token to each of ``rows``, from the logits after its last one; the tokens."""
 
 
 Finished = tuple[Request, Sample]

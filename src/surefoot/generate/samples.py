@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,17 +14,27 @@ FinishReason = Literal["stop", "length", "context"]
 class Sample:
     """A sampled response."""
 
-    ids: tuple[int, ...]  # with the stop token that ended it
+    ids: tuple[int, ...]  # with the stop token that ended it, or the token completing a stop text
     logps: tuple[float, ...]  # of each id, at the sampling temperature, over all of the vocabulary
     finish_reason: FinishReason  # context: prompt and response fill the model's context
     # of each id, the log of the probability that top_k and top_p left to sample from; () if they
     # left all. ``logps`` minus these are under the distribution that was sampled from.
     log_masses: tuple[float, ...] = ()
+    version: int | None = None  # optimizer steps behind the weights, if that is known
+    text_before_stop: str | None = (
+        None  # the text before the stop text that ended it; None if none did
+    )
 
     @property
     def text_ids(self) -> tuple[int, ...]:
-        """The ids without the stop token."""
-        return self.ids[:-1] if self.finish_reason == "stop" else self.ids
+        """The ids without the stop token. A stop text that ended the response is among them: up to
+        and including the token that completed it, which may contain more text; see ``text``."""
+        is_by_token = self.finish_reason == "stop" and self.text_before_stop is None
+        return self.ids[:-1] if is_by_token else self.ids
+
+    def text(self, decode: Callable[[Ids], str]) -> str:
+        """Its text, without the stop token or the stop text that ended it."""
+        return decode(self.text_ids) if self.text_before_stop is None else self.text_before_stop
 
 
 class SampleStore(Protocol):

@@ -22,6 +22,9 @@ class GenerateSection:
     """Sample from this many most probable tokens; 0 means all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occurred become less probable (arXiv:1909.05858)."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, wherever in a token they begin; the response is the text
+    before."""
     batch_size: int = 16
     """Responses that are generated at a time in ``predict`` and ``eval``. Each keeps the keys and
     values of its tokens in memory; the responses do not depend on it."""
@@ -37,12 +40,24 @@ class GenerateSection:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if not all(self.stop):
+            raise ValueError("stop must not contain an empty text, which would end every response")
+
+
+def sampling(max_new_tokens: int, temperature: float, batch_size: int) -> GenerateSection:
+    """Sampling from the whole distribution, as stages do that train on samples."""
+    return GenerateSection(
+        max_new_tokens=max_new_tokens,
+        do_sample=True,
+        temperature=temperature,
+        batch_size=batch_size,
+    )
 
 
 def with_options(section: GenerateSection, options: Mapping[str, object]) -> GenerateSection:
     """Sampling with other settings; a setting that is None is left as it is. ``greedy``, or a
     temperature of 0, turns sampling off; any setting that only sampling has turns it on."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop")
     given = {name: options[name] for name in names if options.get(name) is not None}
     is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
     if is_greedy:

@@ -87,15 +87,15 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return found[0], found[1]
 
     def _reserve(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Memory for as many columns as a slot is to have."""
+        """Memory for all slots, and as many columns as a slot is to have."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        before = self.keys.shape[2]
-        if before < self._step.capacity:
+        slots, _, columns, _ = self.keys.shape
+        if slots < self._step.num_slots or columns < self._step.capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 setattr(self, name, self._blank(old))
-                getattr(self, name)[:, :, :before] = old
+                getattr(self, name)[:slots, :, :columns] = old
 
     def put(self, slot: int, key_HTE: torch.Tensor, value_HTE: torch.Tensor) -> None:
         """Fill the first columns of a slot."""
@@ -130,6 +130,11 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _layer(self) -> SlotLayer:
         return SlotLayer(self.step)
+
+    def grow(self, num_slots: int, length: int) -> None:
+        """Have at least so many slots, each with room for ``length`` tokens."""
+        self.step.num_slots = max(self.step.num_slots, num_slots)
+        self.step.capacity = max(self.step.capacity, rounded(length))
 
     def put(self, slot: int, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Fill the first columns of a slot in all layers; there is no layer for no columns."""

@@ -6,16 +6,17 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Divergence, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, num_trained, with_token_columns
-from ..generate.section import GenerateSection
+from ..generate.section import GenerateSection, sampling
+from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem
+from ..schema import Problem, Variants
 from ..schema.locations import ModelPath
 from ..training.stage import (
     AuxiliaryModel,
@@ -25,6 +26,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
+from .rules import check_sampler
 from .sft import SFT
 
 if TYPE_CHECKING:
@@ -77,7 +79,11 @@ class Distill:
     sampling_temperature: float = 1.0
     """Temperature with which the student samples its responses."""
     sampling_batch_size: int = 32
-    """Prompts per batch of one rank when responses are sampled."""
+    """Prompts per batch of one rank when the engine samples responses."""
+    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
+    """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
+    (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
+    """
 
     def __post_init__(self) -> None:
         for name in ("temperature", "sampling_temperature"):
@@ -101,6 +107,9 @@ class Distill:
                 "max_new_tokens must be at least 1 with on_policy, as the student answers; "
                 f"got {self.max_new_tokens}"
             )
+        check_sampler(self.sampler, self.sampling_batch_size)
+        if self.sampler.server is not None and not self.on_policy:
+            raise ValueError("sampler has no effect without on_policy")
         if self.max_new_tokens and not self.on_policy:
             raise ValueError(
                 "max_new_tokens has no effect without on_policy, the share of examples that the "
@@ -152,12 +161,7 @@ class Distill:
 
     @property
     def _sampling(self) -> GenerateSection:
-        return GenerateSection(
-            max_new_tokens=self.max_new_tokens,
-            do_sample=True,
-            temperature=self.sampling_temperature,
-            batch_size=self.sampling_batch_size,
-        )
+        return sampling(self.max_new_tokens, self.sampling_temperature, self.sampling_batch_size)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The divergence at each token, and the cross entropy of the tokens of the dataset,

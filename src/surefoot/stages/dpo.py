@@ -12,6 +12,7 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.pairs import collate_pairs
 from ..data.text.ranking import encode_pairs
+from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
@@ -69,6 +70,7 @@ class DPO:
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     max_new_tokens: ClassVar[int] = 0
+    sampler: ClassVar[Sampler] = Engine()
     prepare = as_loaded
     metrics = as_measured
     remarks = no_remarks

@@ -12,16 +12,17 @@ from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_owners, with_token_columns
-from ..generate.section import GenerateSection
+from ..generate.section import GenerateSection, sampling
+from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import FunctionPath, ModelPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
-from ..training.rewards.reward import Reward, means, names_of, total
+from ..training.rewards.reward import Reward, by_name, means, models_of, total
 from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
-from ..training.rollouts.rollout import Rollout, read_row, with_row
+from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
 from ..training.rollouts.sampling_check import sampling_figures
 from ..training.stage import (
     POLICY,
@@ -32,7 +33,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
-from .rules import without_effect
+from .rules import check_sampler, without_effect
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +52,8 @@ class GRPO:
 
     ``train.global_batch_size`` counts prompts: a global batch of 16 prompts is a window of 16 x
     ``group_size`` responses, trained on in ``passes`` x ``mini_batches`` optimizer steps. A window
-    in which every advantage is 0 is skipped. Dr. GRPO, DAPO, CISPO, GSPO,
-    SAPO, RLOO and REINFORCE++ are other settings of ``surrogate``, ``advantage`` and
-    ``average_over``.
+    in which every advantage is 0 is skipped. Dr. GRPO, DAPO, CISPO, GSPO, SAPO, RLOO and
+    REINFORCE++ are other settings of ``surrogate``, ``advantage`` and ``average_over``.
     """
 
     uses_template: ClassVar[bool] = True
@@ -126,7 +126,7 @@ class GRPO:
     """
     reference: ModelPath | None = None
     """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
-    before the first step, of which only the trained weights are kept.
+    before the first step: the base under a new adapter, otherwise a copy of the trained weights.
     """
     max_new_tokens: int = 256
     """Longest response in tokens; with an environment, of all its turns together."""
@@ -139,7 +139,11 @@ class GRPO:
     temperature: float = 1.0
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32
-    """Prompts per batch of one rank when responses are sampled."""
+    """Prompts per batch of one rank when the engine samples responses."""
+    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
+    """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
+    (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
+    """
 
     def __post_init__(self) -> None:
         if not self.reward:
@@ -182,6 +186,7 @@ class GRPO:
         for name in sorted(known - {*self._surrogate.settings}):
             if getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
+        check_sampler(self.sampler, self.sampling_batch_size)
         if self.environment is None and self.max_turns != GRPO.max_turns:
             raise ValueError("max_turns has no effect without an environment")
         for name in ("kl_estimator", "reference"):
@@ -205,8 +210,7 @@ class GRPO:
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """The reference, if there is one, and reward models."""
-        named = ((name, reward.model) for name, reward in self._named.items())
-        models = {name: model for name, model in named if model is not None}
+        models = models_of(self.reward)
         if self.beta:
             models[REFERENCE] = AuxiliaryModel(self.spec, self.reference, "window")
         return models
@@ -223,8 +227,7 @@ class GRPO:
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """The prompt of each row, up to its last response, and its columns for the reward."""
-        pairs = zip(examples, codec.encode_prompts(examples), strict=True)
-        return [with_row(outcome, example) for example, outcome in pairs]
+        return encode_prompts(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
@@ -234,13 +237,14 @@ class GRPO:
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """Sample a group of responses to each prompt, reward them, and compare them."""
         rollouts = self._rollouts(context, examples)
-        by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
+        named = by_name(self.reward)
+        by_reward = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
         rewards = total(by_reward, [one.weight for one in self.reward])
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]
         advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
-        more = means([*self._named], by_reward)
-        gaps = sampling_figures(context, POLICY, rollouts)
+        more = means([*named], by_reward)
+        gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
         figures = {**_figures(rewards, groups, rollouts), **more, **gaps}
         if not any(advantages):
             return Prepared((), figures)
@@ -265,11 +269,6 @@ class GRPO:
         environment = UserEnvironment(self.environment, self.reward_timeout)
         return converse(context, repeated, self._sampling, environment, self.max_turns)
 
-    @property
-    def _named(self) -> dict[str, Reward]:
-        """The rewards by their names in metrics, which are also the roles of models."""
-        return dict(zip(names_of(self.reward), self.reward, strict=True))
-
     def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
         """With the log-probabilities of the reference, and those before the first of several steps:
         in a single step they are those of the step itself."""
@@ -284,12 +283,7 @@ class GRPO:
 
     @property
     def _sampling(self) -> GenerateSection:
-        return GenerateSection(
-            max_new_tokens=self.max_new_tokens,
-            do_sample=True,
-            temperature=self.temperature,
-            batch_size=self.sampling_batch_size,
-        )
+        return sampling(self.max_new_tokens, self.temperature, self.sampling_batch_size)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""

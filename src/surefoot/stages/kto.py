@@ -12,6 +12,7 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked
+from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
@@ -53,6 +54,7 @@ class KTO:
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     max_new_tokens: ClassVar[int] = 0
+    sampler: ClassVar[Sampler] = Engine()
     metrics = as_measured
 
     beta: float = 0.1

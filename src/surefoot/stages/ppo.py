@@ -13,7 +13,8 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
-from ..generate.section import GenerateSection
+from ..generate.section import GenerateSection, sampling
+from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import ModelPath
@@ -27,9 +28,10 @@ from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, k
 from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
 from ..training.rewards import OF_TEXT, REWARDS
-from ..training.rewards.reward import Reward, means, names_of, total
+from ..training.rewards.reward import Reward, by_name, means, models_of, total
 from ..training.rollouts.environment import OneTurn, converse
-from ..training.rollouts.rollout import Rollout, read_row, with_row
+from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
+from ..training.rollouts.sampling_check import gap_figures
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,
@@ -39,7 +41,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
-from .rules import without_effect
+from .rules import check_sampler, without_effect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,8 +86,8 @@ class PPO:
 
     ``train.global_batch_size`` counts prompts: a global batch is a window of as many responses,
     trained on in ``passes`` x ``mini_batches`` optimizer steps. All means are over the tokens of
-    such a step. The reference is the policy as it was before the first step; it is no second model
-    in memory, but a second copy of the trained weights.
+    such a step. The reference is the policy as it was before the first step, and no second model in
+    memory: with a new adapter the base under it, otherwise a copy of the trained weights.
     """
 
     uses_template: ClassVar[bool] = True
@@ -158,7 +160,11 @@ class PPO:
     temperature: float = 1.0
     """Temperature of sampling, and of the probabilities that are trained."""
     sampling_batch_size: int = 32
-    """Prompts per batch of one rank when responses are sampled."""
+    """Prompts per batch of one rank when the engine samples responses."""
+    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
+    """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
+    (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
+    """
 
     def __post_init__(self) -> None:
         if not self.reward:
@@ -168,6 +174,7 @@ class PPO:
                 value = getattr(self, name)
                 if value is not None and not is_right(value):
                     raise ValueError(f"{name} must be {expected}, got {value}")
+        check_sampler(self.sampler, self.sampling_batch_size)
         if self.kl_target is not None and not self.kl_coefficient:
             raise ValueError("kl_target needs a kl_coefficient to start from, got 0")
         for name in ("kl_estimator", "reference"):
@@ -189,22 +196,15 @@ class PPO:
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """The reference, if there is one, and reward models."""
-        named = ((name, reward.model) for name, reward in self._named.items())
-        models = {name: model for name, model in named if model is not None}
+        models = models_of(self.reward)
         if self.kl_coefficient:
             spec = OutputSpec(("logps",), temperature=self.temperature)
             models[REFERENCE] = AuxiliaryModel(spec, self.reference, "window")
         return models
 
-    @property
-    def _named(self) -> dict[str, Reward]:
-        """The rewards by their names in metrics, which are also the roles of models."""
-        return dict(zip(names_of(self.reward), self.reward, strict=True))
-
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """The prompt of each row, up to its last response, and its columns for the reward."""
-        pairs = zip(examples, codec.encode_prompts(examples), strict=True)
-        return [with_row(outcome, example) for example, outcome in pairs]
+        return encode_prompts(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
@@ -219,14 +219,15 @@ class PPO:
             for number, item in enumerate(examples)
         ]
         rollouts = converse(context, prompts, self._sampling, OneTurn())
-        by_reward = context.reward(self._named, rollouts, self.reward_timeout, self.on_reward_error)
+        named = by_name(self.reward)
+        by_reward = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
         scores = total(by_reward, [one.weight for one in self.reward])
         known = [
             _Response(rollout, score)
             for rollout, score in zip(rollouts, scores, strict=True)
             if score is not None and rollout.num_sampled
         ]
-        figures = {**_figures(known, rollouts), **means([*self._named], by_reward)}
+        figures = {**_figures(known, rollouts), **means([*named], by_reward)}
         if not known:
             return Prepared((), figures, context.state)
         return self._window(context, known, figures)
@@ -238,6 +239,8 @@ class PPO:
         state, items = dict(context.state), [one.rollout.features(0.0) for one in known]
         outputs = context.compute(POLICY, items)
         logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
+        sampled = [one.rollout for one in known]
+        figures |= gap_figures(sampled, [float(x) for one in logps for x in one], self.sampler)
         scores = self._final_scores(known, state)
         is_flat = len(scores) > 1 and len(set(scores)) < 2  # one response tells nothing
         _count_flat(state, scores, is_flat=is_flat)
@@ -310,12 +313,7 @@ class PPO:
 
     @property
     def _sampling(self) -> GenerateSection:
-        return GenerateSection(
-            max_new_tokens=self.max_new_tokens,
-            do_sample=True,
-            temperature=self.temperature,
-            batch_size=self.sampling_batch_size,
-        )
+        return sampling(self.max_new_tokens, self.temperature, self.sampling_batch_size)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The clipped surrogate and the loss of the values, summed over tokens."""

@@ -12,6 +12,7 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
+from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
@@ -38,6 +39,7 @@ class PT:
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     max_new_tokens: ClassVar[int] = 0
+    sampler: ClassVar[Sampler] = Engine()
     collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Features, Loss, Outputs, OutputSpec
+from ..batch import SCORES, Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Dropped, Encoded, Truncated
 from ..data.example import Example
 from ..data.section import DataSection
@@ -16,6 +16,7 @@ from ..data.text.collation import with_columns
 from ..data.text.pairs import collate_pairs, join, split
 from ..data.text.ranking import encode_pairs, up_to_last_label
 from ..errors import DataError
+from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives import preferences
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from ..data.text.codec import Codec
 
-SCORES = OutputSpec(("values",), at="ends")
 _LARGEST = 3.4e38  # in float32
 NO_END = Dropped(
     "the end of a response is beyond data.cutoff_len, and its reward is read at its end token"
@@ -53,6 +53,7 @@ class RM:
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     max_new_tokens: ClassVar[int] = 0
+    sampler: ClassVar[Sampler] = Engine()
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     precompute = no_columns
     prepare = as_loaded

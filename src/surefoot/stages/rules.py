@@ -1,10 +1,11 @@
-"""Settings of other sections that a stage does not use."""
+"""Settings that a stage does not use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from ..data.section import DataSection
+from ..generate.servers.server import Sampler
 from ..schema import Problem
 
 
@@ -13,3 +14,14 @@ def without_effect(data: DataSection, names: Sequence[str], reason: str) -> Iter
     for name in names:
         if getattr(data, name):
             yield Problem(("data", name), f"has no effect with {reason}")
+
+
+USUAL_BATCH = 32  # of ``sampling_batch_size``
+
+
+def check_sampler(sampler: Sampler, sampling_batch_size: int) -> None:
+    """Raise ``ValueError`` for a setting of the engine's beside a server."""
+    if sampler.server is not None and sampling_batch_size != USUAL_BATCH:
+        raise ValueError(
+            "sampling_batch_size has no effect with a server as sampler, which has a concurrency"
+        )

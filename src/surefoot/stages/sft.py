@@ -11,6 +11,7 @@ from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
+from ..generate.servers.server import Engine, Sampler
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems, no_remarks
 
@@ -32,6 +33,7 @@ class SFT:
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     max_new_tokens: ClassVar[int] = 0
+    sampler: ClassVar[Sampler] = Engine()
     collate = staticmethod(packed_or_padded)
     precompute = no_columns
     prepare = as_loaded

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from .section import TrainSection
 from .state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .learner import Learner
 

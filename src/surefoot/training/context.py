@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,9 +32,9 @@ from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
 from .rewards.process import RewardProcess
 from .rewards.running import RewardRunner
+from .rollouts.served_policy import ServedPolicy, WindowRequest
 from .stage import (
     POLICY,
-    ByColumn,
     Events,
     OnError,
     Prompts,
@@ -70,6 +70,9 @@ class NetworkContext:
     seed: int  # of what is sampled: of this window and no other
     process: RewardProcess = field(default_factory=RewardProcess)
     state: Mapping[str, float] = field(default_factory=dict)  # of the stage after the last window
+    served: ServedPolicy | None = None  # what samples; None: the policy's own network
+    place: tuple[int, int] = (-1, 0)  # of the window
+    version: int | None = None  # optimizer steps behind the policy's weights, if that is known
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
         """The outputs of a role's model for each example, in its own precision."""
@@ -117,21 +120,20 @@ class NetworkContext:
     ) -> list[Sample]:
         """One sample of the policy for each prompt."""
         network, stops = self.networks[POLICY], self.codec.stop_token_ids
+        if self.served is not None:
+            steps = self.version or 0
+            asked = WindowRequest(self.place, steps, prompts, settings, turn, stops)
+            return self.served.generate(asked)
         seed = derive(self.seed, turn) if turn else self.seed
-        return self.memory.generate(
+        found = self.memory.generate(
             settings,
             lambda fitted: network.generate(prompts, fitted, seed=seed, stop_token_ids=stops),
         )
+        return [replace(one, version=self.version) for one in found]
 
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What each object of the user's class says, on rank 0. Raises ``RunError``."""
         return self._running.step(path, events, seconds)
-
-    def score(
-        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
-    ) -> list[float | None]:
-        """The reward of each sample, computed on rank 0. Raises ``RunError``."""
-        return self._running.score(reward, prompts, samples, columns)
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
@@ -197,12 +199,6 @@ class BlankContext:
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """Nothing."""
         return [None for _ in events]
-
-    def score(
-        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
-    ) -> list[float | None]:
-        """1 and 0 in turn."""
-        return [float(number % 2) for number in range(len(samples))]
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError

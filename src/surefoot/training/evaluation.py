@@ -23,6 +23,7 @@ from .control.out_of_memory import MemoryGuard
 from .rollouts.kept import KeptRollouts
 from .rollouts.recording import RecordingContext
 from .stage import POLICY, Stage, StageContext
+from .state import PolicyVersion
 from .windows import Columns, Place, StageState
 
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own
@@ -55,6 +56,7 @@ class Evaluation:
     world: World
     stage_state: StageState = field(default_factory=StageState)  # of training, which is only read
     kept: KeptRollouts = field(default_factory=KeptRollouts)
+    version: PolicyVersion = field(default_factory=PolicyVersion)  # which ``context`` reads
 
     def measure(self, held_out: EvaluationSet, after: Callable[[], None]) -> dict[str, float]:
         """``loss`` (nats per unit of weight), its related metrics, and metrics of the windows. The

@@ -13,9 +13,12 @@ from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..schema import Unset
 from ..storage.address import Address, default_cache
+from ..storage.hubs.names import is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
+TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow", "swanlab"]
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LEAST = {"max_steps": 1, "log_steps": 1, "eval_steps": 1, "early_stopping_patience": 1}
 _LEAST |= {"max_skipped_steps": 0}
 
@@ -97,13 +100,38 @@ class TrainSection:
     """Stop after this many evaluations without a better metric."""
     early_stopping_threshold: float = 0.0
     """By how much a metric must be better to count for early stopping."""
-    report_to: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_trackers)] = ()
-    """Trackers in addition to ``metrics.jsonl``. ``tensorboard`` needs
-    ``pip install tensorboard``; ``none`` is the same as none of them.
+    report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers)] = ()
+    """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
+    ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.
     """
+    report_offline: bool = False
+    """Trackers write files only, and send nothing."""
+    project: str | None = None
+    """Project of the run in trackers; unset, what the tracker's own environment variable says
+    (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME`` …), or surefoot."""
+    run_name: str | None = None
+    """Name of the run in trackers and messages; unset, that of its folder."""
+    webhook: str | None = None
+    """Name of the environment variable with the URL to which a message is sent when a launch ends
+    or fails, when its process dies, and at the first NaN. The URL is a secret, so it is not part of
+    a recipe."""
+
+    push_to_hub: str | None = None
+    """Repository on a hub, ``owner/name``, to which the run is uploaded in the background; see
+    ``surefoot push``. A failure is reported, and does not stop the run.
+    """
+    hub: Literal["huggingface", "modelscope"] = "huggingface"
+    """The hub of that repository."""
+    hub_strategy: Literal["end", "every_save", "all_checkpoints"] = "end"
+    """When to upload: the result at the end of the run; after every save; or after every save with
+    all checkpoints and their states.
+    """
+    hub_private_repo: bool = True
+    """Create that repository as a private one."""
 
     def __post_init__(self) -> None:
-        self._check_output_dir()
+        self._check_places()
+        self._check_webhook()
         fixed = [] if self.micro_batch_size == "auto" else ["micro_batch_size"]
         for name in ("global_batch_size", *fixed):
             if getattr(self, name) < 1:
@@ -126,11 +154,21 @@ class TrainSection:
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}")
 
-    def _check_output_dir(self) -> None:
+    def _check_places(self) -> None:
+        if self.push_to_hub is not None and not is_repository_name(self.push_to_hub):
+            raise ValueError(f"push_to_hub: expected owner/name, got {self.push_to_hub!r}")
         if isinstance(self.output_dir, Path) and _HALF_A_URL.match(str(self.output_dir)):
             raise ValueError(
                 f"output_dir: {str(self.output_dir)!r} is neither a path nor a complete URL; "
                 "expected for example runs/qwen or s3://bucket/run"
+            )
+
+    def _check_webhook(self) -> None:
+        if self.webhook is not None and not _VARIABLE.fullmatch(self.webhook):
+            raise ValueError(  # without the value, which may be a secret
+                "webhook: expected the name of an environment variable that has the URL, such as "
+                "SUREFOOT_WEBHOOK; a URL is a secret, which a recipe would carry into every "
+                "checkpoint"
             )
 
     @property

@@ -16,6 +16,7 @@ from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
 from ..generate.section import GenerateSection
+from ..generate.servers.server import Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import FunctionPath
@@ -42,7 +43,6 @@ Rollouts: TypeAlias = "Sequence[Rollout]"
 Events: TypeAlias = "Sequence[Event]"
 Replies: TypeAlias = "list[Message | None]"
 OnError = Literal["stop", "skip"]
-ByColumn = Mapping[str, Sequence[object]]  # the values of the rows of a dataset
 POLICY = "policy"  # the role of the model that the recipe trains
 
 
@@ -89,11 +89,6 @@ class StageContext(Protocol):
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What a user's environment says to each response; computed on one rank."""
 
-    def score(
-        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
-    ) -> list[float | None]:
-        """The reward of each sample, computed on one rank; None if it has none."""
-
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> list[list[float | None]]:
@@ -136,6 +131,10 @@ class Stage(Protocol):
     @property
     def max_new_tokens(self) -> int:
         """Tokens that it adds to each of them at most."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Where the policy's responses are sampled in training."""
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was

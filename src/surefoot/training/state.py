@@ -61,6 +61,18 @@ class FittedSizes:
 
 
 @dataclass
+class PolicyVersion:
+    """How many optimizer steps the weights of a policy have behind them."""
+
+    state: TrainerState | None = None  # None: it is not trained
+
+    @property
+    def step(self) -> int | None:
+        """Their number, if it is known."""
+        return None if self.state is None else self.state.global_step
+
+
+@dataclass
 class TrainerState:
     """Progress of a run. Everything here is saved, so every value is correct after a resume."""
 

@@ -62,15 +62,16 @@ def mismatch(sampled: Sequence[float], trained: Sequence[float]) -> Mismatch:
     return Mismatch([one - other for one, other in zip(sampled, trained, strict=True)])
 
 
-def warn_of(found: Mismatch) -> None:
-    """Log a warning if the responses may not be the policy's own."""
+def warn_of(found: Mismatch, cure: str = "") -> None:
+    """Log a warning, and perhaps what to do, if the responses may not be the policy's own."""
     if (cause := found.cause) is not None:
         figures = found.figures
         logger.warning(
             "the log-probabilities of the responses as sampled and as trained differ by %.3g nats "
             "on average (at most %.3g): %s. Gradients are those of other responses than the "
-            "policy's own",
+            "policy's own%s",
             figures["sampling_gap"],
             figures["sampling_gap_max"],
             cause,
+            f"; {cure}" if cure else "",
         )

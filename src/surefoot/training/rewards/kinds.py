@@ -6,12 +6,10 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-from ...batch import OutputSpec
+from ...batch import SCORES
 from ...schema.locations import FilePath, FunctionPath, ModelPath
 from ..auxiliary_model import AuxiliaryModel
 from .process import RewardTask
-
-SCORES = OutputSpec(("values",), at="ends")
 
 
 @dataclass(frozen=True, kw_only=True)

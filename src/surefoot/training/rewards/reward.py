@@ -42,6 +42,17 @@ def names_of(rewards: Sequence[Reward]) -> list[str]:
     return found
 
 
+def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    """The rewards by their names in metrics, which are also the roles of models."""
+    return dict(zip(names_of(rewards), rewards, strict=True))
+
+
+def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
+    """The models that compute rewards, by role."""
+    found = ((name, reward.model) for name, reward in by_name(rewards).items())
+    return {name: model for name, model in found if model is not None}
+
+
 def computed(
     process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
 ) -> list[float | None]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ...data.example import Message
 from ...data.text.codec import Codec
 from ...errors import RunError
-from ...generate.generation import Sample
 from ...parallel.world import World
 from ...schema.locations import FunctionPath
 from ..rollouts.rollout import Event, Rollout
-from .kinds import FunctionReward
 from .process import RewardProcess, RewardTask, Texts, short
 from .reward import OnError, computed
 
 T = TypeVar("T")
-SECONDS = 300.0  # that a function may take for the responses of a window
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,6 @@ class RewardRunner:
     process: RewardProcess
     codec: Codec
     world: World
-
-    def score(
-        self,
-        reward: FunctionPath,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[Sample],
-        columns: Mapping[str, Sequence[object]],
-    ) -> list[float | None]:
-        """The reward of each sample by a function. Raises ``RunError``."""
-        decode = self.codec.tokenizer.decode
-        texts = Texts(
-            [decode(list(prompt)) for prompt in prompts],
-            [decode(list(one.ids), skip_special_tokens=True) for one in samples],
-            [len(one.ids) for one in samples],
-            columns,
-        )
-        task = FunctionReward(path=reward).task
-        return self._on_main(lambda: computed(self.process, task, texts, SECONDS, "stop"))
 
     def compute(
         self, task: RewardTask, rollouts: Sequence[Rollout], seconds: float, on_error: OnError

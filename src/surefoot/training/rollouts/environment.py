@@ -61,6 +61,7 @@ class _Conversation:
     is_sampled: list[bool] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     reason: StopReason = "length"
+    version: int | None = None
     is_over: bool = False
 
     def add_response(self, sample: Sample, left: int) -> Sample:
@@ -73,7 +74,7 @@ class _Conversation:
         self.ids += kept.ids
         self.logps.extend(map(float, kept.logps))
         self.is_sampled += [True] * len(kept.ids)
-        self.reason = kept.finish_reason
+        self.reason, self.version = kept.finish_reason, kept.version
         return kept
 
     def add_reply(self, ids: Sequence[int]) -> None:
@@ -94,6 +95,7 @@ class _Conversation:
             stop_reason=self.reason,
             group=self.group,
             row=self.row,
+            version=self.version,
         )
 
 

@@ -15,7 +15,6 @@ from ...generate.section import GenerateSection
 from ...schema.locations import FunctionPath
 from ..rewards.reward import total
 from ..stage import (
-    ByColumn,
     Events,
     OnError,
     Prompts,
@@ -90,12 +89,6 @@ class RecordingContext:
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """As ``inner``."""
         return self.inner.environment(path, events, seconds)
-
-    def score(
-        self, reward: FunctionPath, prompts: Prompts, samples: Sequence[Sample], columns: ByColumn
-    ) -> list[float | None]:
-        """As ``inner``."""
-        return self.inner.score(reward, prompts, samples, columns)
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError

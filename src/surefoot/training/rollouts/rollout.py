@@ -16,7 +16,7 @@ from ...data.encoded import Dropped, Encoded, Truncated
 from ...data.example import Example
 
 if TYPE_CHECKING:
-    pass
+    from ...data.text.codec import Codec
 
 StopReason = Literal["stop", "length", "context"]
 
@@ -41,6 +41,7 @@ class Rollout:
     stop_reason: StopReason
     group: int  # the prompt, counted in its window
     row: DatasetRow
+    version: int | None = None  # optimizer steps behind the weights, if that is known
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -84,7 +85,13 @@ class Event:
     is_first: bool
 
 
-def with_row(outcome: Encoded, example: Example) -> Encoded:
+def encode_prompts(examples: Sequence[Example], codec: Codec) -> list[Encoded]:
+    """The prompt of each example, up to its last response, and its row for the reward."""
+    pairs = zip(examples, codec.encode_prompts(examples), strict=True)
+    return [_with_row(outcome, example) for example, outcome in pairs]
+
+
+def _with_row(outcome: Encoded, example: Example) -> Encoded:
     """An encoded prompt with its row, as bytes."""
     if isinstance(outcome, Dropped | Truncated):
         return outcome

@@ -1,0 +1,319 @@
+"""Requests that arrive while others are answered, each with settings of its own.
+
+The rows of a model advance together, one token at a time. What a row gets follows from its prompt,
+its settings and its seed alone: rows with equal settings choose their tokens together, and a row
+that is cancelled makes room at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from . import in_batches
+from .choosing import Chooser
+from .decode import Decode, TextUntil
+from .driver import masked_attention
+from .engine import OpenRows, Waiting
+from .proof import driver_of, must_be_alone
+from .requests import OpenResponse, Request
+from .samples import FinishReason
+from .slots import SlotCache
+
+_COLUMNS = 64  # of a slot at first
+
+
+class Constraint(Protocol):
+    """What changes the logits of one row, by the tokens that it has so far."""
+
+    def apply(self, logits_V: torch.Tensor, row: OpenResponse) -> torch.Tensor:
+        """The logits that the next token is chosen from."""
+
+    def add(self, token: int) -> None:
+        """Note the token that was chosen."""
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How one row is sampled, and what is reported of its tokens."""
+
+    chooser: Chooser
+    decode: Decode
+    constraints: Sequence[Constraint] = ()
+    num_alternatives: int | None = None  # most probable tokens to report; None: no probabilities
+    is_after_settings: bool = False  # probabilities after penalties and temperature
+
+
+@dataclass(frozen=True)
+class Token:
+    """The next token of a request."""
+
+    index: int  # of the request
+    id: int
+    text: str  # that is complete with it, and can be shown
+    finish_reason: FinishReason | None  # None: the response goes on
+    logp: float = 0.0
+    alternatives: Sequence[tuple[int, float]] = ()  # tokens and log-probabilities
+
+
+Emit = Callable[[Token], bool]  # called with each token; False ends the response
+
+
+class Rows(Protocol):
+    """The requests to one model."""
+
+    @property
+    def num_running(self) -> int:
+        """Responses that are being generated."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+
+    def add(self, request: Request, settings: RowSettings) -> None:
+        """Let a request wait for a slot. Its index is its own."""
+
+    def drop(self, index: int) -> None:
+        """End a request, wherever it is."""
+
+    def clear(self) -> None:
+        """End all requests."""
+
+    def step(self, emit: Emit) -> None:
+        """Advance by a token each, or by a response."""
+
+
+def rows_of(model: nn.Module, longest: int, num_slots: int) -> Rows:
+    """The requests to ``model``, of at most ``longest`` tokens each: in slots if it can be driven
+    so, otherwise one by one."""
+    driver = None if must_be_alone(model, longest) else driver_of(model, longest)
+    if driver is None:
+        return SingleRows(model)
+    return SlotRows(Waiting(driver, deque(), max(num_slots // 2, 1)), num_slots, longest)
+
+
+@dataclass
+class SlotRows:
+    """Continuous batching. The cache grows with the rows, and is dropped when there are none."""
+
+    waiting: Waiting
+    num_slots: int
+    longest: int
+    _open: OpenRows | None = None
+    _settings: dict[int, RowSettings] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        """Rows in slots."""
+        return 0 if self._open is None else len(self._open.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self.waiting.requests)
+
+    def add(self, request: Request, settings: RowSettings) -> None:
+        """Let a request wait for a slot."""
+        self._settings[request.index] = settings
+        self.waiting.requests.append(request)
+
+    def drop(self, index: int) -> None:
+        """Empty the slot of a request, or take it out of those that wait."""
+        if self._settings.pop(index, None) is None:
+            return
+        for request in [one for one in self.waiting.requests if one.index == index]:
+            self.waiting.drop(request)
+        for slot, row in enumerate(self._open.rows if self._open is not None else ()):
+            if row.request.index == index and self._open is not None:
+                self._open.remove(slot)
+                break
+
+    def clear(self) -> None:
+        """End all requests."""
+        self.waiting.requests.clear()
+        self.waiting.prefixes.clear()
+        self._settings.clear()
+        self._open = None
+
+    @torch.no_grad()
+    def step(self, emit: Emit) -> None:
+        """Fill the free slots, and advance each row by a token."""
+        with masked_attention(self.waiting.driver.inner):
+            self._fill()
+            if self._open is None:
+                return
+            found = advanced(self._open.logits(), self._open.rows, self._settings)
+        for row in self._open.take_ended():
+            self._settings.pop(row.request.index)
+        if not self._open.rows:
+            self._open = None
+        for token in found:
+            if not emit(token):
+                self.drop(token.index)
+
+    def _fill(self) -> None:
+        while self.waiting.requests and self.num_running < self.num_slots:
+            request, prefix = self.waiting.next()
+            if self._open is None:
+                cache = SlotCache(1, _COLUMNS, self.longest)
+                self._open = OpenRows(self.waiting.driver, cache)
+            slots = self._open.cache.step.num_slots
+            wanted = len(self._open.rows) + 1
+            more = min(2 * slots, self.num_slots) if wanted > slots else slots
+            self._open.cache.grow(more, len(request.prompt))
+            self._open.add(opened(request, self._settings[request.index]), prefix)
+
+
+@dataclass
+class SingleRows:
+    """One response after another, of a model whose keys and values cannot be kept in slots."""
+
+    model: nn.Module
+    _waiting: deque[tuple[Request, RowSettings]] = field(default_factory=deque)
+    _num_running: int = 0
+
+    @property
+    def num_running(self) -> int:
+        """One or none."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._waiting)
+
+    def add(self, request: Request, settings: RowSettings) -> None:
+        """Let a request wait."""
+        self._waiting.append((request, settings))
+
+    def drop(self, index: int) -> None:
+        """Take out a request that waits."""
+        self._waiting = deque(one for one in self._waiting if one[0].index != index)
+
+    def clear(self) -> None:
+        """End all requests."""
+        self._waiting.clear()
+
+    @torch.no_grad()
+    def step(self, emit: Emit) -> None:
+        """Answer the next request."""
+        request, settings = self._waiting.popleft()
+        self._num_running = 1
+        chooser = _Alone(settings, emit)
+        try:
+            for _ in in_batches.run(self.model, [request], chooser, batch_size=1):
+                pass
+        except _DroppedError:
+            pass
+        finally:
+            self._num_running = 0
+
+
+class _DroppedError(Exception):
+    """Nobody waits for a response any more."""
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """Chooses the tokens of one row by its settings."""
+
+    settings: RowSettings
+    emit: Emit
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Tokens that end the response."""
+        return self.settings.chooser.stops
+
+    def opened(self, request: Request) -> OpenResponse:
+        """A response without tokens yet."""
+        return opened(request, self.settings)
+
+    def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
+        """Append a token to the row."""
+        found = advanced(logits_BV, rows, {row.request.index: self.settings for row in rows})
+        if not all(self.emit(token) for token in found):
+            raise _DroppedError
+        return [token.id for token in found]
+
+
+def opened(request: Request, settings: RowSettings) -> OpenResponse:
+    """A response without tokens yet, whose text is followed."""
+    return OpenResponse(request, TextUntil(settings.decode, settings.chooser.section.stop))
+
+
+def advanced(
+    logits_BV: torch.Tensor, rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
+) -> list[Token]:
+    """Append a token to each of ``rows`` by its own settings; the tokens, in their order."""
+    found: dict[int, Token] = {}
+    for chooser, places in _groups(rows, settings):
+        group = [rows[place] for place in places]
+        of_group = [settings[row.request.index] for row in group]
+        raw_BV = logits_BV[places].float()
+        scores_BV = _constrained(raw_BV, group, of_group)
+        reported = _reported(raw_BV, scores_BV, group, of_group)
+        tokens = chooser.advance(scores_BV, group)
+        for place, row, own, token in zip(places, group, of_group, tokens, strict=True):
+            for constraint in own.constraints:
+                constraint.add(token)
+            found[place] = _token(row, token, reported.get(row.request.index), own)
+    return [found[place] for place in range(len(rows))]
+
+
+def _groups(
+    rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
+) -> Iterator[tuple[Chooser, list[int]]]:
+    """The places of the rows that choose their tokens alike."""
+    found: dict[Chooser, list[int]] = {}
+    for place, row in enumerate(rows):
+        found.setdefault(settings[row.request.index].chooser, []).append(place)
+    yield from found.items()
+
+
+def _constrained(
+    raw_BV: torch.Tensor, rows: Sequence[OpenResponse], settings: Sequence[RowSettings]
+) -> torch.Tensor:
+    if not any(own.constraints for own in settings):
+        return raw_BV
+    scores_BV = raw_BV.clone()
+    for place, (row, own) in enumerate(zip(rows, settings, strict=True)):
+        for constraint in own.constraints:
+            scores_BV[place] = constraint.apply(scores_BV[place], row)
+    return scores_BV
+
+
+def _reported(
+    raw_BV: torch.Tensor,
+    scores_BV: torch.Tensor,
+    rows: Sequence[OpenResponse],
+    settings: Sequence[RowSettings],
+) -> dict[int, torch.Tensor]:
+    """[V] the log-probabilities to report, by the index of the request."""
+    found = {}
+    for place, (row, own) in enumerate(zip(rows, settings, strict=True)):
+        if own.num_alternatives is not None:
+            one = slice(place, place + 1)
+            is_after = own.is_after_settings
+            seen_1V = own.chooser.scores(scores_BV[one], [row]) if is_after else raw_BV[one]
+            found[row.request.index] = seen_1V[0].log_softmax(-1)
+    return found
+
+
+def _token(
+    row: OpenResponse, token: int, logps_V: torch.Tensor | None, settings: RowSettings
+) -> Token:
+    """What is reported of the last token of ``row``."""
+    until = row.until
+    assert until is not None
+    text = until.pop() + (until.end() if row.finish_reason is not None else "")
+    if logps_V is None:
+        return Token(row.request.index, token, text, row.finish_reason)
+    top = logps_V.topk(min(settings.num_alternatives or 0, len(logps_V)))
+    pairs = list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return Token(row.request.index, token, text, row.finish_reason, float(logps_V[token]), pairs)
