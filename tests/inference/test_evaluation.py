@@ -1,5 +1,6 @@
 """The figures are those of training, and answers are compared with what the data says."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -124,6 +125,19 @@ def test_only_conversations_that_end_in_an_answer_are_asked(project, opened):
     untaught = Example((Message("user", "Hi"), Message("assistant", "Ho", learn=False)))
     found = generations(opened, recipe, [asked, example("1+1?", "2"), untaught])
     assert [g.origin for g in found] == ["made:0"]
+
+
+def test_stop_texts_cut_responses_before_them(project, opened):
+    _, recipe = project
+    asked = [example(f"{n}+1?", "2") for n in range(3)]
+    free = [one.answer for one in generations(opened, recipe, asked)]
+    stop = free[0][1:3]
+    recipe = replace(recipe, generate=replace(recipe.generate, stop=(stop,)))
+    cut = [one.answer for one in generations(opened, recipe, asked)]
+    assert cut == [text.partition(stop)[0] for text in free]
+    hidden = [one.answer for one in generations(opened, recipe, asked, hides_special=True)]
+    for text, shown in zip(hidden, cut, strict=True):
+        assert text == re.sub(r"<\|[a-z_]+\|>", "", shown)
 
 
 def test_an_undesirable_response_is_not_expected(project, opened):

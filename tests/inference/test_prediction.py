@@ -1,6 +1,7 @@
 """Answers to many prompts are those of one conversation each."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -85,3 +86,18 @@ def test_a_model_without_a_template_takes_plain_texts_only(folder, prompts):
     for asked, system in ((prompts("Hi"), "Be brief."), (prompts({"messages": turns}), None)):
         with pytest.raises(TemplateError, match=r"line 1: this model has no chat template"):
             predict(opened, asked, GenerateSection(), system=system)
+
+
+def test_stop_texts_cut_answers_alike_in_predict_and_chat(folder, prompts):
+    opened = open_model(folder / "chat")
+    section = GenerateSection(max_new_tokens=12, batch_size=3)
+    free = [one.text for one in predict(opened, prompts(*TEXTS), section)]
+    section = replace(section, stop=(free[0][4:6], free[1][5:7]))
+    found = predict(opened, prompts(*TEXTS), section)
+    for text, one in zip(free, found, strict=True):
+        ends = [text.index(stop) for stop in section.stop if stop in text]
+        assert one.text == text[: min(ends, default=None)]
+        assert (one.finish_reason == "stop") == bool(ends)
+    pieces = []
+    assert [Conversation(opened, section).ask(t, pieces.append) for t in TEXTS] == found
+    assert "".join(pieces) == "".join(one.text for one in found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .model_loading import LoadedModel
 logger = logging.getLogger(__name__)
 _PART = ".part"
 _LIMIT = 1 << 34  # bytes of responses that are read back
+_NAMES = {"job", "index", "ids", "finish_reason"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,10 @@ class AnswerJournal:
             "index": index,
             "ids": sample.ids,
             "finish_reason": sample.finish_reason,
-            "answer": self.decode(sample.text_ids),
+            "answer": sample.text(self.decode),
         }
+        if sample.text_before_stop is not None:
+            row["text_before_stop"] = sample.text_before_stop
         return json.dumps(row)
 
 
@@ -108,33 +111,60 @@ def open_journal(
 def _resumed(
     output: Output, opened: LoadedModel, asked: Sequence[object]
 ) -> tuple[str, dict[int, Sample]]:
-    """The identity of the job, and what earlier attempts at it have generated."""
-    weights = [_traces(folder) for folder in opened.folders]
+    job, rows = earlier_rows(output, opened, asked, _NAMES, ("answer", "to other prompts"))
+    return job, {row["index"]: _sample(row) for row in rows}
+
+
+def earlier_rows(
+    output: Output,
+    opened: LoadedModel,
+    asked: Sequence[object],
+    names: Set[str],
+    what: tuple[str, str],
+) -> tuple[str, list[dict[str, Any]]]:
+    """The identity of the job, and the rows that earlier attempts at it have written.
+
+    Args:
+        output: the file, and whether it is to be replaced.
+        opened: the model, whose weights are part of the identity.
+        asked: what is to be answered, and how.
+        names: keys of a complete row.
+        what: a row, and what rows of another job belong to, as the error says it.
+
+    Raises ``RunError``: there are rows of another job, which are not to be replaced.
+    """
+    weights = [weight_traces(folder) for folder in opened.folders]
     told = [*asked, str(opened.inner.dtype), weights]
     job = files.digest(json.dumps(told, default=str).encode())
-    with files.raising(RunError, "cannot read the answers so far"):
-        rows = [row for path in output.parts for row in _rows(path)]
+    one, other = what
+    with files.raising(RunError, f"cannot read the {one}s so far"):
+        rows = [row for path in output.parts for row in complete_rows(path, names)]
     own = [row for row in rows if row["job"] == job]
     if len(own) < len(rows):
         if not output.force:
             raise RunError(
-                f"{output.part(0)}: contains {counted(len(rows) - len(own), 'answer')} to other "
-                "prompts, settings or weights; repeat the command that wrote them, choose another "
+                f"{output.part(0)}: contains {counted(len(rows) - len(own), one)} {other}, "
+                "settings or weights; repeat the command that wrote them, choose another "
                 "--output, or discard them with --force"
             )
         output.remove_parts()
         own = []
-    return job, {row["index"]: Sample(tuple(row["ids"]), (), row["finish_reason"]) for row in own}
+    return job, own
 
 
-def _traces(folder: Path) -> list[str]:
+def _sample(row: Mapping[str, Any]) -> Sample:
+    text_before_stop = row.get("text_before_stop")
+    return Sample(tuple(row["ids"]), (), row["finish_reason"], text_before_stop=text_before_stop)
+
+
+def weight_traces(folder: Path) -> list[str]:
     """What changes with the files of a folder: names, lengths and times."""
     found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
     return [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in found]
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file of responses."""
+def complete_rows(path: Path, names: Set[str]) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file of results, which have these ``names``."""
     with files.open_file(path) as file:
         text = files.read_all(file, _LIMIT).decode(errors="replace")
     for line in text.split("\n"):
@@ -142,5 +172,5 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and row.keys() >= {"job", "index", "ids", "finish_reason"}:
+        if isinstance(row, dict) and row.keys() >= names:
             yield row

@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..data.example import Message
+from ..data.example import JSON, Message, Role
+from ..data.text.templates.arguments import with_arguments
+from ..data.text.tool_calls import parse_tool_calls, syntax_of
 from ..errors import RunError, TemplateError
 from ..generate.decode import decoder
-from ..generate.generation import FinishReason, context_length, room, stream
+from ..generate.generation import FinishReason, Sample, context_length, room, stream
 from ..generate.section import GenerateSection
 from .model_loading import LoadedModel, refuse_reward_model
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A response, and why it ended: ``stop``: it was complete, ``length``: ``max_new_tokens``,
-    ``context``: the context length was reached, ``interrupted``: by Ctrl-C."""
+    """A response, and why it ended: ``stop``: it was complete, or a stop text ended it, ``length``:
+    ``max_new_tokens``, ``context``: the context length was reached, ``interrupted``: by Ctrl-C."""
 
     text: str
     finish_reason: FinishReason | Literal["interrupted"]
+    tool_calls: tuple[JSON, ...] = ()  # that the text contains, if the prompt has tools
+    broken_calls: tuple[str, ...] = ()  # those that cannot be read
+    prompt_ids: Sequence[int] = field(default=(), compare=False)
+    # of the response, with those of the stop text that ended it; none if it was interrupted
+    ids: Sequence[int] = field(default=(), compare=False)
 
 
-def finish_reason(length: int, left: int | None, section: GenerateSection) -> FinishReason:
-    """Why a response of ``length`` tokens ended; ``left``: tokens of context (None: no limit)."""
-    if left is not None and length >= left:
-        return "context"
-    return "length" if length >= section.max_new_tokens else "stop"
+def answer_of(
+    opened: LoadedModel, text: str, reason: FinishReason, tools: Sequence[JSON]
+) -> Answer:
+    """A response with its calls of ``tools``, read in the syntax of the model's template."""
+    syntax = syntax_of(opened.template.source) if opened.template and tools else None
+    if syntax is None:
+        return Answer(text, reason)
+    found = parse_tool_calls(text, syntax, tools)
+    return Answer(text, reason, found.calls, found.broken)
+
+
+def with_thinking(opened: LoadedModel, thinks: bool | None) -> LoadedModel:
+    """``opened`` with ``enable_thinking`` as its template's argument; None changes nothing. Raises
+    ``TemplateError``: its template has no such argument."""
+    if thinks is None:
+        return opened
+    if opened.template is None:
+        raise TemplateError("--thinking: this model has no chat template, so nothing to switch")
+    option = "--thinking" if thinks else "--no-thinking"
+    if "enable_thinking" not in opened.template.source:
+        raise TemplateError(f"{option}: this model's chat template has no argument enable_thinking")
+    given = {"enable_thinking": thinks}
+    source = with_arguments(opened.template.source, given, opened.template.name)
+    return replace(opened, template=replace(opened.template, source=source))
+
+
+def finish_reason(found: Sample, left: int | None) -> FinishReason:
+    """Why a response ended; ``left``: tokens of context (None: no limit)."""
+    if found.finish_reason == "stop":
+        return "stop"
+    return "context" if left is not None and len(found.ids) >= left else "length"
 
 
 @dataclass
@@ -40,10 +73,13 @@ class Conversation:
     system: str | None = None
     seed: int | None = None  # makes sampling repeatable
     messages: list[Message] = field(default_factory=list)
+    tools: Sequence[JSON] = ()  # schemas of functions that the model may call
 
     def __post_init__(self) -> None:
         refuse_reward_model(self.opened)
         self.set_system(self.system)
+        if self.tools and not self.has_template:
+            raise TemplateError("this model has no chat template, so it supports no tools")
 
     @property
     def has_template(self) -> bool:
@@ -60,11 +96,13 @@ class Conversation:
             raise TemplateError("this model has no chat template, so it supports no system message")
         self.system = text or None
 
-    def ask(self, text: str, on_text: Callable[[str], None] | None = None) -> Answer:
-        """The response to ``text``, passed piece by piece to ``on_text``. Raises ``RunError`` if
-        there is no room for one, and ``text`` is not added; ``TemplateError`` if the template
-        rejects it."""
-        said = Message("user", text)
+    def ask(
+        self, text: str, on_text: Callable[[str], None] | None = None, *, role: Role = "user"
+    ) -> Answer:
+        """The response to ``text``, passed piece by piece to ``on_text``; of role ``tool``, it is
+        the result of a call. Raises ``RunError`` if there is no room for one, and ``text`` is not
+        added; ``TemplateError`` if the template rejects it."""
+        said = Message(role, text)
         ids = self._ids(said)
         left = room(self.opened.model, ids)
         if left == 0:
@@ -73,7 +111,7 @@ class Conversation:
                 f"the model's context length is {context_length(self.opened.model):,}"
             )
         answer = self._answer(ids, left, on_text)
-        self.messages += [said, Message("assistant", answer.text)]
+        self.messages += [said, self.as_message(answer)]
         return answer
 
     def retry(self, on_text: Callable[[str], None] | None = None) -> Answer:
@@ -84,7 +122,7 @@ class Conversation:
         asked, before = self.messages[-2], self.messages[-2:]
         del self.messages[-2:]
         try:
-            return self.ask(asked.content, on_text)
+            return self.ask(asked.content, on_text, role=asked.role)
         except RunError:
             self.messages += before
             raise
@@ -96,7 +134,15 @@ class Conversation:
                 raise RunError("there is no text to continue")
             return ids
         first = [Message("system", self.system)] if self.system else []
-        return self.opened.prompt([*first, *self.messages, said])
+        return self.opened.prompt([*first, *self.messages, said], self.tools)
+
+    def as_message(self, answer: Answer) -> Message:
+        """What later prompts contain of a response: its calls as the template writes them."""
+        if not answer.tool_calls or self.opened.template is None:
+            return Message("assistant", answer.text)
+        syntax = syntax_of(self.opened.template.source)
+        found = parse_tool_calls(answer.text, syntax, self.tools)
+        return Message("assistant", found.text, found.calls)
 
     def _answer(
         self, ids: list[int], left: int | None, on_text: Callable[[str], None] | None
@@ -120,4 +166,6 @@ class Conversation:
             )
         except KeyboardInterrupt:
             return Answer("".join(pieces), "interrupted")
-        return Answer("".join(pieces), finish_reason(len(found), left, self.section))
+        reason = finish_reason(found, left)
+        answer = answer_of(self.opened, "".join(pieces), reason, self.tools)
+        return replace(answer, prompt_ids=ids, ids=found.text_ids)

@@ -13,7 +13,7 @@ from ..batch import Features
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.text.codec import Codec
-from ..data.text.templates import load_template
+from ..data.text.templates import section_template
 from ..errors import DataError
 from ..model.attention.isolation import PromptSharing, packed_meanwhile
 from ..model.precision import autocast, choose
@@ -40,7 +40,7 @@ def adopt(opened: LoadedModel, recipe: Recipe) -> LoadedModel:
     if not recipe.stage.uses_template:
         template = None
     elif template is None:
-        template = load_template(recipe.data.template, opened.tokenizer)
+        template = section_template(recipe.data, opened.tokenizer)
     return replace(opened, recipe=recipe, template=template)
 
 

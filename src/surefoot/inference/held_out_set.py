@@ -42,7 +42,7 @@ def held_out(
     what is held out). ``codec`` determines which rows are usable if the recipe's own model no
     longer exists. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
     or broken."""
-    codec = _own_codec(recipe, codec)
+    codec = own_codec(recipe, codec)
     section = recipe.data
     names = [str(name) for name in section.eval_datasets] if dataset is None else [dataset]
     if dataset and dataset in section.datasets and dataset not in section.eval_datasets:
@@ -65,7 +65,7 @@ def held_out(
     return [HeldOut(VAL, _examples(section, _first(rows, limit)))]
 
 
-def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
+def own_codec(recipe: Recipe, fallback: Codec) -> Codec:
     """The recipe's own encoding: another model must not change what is held out."""
     try:
         folder = resolve(recipe.model)
@@ -80,7 +80,14 @@ def _own_codec(recipe: Recipe, fallback: Codec) -> Codec:
 def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
     """The rows of a dataset with trained tokens."""
     reference = recipe.data.reference(name)
-    section = replace(recipe.data, datasets=(reference,), eval_datasets=(), val_size=0.0)
+    section = replace(
+        recipe.data,
+        datasets=(reference,),
+        eval_datasets=(),
+        val_size=0.0,
+        mix_strategy="concat",
+        interleave_probs=None,
+    )
     (rows,) = _rows(prepared(recipe, codec, section).train)
     return rows
 

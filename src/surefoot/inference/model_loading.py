@@ -91,7 +91,7 @@ class LoadedModel:
 
     def continuation(self, text: str) -> list[int]:
         """The ids of plain text to continue, after the tokenizer's prefix tokens."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
         ends = ids and ids[-1] == self.tokenizer.eos_token_id
         return ids[:-1] if ends and not text.endswith(str(self.tokenizer.eos_token)) else ids
 
@@ -267,6 +267,14 @@ class ModelFolders:
     def all(self) -> tuple[Path, ...]:
         """The folders of all weights."""
         return tuple(one for one in (self.model, self.adapter, self.weights) if one is not None)
+
+
+def codec_of(parts: ModelFolders) -> Codec:
+    """The encoding that the tokenizer and the recipe of ``parts`` define; no model is opened."""
+    tokenizer = load_tokenizer(parts.tokenizer)
+    template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
+    section = parts.recipe.data if parts.recipe else without_datasets()
+    return Codec(tokenizer, template, section)
 
 
 T = TypeVar("T")

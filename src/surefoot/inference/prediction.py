@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from ..data.text.prompts import Prompt
 from ..errors import DataError, TemplateError, TemplateLimitError
@@ -14,11 +14,22 @@ from ..generate.section import GenerateSection
 from ..parallel.world import World
 from ..recipe.prediction import Prediction, load
 from .answer_journal import Output, open_journal
-from .conversation import Answer, finish_reason
+from .conversation import Answer, answer_of, finish_reason, with_thinking
 from .model_loading import LoadedModel, open_model, refuse_reward_model
 
 # A bar for work of a title and a length: entered, it gives what is called with each advance.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How to answer, beside the generation settings."""
+
+    seed: int = 42
+    thinks: bool | None = None  # switches the thinking of the template; None changes nothing
+
+
+DEFAULTS = AnswerOptions()
 
 
 def answer_prompts(
@@ -29,7 +40,7 @@ def answer_prompts(
     world: World,
     *,
     output: Output,
-    seed: int = 42,
+    options: AnswerOptions = DEFAULTS,
     progress: Progress,
 ) -> list[Answer]:
     """The answer to every prompt, in order, in every process of ``world``. ``asked`` is what
@@ -37,8 +48,10 @@ def answer_prompts(
     Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
     do."""
     opened = open_model(**asdict(asked.model), world=world, parallel=asked.parallel)
+    opened = with_thinking(opened, options.thinks)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
+        seed = options.seed
         return predict(opened, prompts, section, seed=seed, on_answered=advance, output=output)
 
 
@@ -78,13 +91,13 @@ def predict(
         section,
         seed=seed,
         stop_token_ids=opened.stop_token_ids,
+        decode=decode,
         on_answered=on_answered,
         store=store,
     )
-    answers = [list(one.text_ids) for one in found]
     return [
-        Answer(decode(ids), finish_reason(len(ids), space, section))
-        for ids, space in zip(answers, left, strict=True)
+        answer_of(opened, one.text(decode), finish_reason(one, space), prompt.tools)
+        for one, space, prompt in zip(found, left, prompts, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import read_examples
 from ..data.store.encoder import unread_in
 from ..data.text.codec import Codec
+from ..errors import counted
 from ..recipe.recipe import Recipe
 
 BATCH = 500
@@ -49,6 +50,17 @@ class PreviewExample:
     dropped: str | None
     items: Sequence[RenderedExample]
 
+    @property
+    def outcome(self) -> str:
+        """Its tokens, and how many are trained, or why it is dropped."""
+        if self.dropped:
+            return f"dropped: {self.dropped}"
+        tokens = counted(sum(item.tokens for item in self.items), "token")
+        trained = sum(item.trained_tokens for item in self.items)
+        cut = f", truncated from {self.tokens:,}" if self.cut else ""
+        several = f" in {len(self.items)} sequences" if len(self.items) > 1 else ""
+        return f"{tokens}{cut}{several}, {trained:,} trained"
+
 
 @dataclass
 class DatasetStats:
@@ -66,6 +78,28 @@ class DatasetStats:
     trained_tokens: int = 0
     lengths: list[int] = field(default_factory=list)  # of sequences, before anything was cut
     shown: list[PreviewExample] = field(default_factory=list)
+
+    @property
+    def totals(self) -> list[str]:
+        """Rows, sequences and tokens, for people."""
+        first = "" if self.all_rows else "the first "
+        return [
+            f"{first}{counted(self.rows, 'row')}",
+            counted(self.items, "sequence"),
+            counted(self.tokens, "token"),
+            f"{self.trained_tokens:,} trained",
+        ]
+
+    def remarks(self) -> Iterator[str]:
+        """What was not read, or not as it is; nothing if all is well."""
+        if self.broken:
+            yield f"{counted(len(self.broken), 'row')} cannot be read, such as {self.broken[0]}"
+        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
+            yield f"{counted(count, 'example')} dropped: {reason}"
+        if self.unread:
+            yield f"columns that nothing reads: {', '.join(self.unread)}"
+        if self.cut:
+            yield f"{counted(self.cut, 'example')} truncated to data.cutoff_len"
 
 
 def preview_data(
@@ -123,7 +157,7 @@ def _add(
     )
     outcomes = recipe.stage.encode(examples, codec)
     wholes = recipe.stage.encode(examples, unlimited)
-    unread = unread_in(examples, [item for whole in wholes for item in _items(whole)])
+    unread = unread_in(examples, [item for whole in wholes for item in items_of(whole)])
     stats.unread = list(dict.fromkeys((*stats.unread, *unread)))
     for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):
         shown = _shown(codec, example, outcome, whole)
@@ -133,7 +167,7 @@ def _add(
         stats.items += len(shown.items)
         stats.tokens += sum(item.tokens for item in shown.items)
         stats.trained_tokens += sum(item.trained_tokens for item in shown.items)
-        stats.lengths += [_num_limited(item) for item in _items(whole)]
+        stats.lengths += [num_limited(item) for item in items_of(whole)]
         _show(stats, shown, count)
 
 
@@ -149,14 +183,15 @@ def _show(stats: DatasetStats, one: PreviewExample, count: int) -> None:
 def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> PreviewExample:
     return PreviewExample(
         origin=example.origin,
-        tokens=sum(_num_tokens(item) for item in _items(whole)),
+        tokens=sum(num_tokens_of(item) for item in items_of(whole)),
         cut=isinstance(outcome, Truncated),
         dropped=outcome.reason if isinstance(outcome, Dropped) else None,
-        items=[_sequence(codec, item) for item in _items(outcome)],
+        items=[_sequence(codec, item) for item in items_of(outcome)],
     )
 
 
-def _items(outcome: Encoded) -> Sequence[Features]:
+def items_of(outcome: Encoded) -> Sequence[Features]:
+    """The sequences of an example; none if it is dropped."""
     if isinstance(outcome, Dropped):
         return ()
     return outcome.features if isinstance(outcome, Truncated) else outcome
@@ -169,16 +204,22 @@ def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
             yield ids, item[name.removesuffix("input_ids") + "labels"]
 
 
-def _num_tokens(item: Features) -> int:
+def num_tokens_of(item: Features) -> int:
+    """The tokens of an item, of both responses of a pair."""
     return sum(len(ids) for ids, _ in _pairs(item))
 
 
-def _num_limited(item: Features) -> int:
+def num_limited(item: Features) -> int:
     """The tokens that ``cutoff_len`` limits: of a pair, the prompt with its longer response."""
     if "lengths" not in item:
-        return _num_tokens(item)
+        return num_tokens_of(item)
     prompt, *answers = (int(length) for length in item["lengths"])
     return prompt + max(answers)
+
+
+def num_trained_of(item: Features) -> int:
+    """Its trained tokens; nothing predicts the first one of a sequence."""
+    return sum(label != IGNORE_INDEX for _, labels in _pairs(item) for label in labels[1:])
 
 
 def _sequence(codec: Codec, item: Features) -> RenderedExample:
@@ -191,9 +232,19 @@ def _sequence(codec: Codec, item: Features) -> RenderedExample:
         kinds = list(zip(is_trained, answers, strict=True))
         bounds = [0, *(i for i in range(1, len(ids)) if kinds[i] != kinds[i - 1]), len(ids)]
         for start, end in pairwise(bounds):
-            text = codec.tokenizer.decode(list(ids[start:end]))
+            text = codec.tokenizer.decode(_trained(ids[start:end], labels[start:end]))
             parts.append(TextSpan(text, is_trained[start], answers[start]))
-    return RenderedExample(parts, _num_tokens(item), trained)
+    return RenderedExample(parts, num_tokens_of(item), trained)
+
+
+def _trained(ids: Sequence[int], labels: Sequence[int]) -> list[int]:
+    """The tokens to show: where another one than the next is trained, that one in front."""
+    pairs = zip(ids, labels, strict=True)
+    return [
+        token
+        for i, label in pairs
+        for token in ((i,) if label in (i, IGNORE_INDEX) else (label, i))
+    ]
 
 
 def _answers(item: Features, count: int) -> list[str | None]:

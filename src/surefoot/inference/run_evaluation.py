@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..batch import Features
@@ -27,6 +27,8 @@ from .prediction import Progress
 from .responses import Generation, generations
 
 BASE = "base"
+# Responses and their references to metrics, as ``benchmarks.text_similarity`` has them.
+Compare = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class DatasetResult:
     num_examples: int
     metrics: dict[str, float]  # loss, perplexity, token_accuracy, say
     answers: Sequence[Generation] = field(default=())
+    similarity: Mapping[str, float] = field(default_factory=dict)  # of the responses: BLEU, say
 
     @property
     def matches(self) -> int:
@@ -49,7 +52,7 @@ class DatasetResult:
         found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
         if self.answers:
             found |= {"exact_match": self.matches / len(self.answers)}
-            found |= {"matches": self.matches, "answers": len(self.answers)}
+            found |= {"matches": self.matches, "answers": len(self.answers), **self.similarity}
         return found
 
 
@@ -59,6 +62,12 @@ class EvaluationReport:
 
     model: str  # a short name
     results: Sequence[DatasetResult]
+    similarity: Mapping[str, float] = field(default_factory=dict)  # of all responses
+
+    def compared(self, compare: Compare) -> EvaluationReport:
+        """With the similarity of responses to those of the data, by ``compare``."""
+        results = [replace(one, similarity=_similarity(one, compare)) for one in self.results]
+        return replace(self, results=results, similarity=_similarity(self, compare))
 
     @property
     def answers(self) -> Sequence[Generation]:
@@ -76,7 +85,7 @@ class EvaluationReport:
             if metric in known
         }
         count = sum(result.num_examples for result in self.results)
-        return DatasetResult("", count, means, self.answers)
+        return DatasetResult("", count, means, self.answers, self.similarity)
 
     def as_data(self, generations: Path | None) -> dict[str, object]:
         """Everything as plain data; ``generations``: the file of the responses."""
@@ -123,14 +132,11 @@ def evaluate_run(
     same on all ranks. ``base`` is that of an adapter, if it moved. Raises ``CheckpointError``,
     ``DataError``, ``ModelError`` or ``RecipeError`` if there is no such model, or nothing to
     evaluate it on."""
-    with world.main_first():  # which downloads what is elsewhere
-        path = None if model == BASE else _path(recipe.train.output_dir, model)
-        if path is not None:
-            locate(path)  # what is missing is said before slow work
+    path = evaluated_path(recipe, model, world)
     columns = auxiliary_columns(
         recipe, dataset=dataset, limit=limit, world=world, parallel=parallel
     )
-    opened = adopt(_open(recipe, path, base, world, parallel), recipe)
+    opened = adopt(open_evaluated(recipe, path, base, world, parallel), recipe)
     with world.main_first():  # which fills the cache
         parts = held_out(recipe, opened.codec, dataset=dataset, limit=limit)
     with staying(recipe, opened.codec, world, parallel) as others:
@@ -142,7 +148,24 @@ def evaluate_run(
     return EvaluationReport(BASE if folder is None else folder.name, results)
 
 
-def _open(
+def _similarity(found: DatasetResult | EvaluationReport, compare: Compare) -> Mapping[str, float]:
+    answers = found.answers
+    if not answers:
+        return {}
+    return compare([one.answer for one in answers], [one.reference for one in answers])
+
+
+def evaluated_path(recipe: Recipe, model: str | None, world: World) -> str | None:
+    """Where the model to evaluate is; None: the recipe's own before training. Raises
+    ``CheckpointError`` or ``ModelError``: there is none."""
+    with world.main_first():  # which downloads what is elsewhere
+        path = None if model == BASE else _path(recipe.train.output_dir, model)
+        if path is not None:
+            locate(path)  # what is missing is said before slow work
+    return path
+
+
+def open_evaluated(
     recipe: Recipe,
     path: str | None,
     base: str | None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..batch import Features, OutputSpec
+from ..batch import SCORES, Features
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.rows.catalog import Catalog
@@ -25,7 +25,6 @@ from ..schema.locations import DatasetReference
 from .model_loading import LoadedModel, open_model
 from .prediction import Progress
 
-SCORES = OutputSpec(("values",), at="ends")
 Rewards = dict[str, float]  # reward, or reward_chosen and reward_rejected
 
 

@@ -6,12 +6,13 @@ folder appears when all of it is written, and opens with ``AutoModelForCausalLM.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
-from ...checkpoint.converting.model_files import configs
+from ...checkpoint.converting.model_files import configs, read_config
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
@@ -20,6 +21,7 @@ from ...checkpoint.sources.source import TensorSource
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
+from ..receipts.receipt import Artefact, write_receipt
 from .base_model import meta_model
 from .end_tokens import stop_token_ids
 from .merged_model import MergedModel, merged_weights
@@ -70,22 +72,17 @@ def export(
             files = reward_adapter(parts, dtype, trust_remote_code=trust_remote_code)
             with new_folder(target, may_be_empty=True) as folder:
                 write_small(folder, files)
+                write_receipt(folder, parts, Artefact("adapter", dtype or "float32", 0))
             return
         source, small = whole_model(
             parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
         )
-        dtypes, done = source.dtypes(), 0
-        total = sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if progress is not None:
-                progress(done, total)
-
+        artefact = _artefact(parts, source, small, dtype, reward_head)
+        advance = counting(num_bytes(source), progress)
         with new_folder(target, may_be_empty=True) as folder:
             copy(source, folder, max_shard_size=max_shard_size, progress=advance)
             write_small(folder, small)
+            write_receipt(folder, parts, artefact)
 
     def find(damaged: Damaged) -> ModelFolders:
         parts = find_parts(path, base=base, damaged=damaged)
@@ -94,6 +91,46 @@ def export(
 
     with_valid(find, write)
     return target
+
+
+def counting(total: int, progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
+    """Calls ``progress`` with the bytes so far, and the ``total``."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return advance
+
+
+def num_bytes(source: TensorSource) -> int:
+    """The bytes of all values."""
+    dtypes = source.dtypes()
+    return sum(prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
+
+
+def num_weights(source: TensorSource) -> int:
+    """The number of all values."""
+    return sum(prod(shape) for shape in source.shapes().values())
+
+
+def _artefact(
+    parts: ModelFolders,
+    source: TensorSource,
+    small: Mapping[str, bytes],
+    dtype: DtypeName | None,
+    reward_head: RewardHead,
+) -> Artefact:
+    """What the receipt says of a Hugging Face folder. Whatever has other bits than the checkpoint
+    was rounded: a merged adapter, another dtype, dequantized weights."""
+    stored = read_config(parts.model / "config.json")
+    is_rounded = parts.adapter is not None or dtype is not None or "quantization_config" in stored
+    to = "huggingface" if head_of(parts, reward_head) is None else "reward"
+    written = str(json.loads(small["config.json"]).get("dtype"))
+    return Artefact(to, written, num_weights(source), is_rounded)
 
 
 def whole_model(

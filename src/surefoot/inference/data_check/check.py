@@ -1,0 +1,152 @@
+"""Check the rows of a recipe, dataset by dataset. Rows are read once and in batches, and only a few
+hashes of each are kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ...data.data_order import Index
+from ...data.encoded import Dropped, Encoded, Truncated
+from ...data.example import Example
+from ...data.prepared.row_choice import DrawnRows, draw_rows
+from ...data.rows.catalog import Catalog
+from ...data.rows.registry import DatasetEntry
+from ...data.rows.row_sources import BrokenRow
+from ...data.rows.rows import read_examples
+from ...data.store.encoder import unread_in
+from ...data.text.codec import Codec
+from ...recipe.recipe import Recipe
+from ..preview import UNLIMITED, items_of, num_limited, num_tokens_of, num_trained_of
+from .comparison import SNIPPET, SNIPPETS, Reading, compared
+from .conversations import oddities, response_of, texts_of
+from .duplicates import RowHashes
+from .figures import Counted, DataCheck, DatasetFigures
+from .findings import findings_of
+from .scripts import script_of
+
+logger = logging.getLogger(__name__)
+BATCH = 500
+REPORT_SECONDS = 10.0
+
+
+class _Checker:
+    """Reads datasets and collects their figures."""
+
+    def __init__(self, recipe: Recipe, codec: Codec, hashes: RowHashes) -> None:
+        self._recipe, self._codec, self._hashes = recipe, codec, hashes
+        section = replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
+        self._unlimited = codec.with_section(section)
+        specials = (*codec.tokenizer.all_special_tokens, "<|im_start|>", "<|im_end|>")
+        self._specials = [t for t in dict.fromkeys(map(str, specials)) if len(t) > 2]
+
+    def read(
+        self, entry: DatasetEntry, *, limit: int | None, chosen: Index | None, is_evaluation: bool
+    ) -> Reading:
+        """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
+        reading = Reading(DatasetFigures(entry.name, is_evaluation), len(self._hashes))
+        most = entry.limit(self._recipe.data.max_samples) if chosen is None else None
+        rows = read_examples(entry, max_samples=most, max_broken_rows=UNLIMITED, chosen=chosen)
+        started = time.monotonic()
+        wanted = islice(rows, limit)
+        while batch := list(islice(wanted, BATCH)):
+            self._add(reading, batch)
+            if time.monotonic() - started > REPORT_SECONDS:
+                started = time.monotonic()
+                logger.info("checking %s: %d rows", entry.name, reading.figures.rows)
+        reading.figures.all_rows = limit is None or next(rows, None) is None
+        return reading
+
+    def _add(self, reading: Reading, batch: Sequence[Example | BrokenRow]) -> None:
+        figures = reading.figures
+        figures.rows += len(batch)
+        examples = []
+        for row in batch:
+            if isinstance(row, BrokenRow):
+                figures.broken.add(f"{figures.name}:{row.index}: {row.reason}")
+                reading.num_rows = max(reading.num_rows, row.index + 1)
+            else:
+                examples.append(row)
+        wholes = self._recipe.stage.encode(examples, self._unlimited)
+        outcomes = self._limited(examples, wholes)
+        unread = unread_in(examples, [item for whole in wholes for item in items_of(whole)])
+        figures.unread = list(dict.fromkeys((*figures.unread, *unread)))
+        for example, whole, outcome in zip(examples, wholes, outcomes, strict=True):
+            self._one(reading, example, whole, outcome)
+
+    def _limited(self, examples: Sequence[Example], wholes: Sequence[Encoded]) -> list[Encoded]:
+        """The examples as they are trained on. Only long ones must be encoded again for it."""
+        limit = self._codec.section.longest
+        is_long = [any(num_limited(item) > limit for item in items_of(whole)) for whole in wholes]
+        again = [e for e, long in zip(examples, is_long, strict=True) if long]
+        encoded = iter(self._recipe.stage.encode(again, self._codec) if again else ())
+        return [next(encoded) if long else w for w, long in zip(wholes, is_long, strict=True)]
+
+    def _one(self, reading: Reading, example: Example, whole: Encoded, outcome: Encoded) -> None:
+        figures, number = reading.figures, int(example.origin.rpartition(":")[2])
+        reading.num_rows = max(reading.num_rows, number + 1)
+        items = items_of(outcome)
+        if items:
+            reading.usable.append(number)
+        if isinstance(outcome, Dropped):
+            figures.dropped.setdefault(outcome.reason, Counted()).add(example.origin)
+        if isinstance(outcome, Truncated):
+            figures.cut.add(example.origin)
+        figures.items += len(items)
+        figures.tokens += sum(map(num_tokens_of, items))
+        figures.trained_tokens += sum(map(num_trained_of, items))
+        figures.lengths.update(map(num_limited, items_of(whole)))
+        if example.label is not None:
+            figures.labels[example.label] += 1
+        stage = self._recipe.stage
+        needs = stage.uses_template and not stage.max_new_tokens
+        for what in oddities(example, self._specials, needs_response=needs):
+            figures.odd.setdefault(what, Counted()).add(example.origin)
+        self._compare(reading, example, number)
+
+    def _compare(self, reading: Reading, example: Example, number: int) -> None:
+        """Keep the hashes of a row, and count the scripts of its prompt and its response."""
+        response, texts = response_of(example), texts_of(example)
+        place = len(self._hashes)
+        self._hashes.add(texts)
+        reading.numbers.append(number)
+        if response is not None and len(reading.snippets) < SNIPPETS:
+            reading.snippets[place] = response.content[:SNIPPET]
+        said = [m.content for m in example.messages if m.role == "user"]
+        script = script_of(response.content if response else texts.content)
+        asked = script_of(said[-1]) if said and response else ""
+        reading.figures.scripts[script or "no letters"] += 1
+        if asked and script and asked.partition(" ")[0] != script.partition(" ")[0]:
+            reading.figures.other_script.add(example.origin)
+
+
+def check_data(
+    recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
+) -> DataCheck:
+    """Check the datasets of a recipe, or one ``dataset``, at most ``limit`` rows of each. Nothing
+    is written to the cache. Raises ``DataError``: a dataset cannot be read at all."""
+    section, catalog = recipe.data, Catalog(recipe.data)
+    names = [str(name) for name in (*section.datasets, *section.eval_datasets)]
+    wanted = dict.fromkeys([dataset] if dataset else names)
+    entries = [catalog.entry(name) for name in wanted]
+    drawn: Mapping[str, DrawnRows] = {}
+    if not section.streaming:
+        every = [catalog.entry(name) for name in names]
+        drawn = draw_rows(every, max_samples=section.max_samples, seed=recipe.train.seed)
+    with RowHashes() as hashes:
+        checker = _Checker(recipe, codec, hashes)
+        readings = []
+        for entry in entries:
+            chosen = drawn[entry.name].distinct if entry.name in drawn else None
+            is_evaluation = entry.name not in section.datasets
+            reading = checker.read(entry, limit=limit, chosen=chosen, is_evaluation=is_evaluation)
+            if chosen is not None:
+                reading.num_rows = drawn[entry.name].num_rows
+            readings.append(reading)
+        overlaps = compared(recipe, readings, hashes)
+    figures = [reading.figures for reading in readings]
+    findings = findings_of(section, figures, overlaps)
+    return DataCheck(codec.section.longest, figures, overlaps, findings)

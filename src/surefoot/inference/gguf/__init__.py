@@ -1,0 +1,1 @@
+"""Models and adapters as GGUF files, which llama.cpp and Ollama run, written without a compiler."""

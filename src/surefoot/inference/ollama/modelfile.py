@@ -1,0 +1,96 @@
+"""A Modelfile: from which file Ollama makes a model, with which template, stops and sampling."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ...data.text.templates import saved_source
+from ...data.text.templates.render import Renderer
+from ...errors import TemplateError
+from ...recipe.recipe import Recipe
+from .derived_template import go_template
+
+logger = logging.getLogger(__name__)
+_QUOTES = '"""'
+_POSITIONS = 4096  # that Ollama gives a model by itself
+
+
+@dataclass(frozen=True)
+class ModelForOllama:
+    """What a Modelfile says besides the files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    adds_first: bool
+    """Whether the GGUF file has Ollama begin every prompt with the first token."""
+    stop_token_ids: Sequence[int]
+    num_positions: int
+    recipe: Recipe | None = None
+    generation: Mapping[str, object] | None = None
+    """Of ``generation_config.json``, for models without a recipe."""
+
+
+def modelfile_of(target: Path) -> Path:
+    """The path of the Modelfile of a GGUF file."""
+    return target.with_suffix(".Modelfile")
+
+
+def modelfile_text(model: ModelForOllama, lines: Sequence[str], where: str) -> bytes:
+    """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``). A template that Ollama
+    cannot express is omitted, with a warning."""
+    name = lines[-1].rpartition("/")[2].removesuffix(".gguf").lower()
+    parts = [f"# ollama create {name} -f THIS_FILE", *lines]
+    parts += _template(model, where)
+    system = None if model.recipe is None else model.recipe.data.default_system
+    if system is not None and _QUOTES not in system:
+        parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
+    stops = [model.tokenizer.convert_ids_to_tokens(token) for token in model.stop_token_ids]
+    parts += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    texts = () if model.recipe is None else model.recipe.generate.stop
+    parts += [f"PARAMETER stop {_QUOTES}{text}{_QUOTES}" for text in texts]  # Ollama unescapes none
+    parts += [f"PARAMETER {name} {value}" for name, value in _sampling(model).items()]
+    mark = "" if model.num_positions < _POSITIONS else "# "  # more takes more memory
+    parts.append(f"{mark}PARAMETER num_ctx {model.num_positions}")
+    return ("\n".join(parts) + "\n").encode()
+
+
+def _template(model: ModelForOllama, where: str) -> list[str]:
+    source = saved_source(model.tokenizer)
+    if source is None:
+        logger.warning("%s: has no chat template, so its Modelfile has none", where)
+        return []
+    bos = str(model.tokenizer.bos_token or "")
+    try:
+        found = go_template(Renderer(source, model.tokenizer), bos, is_added=model.adds_first)
+        if _QUOTES in found.source:
+            raise TemplateError(f"it contains {_QUOTES}")
+    except TemplateError as error:
+        logger.warning(
+            "%s: its chat template cannot be written in Ollama's language, so the Modelfile has "
+            "none: %s",
+            *(where, str(error)[:300]),
+        )
+        return ["# TEMPLATE is missing: the chat template cannot be written in Ollama's language"]
+    for difference in found.differences:
+        logger.warning("%s: the chat template is written for Ollama, but %s", where, difference)
+    return [f"TEMPLATE {_QUOTES}{found.source}{_QUOTES}", "# Tools are not part of TEMPLATE."]
+
+
+def _sampling(model: ModelForOllama) -> dict[str, object]:
+    """As ``chat`` samples from the run; Ollama's own defaults would repeat and vary otherwise."""
+    if model.recipe is not None:
+        section = model.recipe.generate
+        repeat = {"repeat_penalty": section.repetition_penalty}
+        if not section.do_sample:
+            return {"temperature": 0, **repeat}
+        chosen = {"temperature": section.temperature, "top_p": section.top_p}
+        return {**chosen, "top_k": section.top_k, **repeat}
+    given = model.generation or {}
+    if given.get("do_sample") is False:
+        return {"temperature": 0}
+    return {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given}

@@ -1,0 +1,130 @@
+"""Run the decoder layers of a model one after the other, with one of them in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ...checkpoint.sources.source import TensorSource, read_whole
+from ...errors import ModelError
+from ...model import FullWeights
+from ...model.pretrained.loading import device
+from ...model.pretrained.meta import fill_buffers
+from ...model.pretrained.weights import names_in_files
+from ...model.targets import layer_list
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets besides the hidden states
+
+
+class _Recorder(nn.Module):
+    """Takes the place of a layer, and keeps what it was called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = [layer]  # in a list, so that it is no submodule
+        self.inputs: list[torch.Tensor] = []
+        self.calls: list[Call] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes by which models choose masks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.layer[0], name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.inputs.append(hidden)
+        self.calls.append((args, kwargs))
+        return hidden
+
+
+@dataclass(frozen=True)
+class LayerwiseModel:
+    """A model on the meta device, and the source of its weights."""
+
+    model: PreTrainedModel
+    source: TensorSource
+    names: Mapping[str, str]  # of parameters: those in the source
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        return layer_list(self.model)
+
+    @torch.no_grad()
+    def record(self, rows: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[list[Call]]]:
+        """The hidden states [1, T, D] of each row before the first layer; of each layer, what it is
+        called with besides."""
+        places = self.layers
+        layers = list(places)
+        recorders = [_Recorder(layer) for layer in layers]
+        for place, recorder in enumerate(recorders):
+            places[place] = recorder
+        decoder = self.model.get_decoder()
+        others = {id(p) for p in decoder.parameters()}
+        names = [name for name, p in self.model.named_parameters() if id(p) in others]
+        try:
+            with self._loaded(names):
+                for row in rows:
+                    decoder(input_ids=torch.tensor([list(row)], device=device()), use_cache=False)
+        finally:
+            for place, layer in enumerate(layers):
+                places[place] = layer
+        return recorders[0].inputs, [one.calls for one in recorders]
+
+    @contextmanager
+    def loaded(self, place: int) -> Iterator[nn.Module]:
+        """A layer with its weights, while the block lasts."""
+        layer = self.layers[place]
+        prefix = next(name for name, module in self.model.named_modules() if module is layer)
+        with self._loaded([f"{prefix}.{name}" for name, _ in layer.named_parameters()]):
+            yield layer
+
+    @contextmanager
+    def _loaded(self, names: Sequence[str]) -> Iterator[None]:
+        before = {}
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(parent)
+            before[name] = module, leaf, module._parameters[leaf]
+            values = read_whole(self.source, self.names[name]).to(device(), torch.float32)
+            module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+        try:
+            yield
+        finally:
+            for module, leaf, parameter in before.values():
+                module._parameters[leaf] = parameter
+
+
+def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) -> LayerwiseModel:
+    """The model that ``config`` describes with the weights of ``source``. Raises ``ModelError`` if
+    it cannot be run layer by layer."""
+    found = CONFIG_MAPPING[config["model_type"]].from_dict({**config, "dtype": "float32"})
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(found)
+    if odd := fill_buffers(model):
+        raise ModelError(f"{where}: nothing initializes {odd}; use --algorithm rtn")
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device())
+    names = names_in_files(model, FullWeights(model).state_dict())
+    if missing := sorted(set(names.values()) - source.shapes().keys()):
+        raise ModelError(f"{where}: has no {missing[0]}, which the model needs")
+    return LayerwiseModel(model.eval(), source, names)
+
+
+@torch.no_grad()
+def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
+    """The output of a layer."""
+    args, kwargs = call
+    found = layer(hidden, *args, **kwargs)
+    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return output

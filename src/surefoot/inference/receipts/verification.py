@@ -1,0 +1,169 @@
+"""Verify an exported artefact against its receipt, and against the checkpoint that it was made of.
+
+The checkpoint is opened as for chat, an adapter on its base; the artefact by transformers. Both
+compute in float32, one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...errors import DataError, ModelError, RecipeError
+from ...storage import files
+from ..model_loading import ModelFolders, find_parts, open_model
+from .artefact_loading import UNREAD, check_package, open_artefact
+from .card import write_quality
+from .comparison import ProbeComparison, compare
+from .probes import outputs_of, probes_of
+from .quality import HeldOutRow, Quality, held_out_rows, quality_of, scores
+from .receipt import ExportOrigin, Receipt, changed_files, origin_of, read_receipt, update
+
+_FLOATS = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
+_BYTES = 4  # of a weight in float32
+_BESIDE = 1.2  # what else is in memory
+_SPEED = 0.5e9  # bytes per second that load and compute together, on a laptop
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found."""
+
+    comparison: ProbeComparison
+    quality: Quality | None = None
+    why_no_quality: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a verification."""
+
+    num_bytes: int
+    available: int
+
+    @property
+    def seconds(self) -> float:
+        """A rough estimate on a CPU."""
+        return 2 * self.num_bytes / _SPEED
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is there now."""
+        return self.num_bytes <= self.available
+
+
+def verification_cost(target: Path) -> Cost:
+    """The memory and time that ``verify_export`` takes."""
+    size = read_receipt(target).artefact.num_weights * _BYTES * _BESIDE
+    memory = psutil.virtual_memory().available
+    if torch.cuda.is_available():
+        memory = torch.cuda.mem_get_info()[0]
+    return Cost(int(size), memory)
+
+
+def why_unread(target: Path) -> str | None:
+    """Why nothing is computed with an artefact; None if it can be."""
+    return UNREAD.get(read_receipt(target).artefact.to)
+
+
+def verify_export(
+    target: str | Path,
+    *,
+    checkpoint: str | Path | None = None,
+    base: str | Path | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> Verification:
+    """Verify the artefact ``target``, and write the result into its receipt, of quantized weights
+    with the loss of quality on held-out rows.
+
+    Args:
+        target: the folder or file that an export wrote.
+        checkpoint: what it was made from, if that moved.
+        base: the base of its adapter, if that moved.
+        on_phase: called with what is done next.
+
+    Raises:
+        ModelError: no receipt, files that changed, another checkpoint or base than the artefact was
+            made from, or a package that is missing.
+    """
+    found = Path(target).expanduser().absolute()
+    receipt = read_receipt(found)
+    if reason := UNREAD.get(receipt.artefact.to):
+        raise ModelError(f"{found}: cannot be verified: {reason}")
+    check_package(receipt.artefact)
+    on_phase("files")
+    if problems := changed_files(found, receipt):
+        raise ModelError(f"{found}: {'; '.join(problems)}; export it again")
+    parts = _parts(receipt, checkpoint, base)
+    _refuse_changed(receipt.made_from, parts)
+    on_phase("checkpoint")
+    rows, why = _rows(parts, receipt)
+    opened = open_model(parts.folder, base=_base(parts), dtype="float32")
+    probes = probes_of(opened)
+    expected, before = outputs_of(opened.model, probes), scores(opened.model, rows)
+    del opened
+    gc.collect()
+    on_phase("artefact")
+    model = open_artefact(found, receipt.artefact)
+    result = compare(receipt.artefact, outputs_of(model, probes), expected)
+    quality = quality_of(scores(model, rows), before) if rows else None
+    data = None if quality is None else quality.as_data()
+    write_quality(found, update(found, receipt, verified=result.as_data(), quality=data))
+    return Verification(result, quality, why)
+
+
+def _rows(parts: ModelFolders, receipt: Receipt) -> tuple[list[HeldOutRow], str]:
+    """The held-out rows, if the weights are quantized; otherwise, or if there are none, why not."""
+    if receipt.artefact.type in _FLOATS:
+        return [], ""
+    try:
+        return held_out_rows(parts), ""
+    except (RecipeError, DataError, ModelError) as error:
+        return [], str(error).splitlines()[0]
+
+
+def _base(parts: ModelFolders) -> Path | None:
+    return None if parts.adapter is None else parts.model
+
+
+def _parts(
+    receipt: Receipt, checkpoint: str | Path | None, base: str | Path | None
+) -> ModelFolders:
+    """The folders from which the artefact was made, wherever they are now."""
+    made = receipt.made_from
+    if checkpoint is None and not files.is_folder(Path(made.checkpoint)):
+        raise ModelError(
+            f"{made.checkpoint}, from which it was exported, does not exist; if it moved, name it "
+            "with --checkpoint"
+        )
+    if made.base is None:
+        return find_parts(checkpoint or made.checkpoint)
+    if base is None and not files.is_folder(Path(made.base)):
+        raise ModelError(
+            f"{made.base}, the base of its adapter, does not exist; if it moved, name it with "
+            "--base"
+        )
+    return find_parts(checkpoint or made.checkpoint, base=base or made.base)
+
+
+def _refuse_changed(before: ExportOrigin, parts: ModelFolders) -> None:
+    """Raise ``ModelError`` if the folders are not those from which the artefact was made."""
+    now = origin_of(parts)
+    moved = replace(now, checkpoint=before.checkpoint, base=before.base)
+    if moved.files == before.files:
+        return
+    names = before.files.keys() | moved.files.keys()
+    other = sorted(n for n in names if before.files.get(n) != moved.files.get(n))
+    is_base = before.base is not None and not other[0].startswith("adapter/")
+    what = parts.model if is_base else parts.folder
+    option = "--base" if is_base else "--checkpoint"
+    raise ModelError(
+        f"{what}: is not what the artefact was exported from ({', '.join(other[:3])} "
+        f"{'differs' if len(other) == 1 else 'differ'}); name the right one with {option}, or "
+        "export again"
+    )

@@ -1,0 +1,358 @@
+"""Quantized weights open in transformers with the logits of the values they stand for, and the
+schemes round as compressed-tensors' own compression of a model in memory does."""
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import surefoot
+from folders import save_adapter, save_data, save_model, save_recipe
+from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.cli.export import SCHEMES
+from surefoot.cli.main import main
+from surefoot.errors import CheckpointError, ModelError
+from surefoot.geometry.box import Box
+from surefoot.inference import export, open_model
+
+pytest.importorskip("compressed_tensors")
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from transformers import CompressedTensorsConfig
+
+from surefoot.inference.held_out_set import held_out
+from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
+from surefoot.inference.quantizing.gptq import DAMPING, output_error, round_by_gptq
+from surefoot.inference.quantizing.layerwise import open_layerwise, run
+from surefoot.inference.quantizing.quantized_source import QuantizedSource
+from surefoot.inference.quantizing.schemes import PRESETS, scheme_of
+from surefoot.inference.receipts.verification import verify_export
+
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+IDS = torch.arange(60, 92)[None]
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+GROUPS = QuantizeOptions(group_size=32)
+KEPT = ("embed", "norm", "lm_head")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("quantizing") / "base", dtype=torch.bfloat16, **SIZES)
+
+
+@torch.no_grad()
+def logits(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)(IDS).logits
+
+
+def in_memory(folder, name):
+    """The tensors of compressed-tensors' own compression, scales by the largest values."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    scheme = scheme_of(name)
+    config = QuantizationConfig.model_validate(
+        {"config_groups": {PRESETS[name]: ["Linear"]}, "ignore": ["lm_head"]}
+    )
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            module.weight_scale.data = scheme.scales(module.weight.data)[0]
+            module.weight.data = module.weight.data.float()
+    ModelCompressor(quantization_config=config).compress_model(model)
+    return {name: value for name, value in model.state_dict().items() if "rotary" not in name}
+
+
+def test_the_schemes_of_the_command_are_those_of_the_module():
+    assert tuple(PRESETS) == SCHEMES
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_transformers_opens_each_scheme_with_the_logits_of_its_values(base, name, tmp_path):
+    out = export_quantized(base, tmp_path / "out", quantize=name)
+    plain = export(out, tmp_path / "plain")  # dequantized by us
+    found = logits(out, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert torch.equal(found, logits(plain))
+    expected = logits(base)
+    error = (logits(out) - expected).norm() / expected.norm()  # inputs rounded too
+    assert error < {"w4a16": 0.25, "w8a8": 0.03}.get(name, 0.1)
+    stored, original = load_file(out / "model.safetensors"), load_file(base / "model.safetensors")
+    kept = [n for n in original if any(word in n for word in KEPT)]
+    assert kept
+    assert all(torch.equal(stored[n], original[n]) for n in kept)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    theirs = in_memory(base, name)
+    assert all(torch.equal(stored[n], theirs[n]) for n in stored if "proj" in n)
+
+
+def test_an_adapter_is_merged_before_rounding(base, tmp_path):
+    save_adapter(base, tmp_path / "adapter")
+    merged = export(tmp_path / "adapter", tmp_path / "merged")
+    expected = export_quantized(merged, tmp_path / "expected", quantize="w4a16")
+    found = export_quantized(tmp_path / "adapter", tmp_path / "found", quantize="w4a16")
+    one, other = (load_file(folder / "model.safetensors") for folder in (expected, found))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_any_rows_of_a_tensor_are_those_of_the_whole(name):
+    torch.manual_seed(0)
+    weights = TensorsInMemory({"a.weight": torch.randn(384, 256)})
+    source = QuantizedSource(weights, scheme_of(name), frozenset(["a.weight"]))
+    for tensor, shape in source.shapes().items():
+        whole = read_whole(source, tensor)
+        assert (tuple(whole.shape), whole.dtype) == (shape, source.dtypes()[tensor])
+        for part in Box.whole(shape).blocks(max(1, whole.numel() // 5)):
+            assert torch.equal(
+                source.read(tensor, part).float(), whole[part.slices_in(Box.whole(shape))].float()
+            )
+
+
+def test_few_rows_are_read_at_a_time():
+    """What is read at a time is bounded, and so is what is computed of it."""
+    most = 0
+
+    class Rows:
+        def shapes(self):
+            return {"a.weight": (1 << 16, 4096)}
+
+        def dtypes(self):
+            return {"a.weight": torch.bfloat16}
+
+        def read(self, name, box):
+            nonlocal most
+            most = max(most, box.size)
+            return torch.ones(box.shape, dtype=torch.bfloat16)
+
+    source = QuantizedSource(Rows(), scheme_of("fp8-block"), frozenset(["a.weight"]))
+    source.read("a.weight_scale", Box((0, 0), (16, 32)))
+    source.read("a.weight", Box((5, 0), (500, 4096)))
+    assert most <= (256 + 256) * 4096
+
+
+def test_a_layer_that_does_not_fit_is_named_with_what_to_do(tmp_path):
+    save_model(tmp_path / "base", intermediate_size=96)
+    with pytest.raises(ModelError, match=r"q_proj.weight is 32 x 32, which groups of 128.*size 32"):
+        export_quantized(tmp_path / "base", tmp_path / "out", quantize="w4a16")
+    save_model(tmp_path / "odd", intermediate_size=48)
+    with pytest.raises(ModelError, match=r"128 inputs do not divide; use --quantize fp8 or w8a8"):
+        export_quantized(tmp_path / "odd", tmp_path / "out", quantize="w4a16")
+    with pytest.raises(ModelError, match=r"blocks of 128 x 128 do not divide.*--quantize fp8"):
+        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8-block")
+    out = export_quantized(tmp_path / "base", tmp_path / "out", quantize="w4a16", options=GROUPS)
+    assert torch.isfinite(open_model(out).model(IDS).logits).all()
+
+
+def test_values_that_cannot_be_rounded_leave_nothing_behind(tmp_path):
+    save_model(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.inf
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"layers\.1.mlp.up_proj.weight: .*NaN or infinite"):
+        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def rounded(weight, scheme):
+    scales = scheme.scales(weight)[0].repeat_interleave(scheme.column_block, 1)
+    return (weight / scales).round().clamp(-8, 7) * scales
+
+
+def by_least_squares(weight, hessian, scheme):
+    """GPTQ without its factorization: after each column, the best change of all that are left is
+    solved for anew, in float64 (Optimal Brain Surgeon, as in arXiv:2208.11580)."""
+    scales = scheme.scales(weight)[0].repeat_interleave(scheme.column_block, 1).double()
+    damped = hessian.double() + DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian))
+    left, found = weight.double().clone(), torch.zeros_like(weight, dtype=torch.float64)
+    order = hessian.diagonal().argsort(descending=True).tolist()
+    for place, i in enumerate(order):
+        found[:, i] = (left[:, i] / scales[:, i]).round().clamp(-8, 7) * scales[:, i]
+        rest = order[place + 1 :]
+        change = (found[:, i] - left[:, i])[None]
+        if rest:
+            left[:, rest] -= (
+                torch.linalg.solve(damped[rest][:, rest], damped[rest, i][:, None]) @ change
+            ).T
+    return found
+
+
+def correlated_inputs(count, seed):
+    torch.manual_seed(seed)
+    return torch.randn(count, 96) @ torch.randn(96, 96) * torch.rand(96)
+
+
+def test_gptq_is_the_solution_of_least_squares_column_by_column():
+    scheme, inputs = scheme_of("w4a16", 32), correlated_inputs(400, 0)
+    weight, hessian = torch.randn(24, 96), inputs.T @ inputs
+    found, expected = (
+        round_by_gptq(weight, hessian, scheme),
+        by_least_squares(weight, hessian, scheme),
+    )
+    steps = scheme.scales(weight)[0].repeat_interleave(32, 1)
+    same = (found - expected).abs() < 0.01 * steps
+    assert same.float().mean() > 0.99  # the others stand on the edge between two steps
+    ours, theirs = (output_error(weight, one.float(), hessian) for one in (found, expected))
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert ours < 0.6 * output_error(weight, rounded(weight, scheme), hessian)
+    outputs = (inputs @ (weight - found).T).double().square().sum()
+    assert ours == pytest.approx(float(outputs / (inputs @ weight.T).square().sum()), rel=1e-3)
+
+
+def test_inputs_that_are_always_zero_are_rounded_to_nearest():
+    scheme, inputs = scheme_of("w4a16", 32), correlated_inputs(50, 1)  # fewer rows than inputs
+    inputs[:, 40:60] = 0
+    weight = torch.randn(24, 96)
+    found = round_by_gptq(weight, inputs.T @ inputs, scheme)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found[:, 40:60], rounded(weight, scheme)[:, 40:60])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
+def test_layer_by_layer_the_model_computes_the_same(kind, tmp_path):
+    base = save_model(tmp_path / "base", kind)
+    model = open_layerwise(
+        open_folder(base), json.loads((base / "config.json").read_text()), "base"
+    )
+    rows = [[5, 6, 7, 8, 9, 10], [40, 3]]
+    hidden, calls = model.record(rows)
+    for place in range(len(model.layers)):
+        with model.loaded(place) as layer:
+            hidden = [run(layer, *both) for both in zip(hidden, calls[place], strict=True)]
+    assert all(p.is_meta for p in model.model.parameters())
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for row, found in zip(rows, hidden, strict=True):
+        expected = whole.get_decoder()(torch.tensor([row])).last_hidden_state
+        torch.testing.assert_close(whole.get_decoder().norm(found), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("calibrated")
+    save_model(folder / "model", intermediate_size=96)
+    save_data(folder / "data")
+    surefoot.train(save_recipe(folder))
+    return folder / "run"
+
+
+def test_a_run_is_calibrated_on_its_data_and_loses_less(run_folder, tmp_path):
+    """The layers' outputs on rows of the run, as transformers computes them."""
+    out = {
+        algorithm: export_quantized(
+            run_folder,
+            tmp_path / algorithm,
+            quantize="w4a16",
+            options=QuantizeOptions(32, algorithm),
+        )
+        for algorithm in ("rtn", "gptq")
+    }
+    assert {p.name for p in out["rtn"].iterdir()} == {p.name for p in out["gptq"].iterdir()}
+    encode = AutoTokenizer.from_pretrained(out["rtn"])
+    ids = encode.apply_chat_template(
+        [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}],
+        return_tensors="pt",
+        return_dict=False,
+    )
+
+    def states(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return model(ids, output_hidden_states=True).hidden_states[1]
+
+    expected = states(export(run_folder, tmp_path / "plain"))
+    errors = {name: float((states(one) - expected).norm()) for name, one in out.items()}
+    assert errors["gptq"] < 0.8 * errors["rtn"]
+
+
+@torch.no_grad()
+def test_the_card_has_the_quality_on_held_out_rows(run_folder, tmp_path):
+    out = export_quantized(
+        run_folder, tmp_path / "out", quantize="w4a16", options=QuantizeOptions(32)
+    )
+    assert "was not measured" in (out / "README.md").read_text()
+    (out / "README.md").write_text("Mine.\n" + (out / "README.md").read_text())
+    found = verify_export(out)
+    card = (out / "README.md").read_text()
+    assert card.startswith("Mine.")
+    assert f"| perplexity | {found.quality.perplexity:.3f} |" in card
+    opened = open_model(run_folder)
+    (part,) = held_out(opened.recipe, opened.codec)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ends, losses, matches = opened.stop_token_ids, [], 0
+    for (features,) in opened.codec.encode_chats(part.examples):
+        ids, labels = (list(map(int, features[n])) for n in ("input_ids", "labels"))
+        trained = [i for i, label in enumerate(labels) if label != -100]
+        logps = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        losses += [-logps[i - 1, labels[i]].item() for i in trained]
+        prompt = torch.tensor([ids[: trained[0]]])
+        length = len(trained)
+        written = model.generate(
+            prompt, do_sample=False, max_new_tokens=length, eos_token_id=list(ends)
+        )
+        matches += written[0, trained[0] :].tolist() == [labels[i] for i in trained]
+    assert (found.quality.num_rows, found.quality.num_tokens) == (6, len(losses))
+    assert math.log(found.quality.perplexity) == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert found.quality.exact_match == matches / 6
+
+
+@torch.no_grad()
+def test_real_layers_lose_less_than_by_rounding(shared):
+    """Weights and inputs of a trained model, and an independent loop in float64."""
+    folder = shared / "models" / "stories260k"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lines = (shared / "data" / "c4_demo.jsonl").read_text().splitlines()[:4]
+    encode, inputs = AutoTokenizer.from_pretrained(folder), []
+    module = model.model.layers[2].mlp.up_proj
+    module.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    for line in lines:
+        ids = encode(json.loads(line)["text"], return_tensors="pt")["input_ids"][:, :256]
+        model(ids)
+    hessian = torch.cat(inputs).T @ torch.cat(inputs)
+    scheme, weight = scheme_of("w4a16", 32), module.weight.data
+    plain = output_error(weight, rounded(weight, scheme), hessian)
+    ours = output_error(weight, round_by_gptq(weight, hessian, scheme), hessian)
+    reference = by_least_squares(weight, hessian, scheme).float()
+    assert ours == pytest.approx(output_error(weight, reference, hessian), rel=0.02)
+    assert ours < 0.7 * plain
+
+
+def test_calibration_needs_a_run_and_integers(base, tmp_path):
+    with pytest.raises(ModelError, match="has no recipe, so no data to calibrate on"):
+        export_quantized(
+            base, tmp_path / "o", quantize="w8a8", options=QuantizeOptions(algorithm="gptq")
+        )
+    with pytest.raises(ModelError, match="fp8 has no integers; use w4a16 or w8a8"):
+        export_quantized(
+            base, tmp_path / "o", quantize="fp8", options=QuantizeOptions(algorithm="gptq")
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    save_model(tmp_path / "base", "mixtral")
+    with pytest.raises(ModelError, match=r"experts\..* several experts; .*use --to gguf"):
+        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8")
+
+
+def test_the_command_refuses_types_of_other_formats(base, tmp_path):
+    def run(*options):
+        return CliRunner().invoke(main, ["export", str(base), str(tmp_path / "o"), *options])
+
+    done = run("--to", "compressed-tensors", "--quantize", "q8_0")
+    assert (done.exit_code, "expected one of fp8, fp8-block" in done.stderr) == (2, True)
+    done = run("--to", "gguf", "--quantize", "w8a8")
+    assert (done.exit_code, "not written by --to gguf" in done.stderr) == (2, True)
+    done = run("--to", "compressed-tensors", "--quantize", "fp8", "--group-size", "64")
+    assert (done.exit_code, "use --quantize w4a16" in done.stderr) == (2, True)
