@@ -1,0 +1,186 @@
+"""Tokens per second and time to the first token of servers of OpenAI's API, at 1, 8 and 32 clients.
+
+    .venv/bin/python benchmarks/serve.py --repetitions 1
+
+The same random weights are served by ``surefoot serve``, ``transformers serve`` (as it starts, and
+with continuous batching) and LLaMA-Factory's server, where ``--llamafactory`` names a folder with
+its package. All servers are up, and take turns: one alone has requests at a time. Every client
+sends one greedy request of its own; a round is over when all are answered. Tokens are those of
+``usage``. On a busy machine only tokens per CPU second of the server say something.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+import httpx
+import psutil
+from inputs import make_dataset, make_model
+from measure import machine, spread, table, versions
+
+Server = tuple[str, psutil.Process]  # its address
+SECONDS_TO_START = 180
+WORDS = ["trees", "rivers", "towns", "roads", "ships", "birds", "bread", "snow"]
+
+
+def commands(model: Path, llamafactory: str | None) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """The command of each server, without its port, and its environment."""
+    scripts = Path(sys.executable).parent
+    transformers = [str(scripts / "transformers"), "serve", str(model), "--device", "cpu"]
+    found: dict[str, tuple[list[str], dict[str, str]]] = {
+        "surefoot": ([sys.executable, "-m", "surefoot", "serve", str(model)], {}),
+        "transformers": (transformers, {}),
+        "transformers, batching": ([*transformers, "--continuous-batching"], {}),
+    }
+    if llamafactory:
+        start = "from llamafactory.api.app import run_api; run_api()"
+        options = ["--model_name_or_path", str(model), "--template", "qwen"]
+        own = {"PYTHONPATH": llamafactory, "DISABLE_VERSION_CHECK": "1"}
+        found["llamafactory"] = ([sys.executable, "-c", start, *options], own)
+    return found
+
+
+@contextmanager
+def started(
+    name: str, command: list[str], own: Mapping[str, str], port: int, log: Path
+) -> Iterator[Server]:
+    """A server; its address once it answers. Raises ``RuntimeError`` if it does not start."""
+    is_other = name == "llamafactory"  # its port is a variable
+    options = [] if is_other else ["--port", str(port)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "API_PORT": str(port), **own}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, *options], env=environment, stdout=output, stderr=output
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        end = time.monotonic() + SECONDS_TO_START
+        while process.poll() is None and time.monotonic() < end:
+            try:
+                httpx.get(f"{url}/v1/models", trust_env=False, timeout=5)
+                break
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        else:
+            raise RuntimeError(f"{name} does not start: {log.read_text()[-300:]}")
+        yield url, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def body(name: str, model: Path, client: int, count: int) -> dict[str, object]:
+    """A greedy request of a client's own."""
+    text = f"Name a reason why {WORDS[client % len(WORDS)]} matter to a town of {client} houses."
+    greedy = {"do_sample": False} if name == "llamafactory" else {"temperature": 0}
+    return {
+        "model": model.name if name == "surefoot" else str(model),
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": count,
+        **greedy,
+    }
+
+
+def answered(url: str, asked: Mapping[str, object]) -> int:
+    """The tokens of one answer."""
+    found = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=600, trust_env=False)
+    found.raise_for_status()
+    return int(found.json()["usage"]["completion_tokens"])
+
+
+def first(url: str, asked: Mapping[str, object]) -> float:
+    """Seconds to the first text of a stream, all of which is read."""
+    start, found = time.monotonic(), None
+    with httpx.stream(
+        "POST",
+        f"{url}/v1/chat/completions",
+        json={**asked, "stream": True},
+        timeout=600,
+        trust_env=False,
+    ) as stream:
+        for line in stream.iter_lines():
+            if found is None and _has_text(line):
+                found = time.monotonic() - start
+    return found if found is not None else time.monotonic() - start
+
+
+def _has_text(line: str) -> bool:
+    data = line.removeprefix("data: ")
+    if not data.startswith("{"):
+        return False
+    choices = json.loads(data).get("choices") or [{}]
+    return bool((choices[0].get("delta") or {}).get("content"))
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of a server and its children."""
+    every = [process, *process.children(recursive=True)]
+    return sum(sum(one.cpu_times()[:2]) for one in every)
+
+
+def measured(server: Server, asked: Sequence[Mapping[str, object]]) -> tuple[float, float, float]:
+    """Tokens per second and per CPU second of all clients together, and the median time to the
+    first token."""
+    url, process = server
+    with ThreadPoolExecutor(len(asked)) as pool:
+        before, start = cpu_seconds(process), time.monotonic()
+        tokens = sum(pool.map(lambda one: answered(url, one), asked))
+        seconds, cpu = time.monotonic() - start, cpu_seconds(process) - before
+        waits = list(pool.map(lambda one: first(url, one), asked))
+    return tokens / seconds, tokens / cpu, median(waits)
+
+
+def main() -> None:
+    """Start the servers, let them take turns, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--clients", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=64, help="of each response")
+    parser.add_argument("--llamafactory", help="a folder with its package")
+    arguments = parser.parse_args()
+    clients = [int(one) for one in arguments.clients.split(",")]
+    with tempfile.TemporaryDirectory(prefix="serve-") as name, ExitStack() as stack:
+        root = Path(name)
+        model = root / "model"
+        make_model(model, make_dataset(root / "data", 400), hidden=256, layers=6)
+        urls = {}
+        subjects = commands(model, arguments.llamafactory).items()
+        for number, (subject, (command, own)) in enumerate(subjects):
+            log, port = root / f"{number}.log", 18_000 + os.getpid() % 1000 * 10 + number
+            try:
+                urls[subject] = stack.enter_context(started(subject, command, own, port, log))
+                answered(urls[subject][0], body(subject, model, 0, 4))
+            except (RuntimeError, httpx.HTTPError) as error:
+                urls.pop(subject, None)
+                print(f"{subject} is left out: {error}\n{log.read_text()[-600:]}", file=sys.stderr)
+        found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+        for _ in range(arguments.repetitions):
+            for count in clients:
+                for subject, url in urls.items():
+                    asked = [body(subject, model, i, arguments.tokens) for i in range(count)]
+                    found.setdefault((subject, count), []).append(measured(url, asked))
+    print(f"{machine()}; {versions('surefoot', 'transformers', 'torch')}.")
+    rows = [
+        [
+            subject,
+            str(count),
+            spread([one[0] for one in values], 0),
+            spread([one[1] for one in values], 0),
+            spread([one[2] for one in values]),
+        ]
+        for (subject, count), values in sorted(found.items(), key=lambda one: one[0][1])
+    ]
+    print(table(["server", "clients", "tokens/s", "tokens/CPU s", "first token, s"], rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Requests to prompts, and tokens to what a response says."""

@@ -1,0 +1,157 @@
+"""``/v1/completions``: texts, or token ids, that are continued."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from ...generate.live import RowSettings, Token
+from ...generate.requests import Request
+from ..answers.prompt_ids import prompts_of
+from ..answers.token_report import completion_logprobs
+from ..answers.usage import usage_of
+from ..errors import ApiError
+from ..running.models import ServedModel
+from ..sampling import Reported, SamplingBody, rows_for
+from ..server_state import ServerState, unless_gone
+from ..streaming import Chunks, stream_of
+
+MAX_ALTERNATIVES = 20
+_USUAL = 16  # tokens of a response, as OpenAI documents
+
+
+class CompletionBody(SamplingBody):
+    """Texts or lists of token ids, and how each is continued."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(default=None, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    return_tokens_as_token_ids: bool | None = None
+    best_of: int | None = Field(default=None, ge=1)
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+@dataclass(eq=False)
+class Completion:
+    """One request: its prompts and its rows."""
+
+    model: ServedModel
+    body: CompletionBody
+    prompts: Sequence[Sequence[int]]
+    rows: Sequence[tuple[Request, RowSettings]]
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def head(self) -> dict[str, object]:
+        """What every answer begins with."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model.name,
+        }
+
+    def prompt(self, place: int) -> Sequence[int]:
+        """The prompt of a row."""
+        return self.prompts[place // (self.body.n or 1)]
+
+    def choice(
+        self, place: int, tokens: Sequence[Token], offset: int, *, is_first: bool
+    ) -> tuple[dict[str, object], int]:
+        """Some tokens of a response, and where the text after them begins."""
+        body, last = self.body, tokens[-1]
+        reason = {None: None, "stop": "stop"}.get(last.finish_reason, "length")
+        found: dict[str, object] = {
+            "index": place,
+            "text": "".join(token.text for token in tokens),
+            "logprobs": None,
+            "finish_reason": reason,
+        }
+        if body.logprobs is not None:
+            as_ids = bool(body.return_tokens_as_token_ids)
+            found["logprobs"], offset = completion_logprobs(
+                self.model, tokens, offset, as_ids=as_ids
+            )
+        if body.return_token_ids:
+            found["token_ids"] = [token.id for token in tokens]
+            found["prompt_token_ids"] = list(self.prompt(place)) if is_first else None
+        return found, offset
+
+    def usage(self, count: int) -> dict[str, int]:
+        """With ``count`` tokens of responses."""
+        return usage_of(sum(map(len, self.prompts)), count)
+
+
+def routes(state: ServerState) -> APIRouter:
+    """The address of completions."""
+    router = APIRouter()
+    router.post("/v1/completions")(_create(state))
+    return router
+
+
+def _create(state: ServerState) -> Callable[..., object]:
+    async def create(body: CompletionBody, http: HttpRequest) -> Response:
+        """Continue a text, or token ids."""
+        asked = await _prepared(state, body)
+        if body.stream:
+            return await stream_of(_chunks(state, asked))
+        found = await unless_gone(http, _whole(state, asked))
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    return create
+
+
+async def _prepared(state: ServerState, body: CompletionBody) -> Completion:
+    _refuse(body)
+    model = await state.models.get_generating(body.model)
+    prompts = await asyncio.to_thread(prompts_of, model, body.prompt, "prompt")
+    decode = model.plainly if body.skip_special_tokens else model.exactly
+    reported = Reported(body.logprobs, decode, "prompt")
+    most = body.max_tokens or _USUAL
+    rows = rows_for(state.engine, model, body, prompts, most, reported)
+    return Completion(model, body, prompts, rows)
+
+
+def _refuse(body: CompletionBody) -> None:
+    """Raise ``ApiError`` for what would change the answer and is not supported."""
+    if body.echo:
+        raise ApiError("echo: the prompt is not repeated; leave it unset", param="echo")
+    if body.suffix:
+        raise ApiError("suffix: a text is only continued; leave it unset", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ApiError("best_of: expected the value of n; all responses are given", param="best_of")
+
+
+async def _whole(state: ServerState, asked: Completion) -> dict[str, object]:
+    found: list[list[Token]] = [[] for _ in asked.rows]
+    async with state.answering(asked.model, asked.rows) as tokens:
+        async for place, token in tokens:
+            found[place].append(token)
+    choices = [asked.choice(i, row, 0, is_first=True)[0] for i, row in enumerate(found)]
+    return {**asked.head, "choices": choices, "usage": asked.usage(sum(map(len, found)))}
+
+
+async def _chunks(state: ServerState, asked: Completion) -> Chunks:
+    has_usage = asked.body.has_usage_in_stream
+    rest: dict[str, object] = {"usage": None} if has_usage else {}
+    is_silent = asked.body.logprobs is None and not asked.body.return_token_ids
+    counts, offsets = [0] * len(asked.rows), [0] * len(asked.rows)
+    async with state.answering(asked.model, asked.rows) as tokens:
+        async for place, token in tokens:
+            is_first, counts[place] = not counts[place], counts[place] + 1
+            if is_silent and not token.text and token.finish_reason is None:
+                continue
+            choice, offsets[place] = asked.choice(place, [token], offsets[place], is_first=is_first)
+            yield {**asked.head, "choices": [choice], **rest}
+    if has_usage:
+        yield {**asked.head, "choices": [], "usage": asked.usage(sum(counts))}

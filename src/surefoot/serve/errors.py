@@ -1,0 +1,102 @@
+"""Refused requests, in the form in which OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from ..errors import SurefootError
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
+
+
+class ApiError(Exception):
+    """A request that is not answered."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's form."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, usual)
+        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": found}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+class ServerBusyError(ApiError):
+    """More requests wait than may."""
+
+    def __init__(self, waiting: int, seconds: int) -> None:
+        super().__init__(
+            f"{waiting:,} requests are waiting already; try again in {seconds} s",
+            status=429,
+            code="queue_full",
+            headers={"Retry-After": str(seconds)},
+        )
+
+
+def of_api(_: Request, error: Exception) -> JSONResponse:
+    """A request that is refused deliberately."""
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+def of_user(_: Request, error: Exception) -> JSONResponse:
+    """An error of the data or of the model that the request names."""
+    assert isinstance(error, SurefootError)
+    return ApiError(str(error)).response
+
+
+def of_http(_: Request, error: Exception) -> JSONResponse:
+    """An address or a method that does not exist, or a body that is no JSON."""
+    assert isinstance(error, HTTPException)
+    found = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
+    return found.response
+
+
+def of_validation(_: Request, error: Exception) -> JSONResponse:
+    """A parameter that is unknown or has a wrong value."""
+    assert isinstance(error, RequestValidationError)
+    return of_error(error.errors()[0]).response
+
+
+def of_error(first: Mapping[str, Any]) -> ApiError:
+    """The first error of a validation."""
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        message = f"{name}: this server has no such parameter, and ignores none; remove it"
+        code = "unknown_parameter"
+    else:
+        message, code = f"{name or 'body'}: {first['msg']}", "invalid_value"
+    return ApiError(message, param=name, code=code)
+
+
+HANDLERS = {
+    ApiError: of_api,
+    SurefootError: of_user,
+    HTTPException: of_http,
+    RequestValidationError: of_validation,
+}

@@ -1,0 +1,1 @@
+"""The thread that generates, and the models in it."""

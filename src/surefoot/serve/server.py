@@ -1,0 +1,40 @@
+"""Start the server, and say where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+import uvicorn
+
+from ..board.security import is_loopback
+from ..board.server import address_of, bound
+from .app import create_app
+from .running.settings import ServeSettings
+
+
+def serve(
+    settings: ServeSettings,
+    host: str,
+    port: int,
+    *,
+    seconds_to_finish: int,
+    announce: Callable[[str, str | None], None],
+) -> None:
+    """Serve until Ctrl-C; requests that have begun then have ``seconds_to_finish``. ``announce``
+    gets the address and the key. Raises ``RunError`` if the address cannot be used."""
+    if settings.api_key is None and not is_loopback(host):
+        settings = replace(settings, api_key=secrets.token_urlsafe(24))
+    with contextlib.closing(bound(host, port, "server")) as listener:
+        app = create_app(settings)
+        announce(address_of(host, listener), settings.api_key)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=seconds_to_finish,
+        )
+        uvicorn.Server(config).run(sockets=[listener])

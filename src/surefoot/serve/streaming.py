@@ -1,0 +1,66 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Chunks = AsyncGenerator[Mapping[str, object], None]
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Mapping[str, object]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Chunks as events; however it ends, their generator is closed."""
+
+    def __init__(self, first: Mapping[str, object], chunks: Chunks, *, has_names: bool) -> None:
+        events = _named(first, chunks) if has_names else _events(first, chunks)
+        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
+
+
+async def stream_of(chunks: Chunks, *, has_names: bool = False) -> EventStream:
+    """Chunks as events, named by their ``type`` or ended by OpenAI's last line. What is wrong
+    before the first one is an answer of its own: raises ``ApiError``."""
+    return EventStream(await anext(chunks), chunks, has_names=has_names)
+
+
+async def _named(first: Mapping[str, object], chunks: Chunks) -> AsyncIterator[bytes]:
+    yield _name(first) + event(first)
+    try:
+        async for chunk in chunks:
+            yield _name(chunk) + event(chunk)
+    except ApiError as error:
+        failed = {"type": "error", "message": str(error), "code": error.code, "param": error.param}
+        yield _name(failed) + event(failed)
+
+
+def _name(value: Mapping[str, object]) -> bytes:
+    return f"event: {value['type']}\n".encode()
+
+
+async def _events(first: Mapping[str, object], chunks: Chunks) -> AsyncIterator[bytes]:
+    yield event(first)
+    try:
+        async for chunk in chunks:
+            yield event(chunk)
+    except ApiError as error:
+        yield event(error.body)
+    yield DONE

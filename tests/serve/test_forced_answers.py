@@ -1,0 +1,120 @@
+"""Answers that must be JSON or calls of tools, of a model that knows nothing of them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from folders import save_model
+from serve.running import running
+from surefoot.data.text.templates import bundled
+from surefoot.data.text.tool_calls import parse_tool_calls
+from surefoot.serve.answers.grammar import call_grammar
+from tiny_tokenizers import tokenizer
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+CHAT = "/v1/chat/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "other", "parameters": SCHEMA}},
+]
+ASKED = [{"role": "user", "content": "Hi"}]
+SAMPLED = {"messages": ASKED, "temperature": 1, "top_p": 0.9, "n": 4, "max_tokens": 400}
+SHORT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forced")
+    long = {"max_position_embeddings": 2048}
+    save_model(folder / "base", template=bundled()["chatml"].source, **long)
+    with running(folder / "base") as client:
+        yield client
+
+
+def test_a_response_follows_its_schema(client):
+    found = client.ok(CHAT, **SAMPLED, seed=1, response_format=SHORT)
+    done = [one for one in found["choices"] if one["finish_reason"] == "stop"]
+    assert done
+    for choice in done:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    free = client.ok(CHAT, **SAMPLED, seed=1)
+    assert free["choices"][0]["message"]["content"][:1] != "{"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "other"}}]
+)
+def test_a_forced_call_is_one(choice, client):
+    body = {**SAMPLED, "seed": 2, "tools": TOOLS, "tool_choice": choice}
+    body["parallel_tool_calls"] = False
+    whole = client.ok(CHAT, **body)
+    done = [one for one in whole["choices"] if one["finish_reason"] == "tool_calls"]
+    assert done
+    for one in done:
+        (call,) = one["message"]["tool_calls"]
+        assert call["function"]["name"] in ("pick", "other")
+        assert choice == "required" or call["function"]["name"] == "other"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+        assert one["message"]["content"] is None
+    deltas = [
+        part["function"]
+        for chunk in client.chunks(CHAT, **body)
+        for one in chunk["choices"]
+        if one["index"] == done[0]["index"]
+        for part in one["delta"].get("tool_calls", [])
+    ]
+    assert deltas == [done[0]["message"]["tool_calls"][0]["function"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}},
+            "response_format",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(body, param, client):
+    status, found = client.post(CHAT, messages=ASKED, max_tokens=2, **body)
+    assert status == 400, found
+    assert found["error"]["param"] == param, found
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen", "glm4", "default"])
+def test_forced_calls_are_read_back_in_each_syntax(name):
+    """What a grammar allows, the parser of the syntax reads."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    known = tokenizer()
+    model = SimpleNamespace(tool_syntax=name, opened=SimpleNamespace(tokenizer=known))
+    grammar = call_grammar(model, TOOLS, several=True)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    assert not matcher.get_error()
+    said = {
+        "llama3": '{"name": "pick", "parameters": {"a": 1, "b": "x"}}',
+        "mistral": '[TOOL_CALLS][{"name": "pick", "arguments": {"a": 1, "b": "x"}}]',
+        "qwen": '<tool_call>\n{"name": "pick", "arguments": {"a": 1, "b": "x"}}\n</tool_call>',
+        "glm4": 'pick\n{"a": 1, "b": "x"}',
+        "default": 'Action: pick\nAction Input: {"a": 1, "b": "x"}',
+    }[name]
+    assert matcher.consume_tokens(list(said.encode()))
+    assert matcher.is_accepting()
+    call = {"name": "pick", "arguments": {"a": 1, "b": "x"}}
+    assert parse_tool_calls(said, name, TOOLS).calls == (call,)

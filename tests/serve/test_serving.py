@@ -1,0 +1,301 @@
+"""Answers of the server, beside those of transformers, and beside each other."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from folders import save_adapter, save_model
+from serve.running import running
+from surefoot.data.text.templates import bundled
+from surefoot.generate.section import GenerateSection
+from surefoot.inference import Conversation, open_model
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+WIDE = {"intermediate_size": 64}  # elementwise operations take 32 numbers at a time
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("serve")
+    save_model(made / "base", template=bundled()["chatml"].source, **WIDE)
+    save_adapter(made / "base", made / "one")
+    save_adapter(made / "base", made / "two", seed=3, target_modules=["q_proj", "down_proj"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    with running(folder / "base", adapters=(("one", str(folder / "one")),)) as client:
+        yield client
+
+
+def theirs(folder, messages, count, adapter=None):
+    """The greedy response of transformers: its ids, and its text without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, folder / adapter)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    config = GenerationConfig(max_new_tokens=count, eos_token_id=stops, pad_token_id=0)
+    asked = torch.tensor([ids])
+    found = model.generate(
+        input_ids=asked, attention_mask=torch.ones_like(asked), generation_config=config
+    )
+    new = found[0, len(ids) :].tolist()
+    return ids, new, tokenizer.decode(new, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("adapter", [None, "one"])
+def test_a_greedy_answer_is_that_of_transformers(adapter, folder, client):
+    messages = [{"role": "system", "content": "Be."}, *ASKED]
+    ids, new, text = theirs(folder, messages, 12, adapter)
+    found = client.chat(
+        messages, model=adapter or "base", max_tokens=12, temperature=0, return_token_ids=True
+    )
+    (choice,) = found["choices"]
+    assert found["prompt_token_ids"] == ids
+    assert choice["token_ids"] == new
+    assert choice["message"] == {"role": "assistant", "content": text}
+    assert choice["finish_reason"] == ("length" if len(new) == 12 else "stop")
+    counts = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
+    total = {**counts, "total_tokens": len(ids) + len(new)}
+    assert found["usage"] == total
+    assert found["model"] == (adapter or "base")
+
+
+SETTINGS = [
+    {"temperature": 0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 0.8, "seed": 5, "n": 3},
+    {"temperature": 1.5, "seed": 6, "top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 1, "seed": 7, "top_k": 9, "presence_penalty": 1, "frequency_penalty": 0.5},
+    {"temperature": 1, "seed": 7, "logit_bias": {"70": 3.5}},
+    {"temperature": 1, "seed": 8, "model": "one"},
+]
+
+
+def test_an_answer_is_the_same_to_the_bit_whatever_else_is_answered(client):
+    asked = [
+        {"prompt": [*range(60, 61 + 7 * number)], "max_tokens": 9 + number, **settings}
+        for number, settings in enumerate(SETTINGS)
+    ]
+
+    def answer(body):
+        found = client.ok(TEXT, **body, logprobs=2, return_token_ids=True)
+        return [{**choice, "index": 0} for choice in found["choices"]]
+
+    alone = [answer(body) for body in asked]
+    with ThreadPoolExecutor(14) as pool:
+        together = list(pool.map(answer, [*asked, *reversed(asked)]))
+    assert together[:7] == alone
+    assert together[7:] == alone[::-1]
+    assert alone[1] == alone[2][:1] or alone[1][0]["token_ids"] != alone[2][0]["token_ids"]
+    assert len({tuple(choice["token_ids"]) for choice in alone[2]}) == 3
+
+
+def test_log_probabilities_are_those_of_one_pass(folder, client):
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 2, "seed": 1, "top_k": 5}
+    (choice,) = client.ok(TEXT, **body, logprobs=3, return_token_ids=True)["choices"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    prompt, new = choice["prompt_token_ids"], choice["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    found = choice["logprobs"]
+    want = expected[range(len(new)), new].tolist()
+    assert found["token_logprobs"] == pytest.approx(want, abs=1e-5)
+    best = expected.max(-1).values.tolist()
+    assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(best, abs=1e-5)
+    assert all(len(top) in (3, 4) for top in found["top_logprobs"])
+
+
+def joined(chunks, index=0):
+    """What the pieces of one choice say together."""
+    found, reasons = {}, []
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                for key, value in choice["delta"].items():
+                    found[key] = found.get(key, "") + value
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert len(reasons) == 1
+    return found, reasons[0]
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": True, "top_logprobs": 2}])
+def test_a_stream_says_what_the_answer_in_one_piece_says(extra, client):
+    body = {"messages": ASKED, "max_tokens": 24, "temperature": 1, "seed": 3, "n": 2, **extra}
+    whole = client.ok(CHAT, **body)
+    chunks = client.chunks(CHAT, **body, stream_options={"include_usage": True})
+    for choice in whole["choices"]:
+        said, reason = joined(chunks, choice["index"])
+        assert said == choice["message"]
+        assert reason == choice["finish_reason"]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    if extra:
+        entries = [
+            entry
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["index"] == 1 and choice["logprobs"]
+            for entry in choice["logprobs"]["content"]
+        ]
+        assert entries == whole["choices"][1]["logprobs"]["content"]
+        assert len(entries) > 1
+
+
+def test_a_stop_text_is_cut_within_tokens_and_characters(client):
+    """Every token is a byte, so a character of several bytes comes in pieces."""
+    body = {"prompt": "x", "max_tokens": 40, "temperature": 1, "seed": 2}
+    whole = client.ok(TEXT, **body)["choices"][0]["text"]
+    assert len(whole) > 8
+    for stop in (whole[4:6], whole[5], [whole[7:9], whole[6:8]]):
+        first = min(whole.index(one) for one in ([stop] if isinstance(stop, str) else stop))
+        found = client.ok(TEXT, **body, stop=stop)["choices"][0]
+        assert found["text"] == whole[:first]
+        assert found["finish_reason"] == "stop"
+        chunks = client.chunks(TEXT, **body, stop=stop)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole[:first]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_settings_of_the_run_are_used_where_a_request_has_none(folder):
+    """As in `surefoot chat`, by the same code for the prompt."""
+    opened = open_model(folder / "one")
+    section = GenerateSection(max_new_tokens=9)
+    expected = Conversation(opened, section).ask("Hi").text
+    with running(folder / "one") as client:
+        found = client.chat("Hi", max_tokens=9, skip_special_tokens=False)
+        assert found["choices"][0]["message"]["content"] == expected
+        names = [card["id"] for card in client.http.get("/v1/models").json()["data"]]
+        assert names == ["one", "base"]
+        base = client.chat("Hi", model="base", max_tokens=9, return_token_ids=True)
+    assert base["choices"][0]["token_ids"] == theirs(folder, ASKED, 9)[1]
+
+
+def test_adapters_come_and_go_while_others_are_answered(folder, client):
+    body = {"prompt": [70, 71], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    before = [client.ok(TEXT, **body, model=name)["choices"] for name in ("base", "one")]
+    load = {"lora_name": "v2.two", "lora_path": str(folder / "two")}
+    assert client.ok("/v1/load_lora_adapter", **load).startswith("Success")
+    status, error = client.post("/v1/load_lora_adapter", **load)
+    assert (status, error["error"]["param"]) == (400, "lora_name")
+    names = ["base", "one", "v2.two"] * 3
+    with ThreadPoolExecutor(9) as pool:
+        found = list(pool.map(lambda n: client.ok(TEXT, **body, model=n)["choices"], names))
+    assert [found[0], found[1]] == before
+    assert found[:3] * 3 == found
+    ids = [choices[0]["token_ids"] for choices in found[:3]]
+    assert ids[2] not in ids[:2]
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    wrapped = PeftModel.from_pretrained(model, folder / "two")
+    asked = torch.tensor([[70, 71]])
+    with torch.no_grad():
+        first = wrapped(asked).logits[0, -1].argmax()
+    assert ids[2][0] == int(first)
+    client.ok("/v1/unload_lora_adapter", lora_name="v2.two")
+    client.ok("/v1/unload_lora_adapter", lora_name="one")  # the last one
+    assert client.ok(TEXT, **body, model="base")["choices"] == before[0]
+    client.ok("/v1/load_lora_adapter", lora_name="one", lora_path=str(folder / "one"))
+    assert client.post(TEXT, **body, model="v2.two")[0] == 404
+    assert client.post("/v1/unload_lora_adapter", lora_name="v2.two")[0] == 404
+    assert [client.ok(TEXT, **body, model=name)["choices"] for name in ("base", "one")] == before
+
+
+def test_a_client_that_leaves_frees_its_place(client):
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 4}
+    with client.http.stream("POST", TEXT, json={**body, "stream": True}) as found:
+        next(found.iter_lines())
+        assert client.metric("surefoot_rows_running") > 0
+    client.until(lambda: client.metric("surefoot_rows_running") == 0)
+    before = client.metric("surefoot_generated_tokens_total")
+    assert client.metric("surefoot_rows_open") == 0
+    assert before < 800
+    with pytest.raises(Exception, match="timed out"):
+        client.http.post(TEXT, json={**body, "n": 8}, timeout=0.15)
+    client.until(lambda: client.metric("surefoot_rows_open") == 0)
+    client.until(lambda: client.metric("surefoot_rows_running") == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({"best": 1}, 400, "best", "unknown_parameter"),
+        ({"temperature": -1}, 400, "temperature", "invalid_value"),
+        ({"min_p": 0.1}, 400, "min_p", "invalid_value"),
+        ({"echo": True}, 400, "echo", None),
+        ({"best_of": 3}, 400, "best_of", None),
+        ({"stop": ""}, 400, "stop", "invalid_value"),
+        ({"prompt": []}, 400, "prompt", None),
+        ({"prompt": ""}, 400, "prompt", None),
+        ({"prompt": [999]}, 400, "prompt", None),
+        ({"prompt": [5] * 256}, 400, "prompt", "context_length_exceeded"),
+        ({"stop_token_ids": [-1]}, 400, "stop_token_ids", None),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
+        ({"model": "two"}, 404, "model", "model_not_found"),
+        ({"n": 300}, 400, "n", "invalid_value"),
+        ({"prompt": "\ud800"}, 400, None, "invalid_value"),
+    ],
+)
+def test_what_is_not_understood_is_refused(body, status, param, code, client):
+    data = json.dumps({"prompt": "x", "max_tokens": 1, **body})
+    json_type = {"content-type": "application/json"}
+    found = client.http.post(TEXT, content=data, headers=json_type)
+    error = found.json()["error"]
+    assert found.status_code == status, error
+    assert (error["code"] == code) and (error["param"] == param), error
+    assert error["message"]
+
+
+def test_a_full_queue_refuses_with_the_time_to_wait(folder):
+    with running(folder / "base", max_batch=1, max_waiting=1) as client:
+        body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as pool:
+            slow = [pool.submit(client.ok, TEXT, **body) for _ in range(2)]
+            client.until(lambda: client.metric("surefoot_rows_open") == 2)
+            found = client.http.post(TEXT, json=body)
+            assert found.status_code == 429
+            assert int(found.headers["retry-after"]) >= 1
+            assert found.json()["error"]["code"] == "queue_full"
+            assert [one.result()["usage"]["completion_tokens"] for one in slow] == [150] * 2
+        assert client.ok(TEXT, prompt="x", max_tokens=1)
+        assert client.post(TEXT, prompt="x", n=3)[0] == 429  # more than there will ever be room
+
+
+def test_a_key_and_this_machines_name_are_needed(folder):
+    bearer = {"Authorization": "Bearer secret"}
+    with running(folder / "base", api_key="secret", headers=bearer) as client:
+        assert client.ok(TEXT, prompt="x", max_tokens=1)
+        found = client.http.get("/v1/models", headers={"Authorization": "Bearer other"})
+        assert found.status_code == 401
+        assert found.json()["error"]["code"] == "invalid_api_key"
+        assert client.http.get("/health", headers={"Authorization": ""}).status_code == 200
+
+
+def test_another_sites_name_and_long_bodies_are_refused(client):
+    assert client.http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+    found = client.http.post(TEXT, content=b"x" * (9 << 20))
+    assert found.status_code == 413
+    form = {"content-type": "text/plain"}  # which another page may send
+    assert client.http.post(TEXT, content=b'{"prompt": "x"}', headers=form).status_code == 400
+
+
+@pytest.mark.proof
+def test_two_hundred_streams_at_a_time_say_what_each_says_alone(client):
+    def streamed(number):
+        body = {"prompt": [60 + number % 20, 70], "max_tokens": 4, "temperature": 1}
+        chunks = client.chunks(TEXT, **body, seed=number, return_token_ids=True)
+        return [one for chunk in chunks for one in chunk["choices"][0]["token_ids"]]
+
+    with ThreadPoolExecutor(200) as pool:
+        together = list(pool.map(streamed, range(200)))
+    assert together[::40] == [streamed(number) for number in range(0, 200, 40)]
+    client.until(lambda: client.metric("surefoot_rows_open") == 0)
