@@ -1,0 +1,1 @@
+"""The board for agents: tools of the Model Context Protocol over the functions of its pages."""

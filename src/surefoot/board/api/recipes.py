@@ -1,0 +1,82 @@
+"""New runs: schema, checks as one types, edits by a form, plan, preview, start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Response
+
+from ...recipe.files import read_text
+from ..board import Board
+from ..recipe_text import edit, schema
+from ..reports import recipes as reports
+from ..reports.recipes import EditBody, TextBody, TryBody
+from ..run_folders import inside
+
+
+def routes(board: Board) -> APIRouter:
+    """The addresses of recipes."""
+    router = APIRouter(prefix="/api")
+    router.get("/schema")(_schema)
+    router.get("/recipes")(_recipes(board))
+    router.get("/recipe")(_recipe(board))
+    router.post("/check")(_check(board))
+    router.post("/edit")(_edit(board))
+    router.post("/try")(_try(board))
+    router.post("/start")(_start(board))
+    return router
+
+
+def _schema(response: Response) -> dict[str, object]:
+    """The JSON schema of recipes, of which the form is made."""
+    response.headers["Cache-Control"] = "private, max-age=3600"
+    return schema()
+
+
+def _recipes(board: Board) -> Callable[..., object]:
+    def recipes() -> dict[str, object]:
+        """The recipe files below ROOT that are not those of runs."""
+        return {"files": reports.files(board)}
+
+    return recipes
+
+
+def _recipe(board: Board) -> Callable[..., object]:
+    def recipe(file: str) -> dict[str, object]:
+        """The text of a recipe file."""
+        return {"file": file, "text": read_text(inside(board.root, file))}
+
+    return recipe
+
+
+def _check(board: Board) -> Callable[..., object]:
+    def checked(body: TextBody) -> dict[str, object]:
+        """What is wrong with a text, and its data."""
+        return reports.checked(board, body.text, body.file)
+
+    return checked
+
+
+def _edit(board: Board) -> Callable[..., object]:
+    def edited(body: EditBody) -> dict[str, object]:
+        """The text with one setting changed, and what is wrong with it now."""
+        text = edit(body.text, body.keys, body.value)
+        return {"text": text, **reports.checked(board, text, body.file)}
+
+    return edited
+
+
+def _try(board: Board) -> Callable[..., object]:
+    async def tried(body: TryBody) -> dict[str, object]:
+        """Start a command that reads the text, which may not be saved yet."""
+        return reports.attempt(board, body).as_data()
+
+    return tried
+
+
+def _start(board: Board) -> Callable[..., object]:
+    def start(body: TextBody) -> dict[str, object]:
+        """Write the recipe to its file, and train it in a process of its own."""
+        return reports.start(board, body)
+
+    return start

@@ -1,0 +1,75 @@
+"""The server of the board: pages, API and guard in one application."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from ..errors import SurefootError
+from ..storage.address import Address
+from .api import chat, checkpoints, prometheus, recipes, runs, sweeps
+from .board import open_board
+from .run_folders import OutsideRootError
+from .security import Guard
+
+STATIC = Path(__file__).parent / "static"
+
+
+def create_app(
+    root: Path | Address,
+    token: str | None = None,
+    *,
+    is_read_only: bool = False,
+    folders: Sequence[Path] = (),
+) -> ASGIApp:
+    """The board of the runs below ``root``. With a ``token``, nothing is shown without it. With
+    one, or with ``folders``, recipes name only files of ``root`` and of these folders."""
+    board = open_board(root, is_read_only=is_read_only)
+    if token is not None or folders:
+        board.folders = [path.resolve() for path in folders]
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        stop = threading.Event()
+        if board.store is not None:
+            follow = board.store.keep_fresh
+            threading.Thread(target=follow, args=(stop,), daemon=True).start()
+        yield
+        stop.set()
+        await board.close()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    for part in (runs, sweeps, checkpoints, recipes, chat, prometheus):
+        app.include_router(part.routes(board))
+    app.add_exception_handler(SurefootError, _explained)
+    app.add_exception_handler(OSError, _explained)
+    app.add_exception_handler(RequestValidationError, _refused)
+    app.get("/", include_in_schema=False)(_page)
+    app.mount("/static", StaticFiles(directory=STATIC))
+    app.add_middleware(GZipMiddleware, minimum_size=2000)
+    return Guard(app, token, is_read_only=is_read_only)
+
+
+def _page() -> FileResponse:
+    return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+
+
+def _explained(_: Request, error: Exception) -> JSONResponse:
+    """An error that a user can fix, or a file that vanished while it was read."""
+    status = 404 if isinstance(error, OutsideRootError | FileNotFoundError) else 409
+    return JSONResponse({"error": str(error)}, status)
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    found = error.errors() if isinstance(error, RequestValidationError) else []
+    said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in found)
+    return JSONResponse({"error": said or str(error)}, 422)

@@ -1,0 +1,178 @@
+"""Runs as plain data: the table, one run, its curves, log, samples and checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...callbacks.launches import NAME as LAUNCHES
+from ...callbacks.training_process import LOG
+from ...checkpoint.disk.pins import pin, pinned
+from ...checkpoint.looking.listing import list_run
+from ...errors import RecipeError, SurefootError
+from ...recipe.files import RUN_RECIPE, read_text
+from ...remote.listing import list_store
+from ..board import Board
+from ..metrics_file import Column, MetricsFile, smoothed, thinned
+from ..recipe_text import differences
+from ..run_folders import find_runs, name_of, run_inside
+from ..run_state import parsed, tail
+from ..samples import read_samples, sample_files
+from . import tags
+
+MAX_NAMES = 40
+_SEARCHED = ("run", "state", "model", "stage", "method")
+_MAX_LAUNCH_BYTES = 8 << 20
+_MAX_LOG = 1 << 17
+_MACHINE = ("peak_memory", "save_blocking_seconds")
+
+
+def table(board: Board) -> dict[str, object]:
+    """All runs below ROOT."""
+    board.commands.reap()
+    found = find_runs(board.root)
+    rows = [board.summaries.of(folder) for folder in found.folders if folder.exists()]
+    return {**board.facts(), "runs": rows, "is_cut": found.is_cut}
+
+
+def matches(row: Mapping[str, Any], words: str) -> bool:
+    """Whether a row of the table has all of these words: in its name, state, recipe or tags."""
+    text = " ".join([*(str(row.get(name, "")) for name in _SEARCHED), *row["tags"]]).lower()
+    return all(word in text for word in words.lower().split())
+
+
+def details(board: Board, run: str) -> dict[str, object]:
+    """One run: its row, recipe, launches and files."""
+    folder = run_inside(board.root, run)
+    metrics = board.metrics(folder)
+    try:
+        recipe, problem = read_text(folder / RUN_RECIPE), None
+    except RecipeError as error:
+        recipe, problem = "", str(error)
+    return {
+        "row": board.summaries.of(folder),
+        "folder": board.typed(folder),
+        "recipe": recipe,
+        "recipe_problem": problem,
+        "launches": launches(folder),
+        "metrics": sorted(metrics.columns),
+        "metrics_problem": metrics.note(),
+        "samples": [asdict(one) for one in sample_files(folder)],
+        "has_log": (folder / LOG).is_file(),
+    }
+
+
+def series(
+    board: Board,
+    run: str,
+    names: Sequence[str],
+    *,
+    points: int = 2000,
+    first: float = -math.inf,
+    last: float = math.inf,
+    smooth: int = 0,
+) -> dict[str, object]:
+    """Curves of a run between two steps, thinned to about ``points``; with ``smooth``, also their
+    means over that many logs before and after."""
+    folder = run_inside(board.root, run)
+    metrics, machine = board.metrics(folder), of_machine(folder)
+    found: dict[str, dict[str, object]] = {}
+    for name in names[:MAX_NAMES]:
+        column = metrics.columns.get(name) or machine.columns.get(name)
+        if column is not None:
+            found[name] = _curve(column, points, first, last)
+            if smooth and len(column.steps) > 2:
+                found[name]["smooth"] = _curve(smoothed(column, smooth), points, first, last)
+    return {"series": found, "problem": metrics.note()}
+
+
+def log(board: Board, run: str) -> dict[str, object]:
+    """The end of the log of a run that a board started."""
+    path = run_inside(board.root, run) / LOG
+    data = tail(path, _MAX_LOG)
+    return {"text": data.decode(errors="replace"), "is_there": path.is_file()}
+
+
+def samples(board: Board, run: str, file: str) -> dict[str, object]:
+    """Responses that the run has kept."""
+    return read_samples(run_inside(board.root, run), file)
+
+
+def diff(board: Board, a: str, b: str) -> dict[str, object]:
+    """The settings that differ between the recipes of two runs."""
+    one, other = (run_inside(board.root, name) for name in (a, b))
+    return {
+        "a": name_of(board.root, one),
+        "b": name_of(board.root, other),
+        "changes": differences(one, other),
+    }
+
+
+def checkpoints(board: Board, run: str) -> dict[str, object]:
+    """The checkpoints of a run, oldest first."""
+    folder = run_inside(board.root, run)
+    try:
+        found = list_store(board.store.address_of(folder)) if board.store else list_run(folder)
+        lines = [{**asdict(line), "path": line.path.name} for line in found]
+        return {"checkpoints": lines, "pinned": sorted(pinned(folder)), "problem": None}
+    except (SurefootError, OSError) as error:
+        return {"checkpoints": [], "pinned": [], "problem": str(error)}
+
+
+def set_pin(board: Board, run: str, step: int, *, is_pinned: bool) -> dict[str, object]:
+    """Keep a checkpoint whatever the retention policy says, or no longer."""
+    folder = run_inside(board.root, run)
+    board.must_be_local("pins of its checkpoints are set on the machine that trains")
+    return {"pinned": sorted(pin(folder, step, is_pinned=is_pinned))}
+
+
+def set_tags(
+    board: Board, run: str, add: Sequence[str], remove: Sequence[str] = ()
+) -> dict[str, object]:
+    """Add and remove tags of a run; in a store, there too. Returns the tags that it has now."""
+    folder = run_inside(board.root, run)
+    found = tags.changed(tags.read_tags(folder), add, remove)
+    if board.store is not None:
+        name = (folder / tags.NAME).relative_to(board.root).as_posix()
+        board.store.store.write(name, tags.as_bytes(found))
+    tags.write_tags(folder, found)
+    return {"tags": found}
+
+
+def launches(folder: Path) -> list[dict[str, object]]:
+    """Each launch with its end, if it has one."""
+    found: list[dict[str, object]] = []
+    for line in tail(folder / LAUNCHES, _MAX_LAUNCH_BYTES).splitlines():
+        row = parsed(line)
+        if row is None:
+            continue
+        if row.get("event") == "launch":
+            found.append({"begin": row, "end": None})
+        elif row.get("event") == "end" and found:
+            found[-1]["end"] = row
+    return found[-200:]
+
+
+def of_machine(folder: Path) -> MetricsFile:
+    """Memory, and time lost to saves over all launches, by step."""
+    found, before, last = MetricsFile(folder / LAUNCHES), 0.0, 0.0
+    for line in tail(folder / LAUNCHES, _MAX_LAUNCH_BYTES).splitlines():
+        row = parsed(line) or {}
+        if row.get("event") == "launch":
+            before, last = before + last, 0.0
+        if row.get("event") != "log" or type(row.get("step")) is not int:
+            continue
+        spent = row.get("save_blocking_seconds")
+        if isinstance(spent, int | float):
+            last = float(spent)
+            row["save_blocking_seconds"] = before + last
+        found.put_row({name: row[name] for name in ("step", *_MACHINE) if name in row})
+    return found
+
+
+def _curve(column: Column, points: int, first: float, last: float) -> dict[str, object]:
+    steps, values = thinned(column, points, first, last)
+    return {"steps": steps, "values": values, "total": len(column.steps)}

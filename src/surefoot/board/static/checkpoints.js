@@ -1,0 +1,148 @@
+// Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
+import { finished, get, post } from "./api.js";
+import { to } from "./app.js";
+import { h, replace, toast } from "./dom.js";
+import { bytes, integer, NONE, number } from "./format.js";
+import { t } from "./i18n.js";
+
+export async function checkpoints(content, run, row) {
+  const view = { chosen: [], all: [], pinned: new Set(), isBusy: false };
+  const line = h("div");
+  const actions = h("div.row.writes");
+  const result = h("div.stack");
+  const pruning = h("div.panel.writes");
+  replace(content, h("div.panel", {}, h("h2", {}, t("Checkpoints")), line, actions), result, pruning);
+
+  async function load() {
+    const answer = await get("/api/checkpoints", { run });
+    view.all = answer.checkpoints;
+    view.pinned = new Set(answer.pinned);
+    view.chosen = view.chosen.filter((name) => view.all.some((c) => c.path === name));
+    if (!view.chosen.length && view.all.length) view.chosen = [view.all.at(-1).path];
+    if (answer.problem) replace(result, h("div.note.bad", {}, answer.problem));
+    draw();
+  }
+
+  const state = (c) => [c.is_being_written ? t("being saved") : null, c.problem ? t("damaged") : null, c.is_best ? t("best") : null,
+    c === view.all.filter((one) => one.step !== null && !one.problem).at(-1) ? t("latest") : null, view.pinned.has(c.step) ? t("pinned") : null,
+    c.verified === "every byte" ? t("verified") : null].filter(Boolean);
+
+  function draw() {
+    if (!view.all.length) { replace(line, h("p.soft", {}, t("No checkpoint has been saved yet."))); replace(actions); pruning.hidden = true; return; }
+    pruning.hidden = false;
+    const steps = view.all.map((c) => c.step ?? 0);
+    const most = Math.max(...steps, row.max_steps || 0, 1);
+    const far = (step) => 2 + 96 * (step / most);
+    let last = -20;
+    replace(line, h("div.timeline", {}, view.all.map((c) => {
+      const place = far(c.step ?? 0);
+      const isNamed = place - last > 7;
+      if (isNamed) last = place;
+      return [h("button", {
+        class: [c.problem ? "bad" : "", c.is_being_written ? "saving" : "", view.pinned.has(c.step) ? "pinned" : ""].join(" "),
+        style: { left: `${place}%` }, "aria-pressed": String(view.chosen.includes(c.path)), "aria-label": [c.path, ...state(c)].join(", "), title: [c.path, ...state(c)].join("\n"), onclick: () => choose(c.path),
+      }), isNamed ? h("span", { style: { left: `${place}%` } }, integer(c.step)) : null];
+    })),
+    h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), ["Checkpoint", "Saved", "Size", "Loss", "Eval loss", "State"].map((label, i) => h(i > 1 && i < 5 ? "th.num" : "th", {}, t(label))))),
+      h("tbody", {}, view.all.map((c) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", "aria-label": t("Select {name}", { name: c.path }), checked: view.chosen.includes(c.path), onchange: () => choose(c.path) })),
+        h("td.whole", {}, c.path), h("td.soft.whole", {}, c.created ? new Date(c.created).toLocaleString() : NONE), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
+        h("td", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
+    buttons();
+  }
+
+  function choose(name) {
+    view.chosen = view.chosen.includes(name) ? view.chosen.filter((one) => one !== name) : [...view.chosen, name].slice(-2);
+    draw();
+  }
+
+  function buttons() {
+    const found = view.all.filter((c) => view.chosen.includes(c.path));
+    const [one, other] = found;
+    if (!one) { replace(actions, h("span.soft", {}, t("Select one checkpoint, or two to compare."))); return; }
+    const isPinned = view.pinned.has(one.step);
+    const act = (label, call, options = {}) => h("button", { disabled: view.isBusy, ...options, onclick: call }, t(label));
+    replace(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
+      act("Verify", () => command({ command: "verify", checkpoint: one.path }, verified)),
+      one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned)) : null,
+      act("Export", () => exported(one)),
+      h("a.button", { href: to("chat", { run, a: one.path, b: "base" }) }, t("Chat beside the base model")),
+      h("a.button", { href: to("new", { run, checkpoint: one.path }) }, t("New run from here"))]);
+  }
+
+  async function command(body, show) {
+    view.isBusy = true;
+    buttons();
+    const panel = h("div.panel");
+    replace(result, panel);
+    try {
+      const job = await finished(await post("/api/checkpoints", { run, ...body }), (now) => {
+        const cancel = h("button.small", { onclick: () => post("/api/cancel", {}, { number: now.job }) }, t("Cancel"));
+        replace(panel, h("div.command", {}, h("code", {}, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
+      });
+      if (job.result === null && job.code !== 0) panel.append(h("div.note.bad", { style: { marginTop: "12px" } }, job.error || job.output));
+      else panel.append(h("div", { style: { marginTop: "12px" } }, show(job)));
+      return job;
+    } catch (error) {
+      replace(panel, h("div.note.bad", {}, error.message));
+      return null;
+    } finally {
+      view.isBusy = false;
+      buttons();
+    }
+  }
+
+  const verified = ({ result: found }) => found.ok
+    ? h("div.note", {}, `✓ ${t("Verified: {what}.", { what: found.checked })}`)
+    : h("div.note.bad", {}, (found.problems || []).join("\n"));
+
+  const diff = (one, other) => command({ command: "diff", checkpoint: one.path, other: other.path }, ({ result: found }) => {
+    const changed = (found.tensors || []).filter((x) => x.verdict !== "equal").sort((x, y) => (y.relative ?? 9) - (x.relative ?? 9));
+    return [h("p", {}, t("{n} of {all} tensors differ.", { n: changed.length, all: (found.tensors || []).length })),
+      h("div.scroll", { tabindex: 0 }, h("table.diff", {}, h("thead", {}, h("tr", {}, ["Tensor", "", "Relative", "max |B−A|"].map((label, i) => h(i > 1 ? "th.num" : "th", {}, t(label))))),
+        h("tbody", {}, changed.slice(0, 40).map((x) => h("tr", {}, h("td", {}, x.name), h("td", {}, t(x.verdict)), h("td.num", {}, number(x.relative)), h("td.num", {}, number(x.max_absolute)))))))];
+  });
+
+  async function pin(one, isPinned) {
+    try {
+      view.pinned = new Set((await post("/api/pin", { run, step: one.step, is_pinned: isPinned })).pinned);
+      draw();
+    } catch (error) { toast(error.message); }
+  }
+
+  function exported(one) {
+    const out = prompt(t("Name of the new folder, below the board's folder:"), `exports/${run.replaceAll("/", "-")}-${one.step}`);
+    if (out) command({ command: "export", checkpoint: one.path, out }, () => h("div.note", {}, `✓ ${t("Exported to {out}.", { out })}`));
+  }
+
+  // Deleting comes after a dry run, and only of what it has listed.
+  function pruner() {
+    const field = (name, label) => [h("label.soft", { for: `p-${name}` }, t(label)), h("input", { id: `p-${name}`, type: "number", min: 1, style: { width: "84px" } })];
+    const listed = h("div");
+    const keeps = () => Object.fromEntries(["keep", "keep_every", "keep_best"].map((name) => [name, Number(pruning.querySelector(`#p-${name}`).value) || null]));
+    const dry = h("button", { onclick: async () => {
+      const chosen = keeps();
+      const job = await command({ command: "prune-plan", ...chosen }, () => "");
+      replace(listed);
+      if (!job?.result) return;
+      const going = job.result.checkpoints.filter((c) => !c.stays);
+      replace(result);
+      const remove = h("button.danger", { disabled: row.state === "running", onclick: async () => {
+        if (!confirm(t("Delete {n} checkpoints for good?", { n: going.length }))) return;
+        const done = await command({ command: "prune", ...chosen }, ({ result: r }) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
+        replace(listed);
+        if (done) await load();
+      } }, t("Delete {n} checkpoints", { n: going.length }));
+      replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", {}, job.command)),
+        h("table", {}, h("tbody", {}, job.result.checkpoints.map((c) => h("tr", {}, h("td", {}, c.path.split("/").at(-1)), h("td.num", {}, bytes(c.num_bytes)),
+          h("td", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), h("td.soft", {}, (c.why || []).join(", ")))))),
+        h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), row.state === "running" ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
+    } }, t("Dry run"));
+    replace(pruning, h("h2", {}, t("Delete old checkpoints")), h("p.soft", { style: { marginTop: 0 } }, t("The latest, the best and pinned checkpoints always stay. Empty fields are as the recipe says.")),
+      h("div.row", {}, field("keep", "the latest"), field("keep_every", "every … steps"), field("keep_best", "the best"), dry), listed);
+  }
+
+  pruner();
+  await load();
+  const timer = setInterval(() => { if (row.state === "running" && !view.isBusy) load().catch(() => {}); }, 5000);
+  return { changed: load, close: () => clearInterval(timer) };
+}

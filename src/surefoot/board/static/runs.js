@@ -1,0 +1,168 @@
+// Runs: the table, sorted and filtered; curves of several in one picture; two recipes compared.
+import { get } from "./api.js";
+import { to } from "./app.js";
+import { Chart, color, loadPlots } from "./chart.js";
+import { h, replace } from "./dom.js";
+import { ago, bytes, duration, integer, NONE, number } from "./format.js";
+import { t } from "./i18n.js";
+import { badge } from "./state.js";
+
+const COLUMNS = [
+  { key: "name", label: "Run", of: (r) => r.run },
+  { key: "state", label: "State", of: (r) => ["running", "died", "failed", "unknown", "stopped", "ended", "complete"].indexOf(r.state) },
+  { key: "step", label: "Step", num: true, of: (r) => r.step },
+  { key: "loss", label: "Loss", num: true, of: (r) => r.loss },
+  { key: "metric", label: "Metric", num: true, of: (r) => r.metric.value },
+  { key: "speed", label: "Tokens/s", num: true, of: (r) => r.speed },
+  { key: "left", label: "Time left", num: true, of: (r) => r.seconds_left },
+  { key: "size", label: "Size", num: true, of: (r) => r.size },
+  { key: "changed", label: "Changed", num: true, of: (r) => -(r.changed ?? 0) },
+];
+const EVERY = 3000;
+
+export async function page(body) {
+  const view = { sort: "changed", down: false, filter: "", chosen: new Set(), metric: "loss", log: false };
+  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0;
+  const search = h("input", {
+    type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
+    oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
+  });
+  const count = h("span.soft");
+  const list = h("div.panel.flush");
+  const note = h("div");
+  const below = h("div.stack");
+  replace(body, h("div.row.between", {}, h("h1", {}, t("Runs")), h("a.button.writes", { href: to("new") }, t("New run"))),
+    note, h("div.row", {}, h("div.grow", {}, search), count), list, below);
+  search.style.width = "min(100%, 380px)";
+
+  const shown = () => {
+    const words = view.filter.split(/\s+/).filter(Boolean);
+    const kept = runs.filter((run) => {
+      const text = [run.run, run.state, t(`state:${run.state}`), run.model, run.method, run.stage, ...run.tags].join(" ").toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    const { of } = COLUMNS.find((c) => c.key === view.sort);
+    const sign = view.down ? -1 : 1;
+    return kept.sort((a, b) => {
+      const [x, y] = [of(a), of(b)];
+      if (x === y) return a.run.localeCompare(b.run);
+      if (x === null || x === undefined) return 1;
+      if (y === null || y === undefined) return -1;
+      return sign * (typeof x === "string" ? x.localeCompare(y, undefined, { numeric: true }) : x - y);
+    });
+  };
+
+  const head = () => h("tr", {}, h("th.pick", {}, h("span.skip", {}, t("Select"))), COLUMNS.map((column) => {
+    const isSorted = view.sort === column.key;
+    const turn = () => { view.down = isSorted && !view.down; view.sort = column.key; table(); };
+    return h(column.num ? "th.num" : "th", { "aria-sort": isSorted ? (view.down ? "descending" : "ascending") : null },
+      h("button", { onclick: turn }, t(column.label), isSorted ? (view.down ? " ↓" : " ↑") : ""));
+  }));
+
+  const line = (run) => {
+    const part = run.step !== null && run.max_steps ? Math.min(1, run.step / run.max_steps) : null;
+    const pick = h("input", {
+      type: "checkbox", "aria-label": t("Select {name}", { name: run.run }), checked: view.chosen.has(run.run),
+      onchange: (event) => { view.chosen[event.target.checked ? "add" : "delete"](run.run); compare(); },
+    });
+    return h("tr", { "data-run": run.run }, h("td.pick", {}, pick),
+      h("td.name", {}, h("a", { href: to("run", { run: run.run }) }, run.run === "." ? root : run.run),
+        h("small", {}, run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · ")),
+        run.tags.length ? h("span.tags", {}, run.tags.map((tag) => h("button.tag", { "aria-label": t("Show runs with the tag {tag}", { tag }), onclick: () => { search.value = tag; view.filter = tag.toLowerCase(); table(); } }, tag))) : null),
+      h("td.state", {}, badge(run)),
+      h("td.num", { "data-label": t("Step") }, run.step === null ? NONE : integer(run.step), run.max_steps && run.state !== "complete" ? h("span.soft", {}, ` / ${integer(run.max_steps)}`) : "",
+        part !== null && run.state === "running" ? h("div.bar", {}, h("i", { style: { width: `${100 * part}%` } })) : null),
+      h("td.num", { "data-label": t("Loss") }, number(run.loss)),
+      h("td.num", { "data-label": run.metric.name, title: run.metric.name }, number(run.metric.value)),
+      h("td.num", { "data-label": t("Tokens/s") }, integer(run.speed)),
+      h("td.num", { "data-label": t("Time left"), class: run.seconds_left === null ? "hide" : "" }, duration(run.seconds_left)),
+      h("td.num", { "data-label": t("Size") }, bytes(run.size)),
+      h("td.num.soft.hide", {}, ago(run.changed)));
+  };
+
+  function table() {
+    const kept = shown();
+    const told = runs.length === 1 ? "1 run" : "{n} runs";
+    count.textContent = kept.length === runs.length ? t(told, { n: runs.length }) : t("{k} of {n} runs", { k: kept.length, n: runs.length });
+    if (!runs.length) {
+      replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("br"), h("code", {}, "surefoot train recipe.yaml")));
+      return;
+    }
+    const focused = document.activeElement?.closest?.("tr")?.dataset.run;
+    replace(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))));
+    if (isCut) list.append(h("div.note", {}, t("There may be more runs: the search ended at its limit.")));
+    if (focused) list.querySelector(`tr[data-run="${CSS.escape(focused)}"] input`)?.focus();
+  }
+
+  // A later call replaces an earlier one that still waits for its answers.
+  async function compare() {
+    const mine = ++turn;
+    const isOld = () => mine !== turn || !isOpen;
+    const names = [...view.chosen].filter((name) => runs.some((run) => run.run === name));
+    if (!names.length) { chart?.close(); chart = null; drawn = ""; replace(below); return; }
+    await loadPlots();
+    if (isOld()) return;
+    if (!chart || drawn !== names.join("\n")) {
+      const known = new Set();
+      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run })));
+      details.forEach((d) => d.value?.metrics.forEach((name) => known.add(name)));
+      const differing = h("div");
+      if (names.length === 2) replace(differing, await recipesOf(...names));
+      else if (names.length > 2) replace(differing, h("p.soft", {}, t("Select exactly two runs to compare their recipes.")));
+      if (isOld()) return;
+      chart?.close();
+      drawn = names.join("\n");
+      chart = new Chart(t("Curves"), { wide: true, height: 300, zoomed: (low, high) => { view.range = low === undefined ? null : [low, high]; curves(names); } });
+      if (!known.has(view.metric)) view.metric = known.has("loss") ? "loss" : [...known][0];
+      const select = h("select", { "aria-label": t("Metric"), onchange: (e) => { view.metric = e.target.value; curves(names); } },
+        [...known].filter((name) => name !== "epoch").sort().map((name) => h("option", { value: name, selected: name === view.metric }, name)));
+      const log = h("button", { "aria-pressed": String(view.log), onclick: (e) => { view.log = !view.log; e.target.setAttribute("aria-pressed", view.log); curves(names); } }, t("Log scale"));
+      replace(below, h("div.row.between", {}, h("h2", { style: { margin: "8px 0 0" } }, t("{n} selected", { n: names.length })), h("div.row", {}, select, log,
+        h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), chart.element, differing);
+    }
+    await curves(names);
+  }
+
+  async function curves(names) {
+    const [first, last] = view.range || [];
+    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last })));
+    if (!isOpen || !chart || drawn !== names.join("\n")) return;
+    const series = names.map((run, place) => ({ run, place, one: found[place].value?.series[view.metric] }))
+      .filter(({ one }) => one)
+      .map(({ run, place, one }) => ({ label: run, steps: one.steps, values: one.values, color: color(place) }));
+    chart.draw(series, { log: view.log, range: view.range });
+  }
+
+  async function refresh() {
+    clearTimeout(timer);
+    try {
+      if (!document.hidden || !runs.length) {
+        const found = await get("/api/runs");
+        if (!isOpen) return;
+        ({ runs, root, is_cut: isCut } = found);
+        replace(note, found.problem ? h("div.note.warn", { role: "status" }, `${root}: ${found.problem}`) : found.is_store ? h("p.soft.small", {}, t("{root} is read every 15 seconds; a run uploads its files with each checkpoint.", { root })) : null);
+        table();
+        if (view.chosen.size && runs.some((run) => run.state === "running" && view.chosen.has(run.run))) await compare();
+      }
+    } catch (error) {
+      if (isOpen) replace(count, h("span", { style: { color: "var(--red)" } }, t("The board does not answer: {why}", { why: error.message })));
+    }
+    if (isOpen) timer = setTimeout(refresh, EVERY);
+  }
+
+  await refresh();
+  return () => { isOpen = false; clearTimeout(timer); chart?.close(); };
+}
+
+// A table of the settings in which the recipes of two runs differ.
+export async function recipesOf(a, b) {
+  try {
+    const { changes } = await get("/api/diff", { a, b });
+    const rows = changes.map((c) => h("tr", {}, h("td", {}, c.path), h("td.old", {}, JSON.stringify(c.old)), h("td.new", {}, JSON.stringify(c.new))));
+    if (!rows.length) return h("div.panel", {}, h("h2", {}, t("Recipes")), h("p.soft", {}, t("Both recipes are equal.")));
+    return h("div.panel", {}, h("h2", {}, t(rows.length === 1 ? "Recipes differ in one setting" : "Recipes differ in {n} settings", { n: rows.length })),
+      h("div.scroll", { tabindex: 0 }, h("table.diff", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Setting")), h("th", {}, a), h("th", {}, b))), h("tbody", {}, rows))));
+  } catch (error) {
+    return h("div.note.bad", {}, error.message);
+  }
+}

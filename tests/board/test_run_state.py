@@ -1,0 +1,104 @@
+import fcntl
+import json
+import os
+import socket
+
+import pytest
+
+from board.runs import COMPLETE, write_run
+from surefoot.board.run_state import is_locked, state_of
+from surefoot.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
+
+
+def state(folder):
+    found = state_of(folder)
+    return found.name, found.evidence
+
+
+def test_a_run_is_running_while_a_process_holds_its_lock_and_died_when_it_has_no_end(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / ".lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert state(folder) == ("running", "lock")
+    assert state(folder) == ("died", "no_end")
+
+
+@pytest.mark.parametrize("outcome", ["complete", "stopped", "failed"])
+def test_the_end_that_a_launch_has_recorded_is_its_state(tmp_path, outcome):
+    assert state(write_run(tmp_path / "run", end={"outcome": outcome})) == (outcome, "end")
+
+
+def test_a_later_launch_without_an_end_died_whatever_earlier_ones_recorded(tmp_path):
+    folder = write_run(tmp_path / "run", end=COMPLETE)
+    LaunchFiles(folder).begin()
+    assert state(folder) == ("died", "no_end")
+
+
+def test_a_fresh_heartbeat_of_a_dead_process_is_no_sign_of_life(tmp_path):
+    folder = write_run(tmp_path / "run")
+    LaunchFiles(folder).beat(3, 10, is_due=True)  # of this process, which lives and has no lock
+    assert state(folder) == ("died", "no_end")
+
+
+def test_without_a_record_of_launches_only_results_say_that_a_run_is_complete(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "launches.jsonl").unlink()
+    assert state(folder) == ("ended", "no_record")
+    (folder / "all_results.json").write_text('{"global_step": 20}')
+    assert state(folder) == ("complete", "results")
+    metrics = (folder / "metrics.jsonl").stat()
+    os.utime(folder / "metrics.jsonl", ns=(metrics.st_atime_ns, metrics.st_mtime_ns + 10**12))
+    assert state(folder) == ("ended", "no_record"), "it went on after these results"
+
+
+def test_without_locks_the_process_tells_and_one_of_another_machine_is_unknown(
+    tmp_path, monkeypatch
+):
+    folder = write_run(tmp_path / "run")
+
+    def no_locks(*_):
+        raise OSError(37, os.strerror(37))  # ENOLCK
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert is_locked(folder) is None
+    assert state(folder) == ("unknown", "no_locks")
+    (folder / HEARTBEAT).write_text(json.dumps(process()))
+    assert state(folder) == ("running", "process")
+    (folder / HEARTBEAT).write_text(json.dumps({**process(), "pid_started": "boot/1"}))
+    assert state(folder) == ("died", "no_process"), "another process has its number now"
+
+
+def test_a_look_at_the_lock_takes_it_from_nobody(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert is_locked(folder) is False
+    with (folder / ".lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert is_locked(folder) is True
+    assert is_locked(tmp_path / "no run") is False
+
+
+def test_a_process_that_was_started_and_does_not_train_yet_is_no_secret(tmp_path):
+    LaunchFiles(tmp_path).announce(os.getpid())
+    assert state(tmp_path) == ("running", "starting")
+    LaunchFiles(tmp_path).announce(2**22 + 1)
+    assert state(tmp_path) == ("failed", "not_begun")
+    LaunchFiles(tmp_path).begin()
+    LaunchFiles(tmp_path).end("complete")
+    LaunchFiles(tmp_path).announce(2**22 + 1)  # a refused start does not undo what is complete
+    assert state(tmp_path) == ("complete", "end")
+
+
+def test_half_written_and_foreign_lines_are_no_evidence(tmp_path):
+    folder = write_run(tmp_path / "run", end=COMPLETE)
+    with (folder / "launches.jsonl").open("a") as file:
+        file.write('[1]\nnull\n{"event": "end"')
+    (folder / HEARTBEAT).write_text('{"time": ')
+    assert state(folder) == ("complete", "end")
+
+
+def test_a_process_is_known_by_machine_and_start():
+    mine = process()
+    assert mine["host"] == socket.gethostname()
+    assert is_alive(mine)
+    assert is_alive({**mine, "pid_started": "x"}) is False
+    assert is_alive({**mine, "host": "elsewhere"}) is None

@@ -1,0 +1,149 @@
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+import surefoot.board
+from board.runs import write_run
+from board.serving import SOURCE, Server
+from surefoot.cli.main import main
+
+STATIC = Path(surefoot.board.__file__).parent / "static"
+MINE = {"X-Surefoot": "1"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    write_run(root / "runs/one")
+    return root
+
+
+def test_the_board_starts_in_two_seconds_and_without_torch(server):
+    assert httpx.get(server.address).status_code == 200
+    assert httpx.get(f"{server.address}api/runs").json()["runs"]
+    assert httpx.get(f"{server.address}api/schema").status_code == 200
+    assert server.cpu_seconds < 2, "of a processor, with the first answers"
+    code = (
+        "import sys, surefoot.board.server; "
+        "print(sorted({'torch', 'transformers', 'peft', 'datasets', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": str(SOURCE)},
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_step_is_on_the_page_within_a_second(server, root):
+    path, events = root / "runs/one/metrics.jsonl", []
+    times = {}
+
+    def follow():
+        address = f"{server.address}api/live"
+        with httpx.stream("GET", address, params={"run": "runs/one"}, timeout=30) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    events.append(line.removeprefix("event: "))
+                    times.setdefault(events[-1], time.monotonic())
+                if "reset" in events:
+                    return
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    wait_until(lambda: {"hello", "state"} <= set(events))
+    written = time.monotonic()
+    with path.open("a") as file:
+        file.write('{"step": 21, "loss": 0.4}\n')
+    wait_until(lambda: "rows" in events)
+    assert times["rows"] - written < 1
+    path.write_text('{"step": 1, "loss": 2.0}\n')
+    wait_until(lambda: "reset" in events)
+    thread.join(10)
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_port_that_is_taken_is_said(server, root):
+    result = CliRunner().invoke(main, ["board", str(root), f"--port={server.port}"])
+    assert result.exit_code == 2
+    assert "another board running" in result.output
+
+
+def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
+    for name in [n for n in sys.modules if n.startswith("surefoot.board")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    result = CliRunner().invoke(main, ["board", str(root)])
+    assert result.exit_code == 2
+    assert "pip install 'surefoot[board]'" in result.output
+
+
+def test_another_address_than_this_machines_needs_a_token(root):
+    server = Server(root, "--host=0.0.0.0")
+    try:
+        here = f"http://127.0.0.1:{server.port}/"
+        assert httpx.get(here).status_code == 401
+        token = re.search(r"token=(\S+)", server.said)[1]
+        with httpx.Client(follow_redirects=True) as client:
+            assert client.get(f"{here}?token={token}").status_code == 200
+            assert client.get(f"{here}api/runs").status_code == 200
+    finally:
+        server.close()
+
+
+def imports_of(path, found):
+    """A module of a page, and all that it imports before it runs."""
+    if path not in found:
+        found.add(path)
+        for name in re.findall(r'^import .* from "\./(.+)";$', path.read_text(), re.M):
+            imports_of(STATIC / name, found)
+    return found
+
+
+@pytest.mark.parametrize("page", ["runs", "run", "sweeps", "sweep", "new", "data", "chat"])
+def test_no_page_is_larger_than_150_kilobytes_without_data(page):
+    names = ["index.html", "style.css", "theme.js", "icon.svg", "zh.js", "vendor/uPlot.css"]
+    files = {STATIC / name for name in [*names, "vendor/uPlot.js"]}
+    imports_of(STATIC / "app.js", files)
+    imports_of(STATIC / f"{page}.js", files)
+    assert sum(path.stat().st_size for path in files) < 150_000
+
+
+def test_every_text_has_its_chinese_and_nothing_is_translated_in_vain():
+    code = "\n".join(p.read_text() for p in STATIC.glob("*.js") if p.name != "zh.js")
+    chinese = dict(re.findall(r'"([^"]+)": "([^"]*)",', (STATIC / "zh.js").read_text()))
+    asked = set(re.findall(r'\bt\("([^"]+)"', code))
+    asked |= set(re.findall(r'\b(?:cell|act|field)\("([^"]+)"', code)) - {"loss"}
+    asked |= set(re.findall(r'(?:label|title): "([^"]+)"', code))
+    asked |= {
+        key for both in re.findall(r'\bt\([^"\n]*\? "([^"]+)" : "([^"]+)"', code) for key in both
+    }
+    asked |= set(re.findall(r'"(\w+:\w+)": "', (STATIC / "i18n.js").read_text(), re.M))
+    asked -= {"keep", "keep_every", "keep_best", " ↑", " ↓"}
+    assert not asked - chinese.keys()
+    verdicts = {"differs", "only in A", "only in B", "other shape", "other type"}  # of a diff
+    assert not {key for key in chinese if f'"{key}"' not in code} - verdicts
+    for english, text in chinese.items():
+        assert set(re.findall(r"\{\w+\}", english)) == set(re.findall(r"\{\w+\}", text)), english
+
+
+def test_pages_ask_no_other_host_and_never_write_html():
+    for path in STATIC.glob("*.*"):
+        text = path.read_text()
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path.name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
