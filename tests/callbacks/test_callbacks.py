@@ -1,5 +1,6 @@
 """Early stopping, the plot, TensorBoard and the screen, on a real run of the loop."""
 
+import errno
 import io
 import json
 import time
@@ -14,7 +15,9 @@ from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.callbacks.jsonl import Jsonl
 from surefoot.callbacks.plot import Plot, curves, smoothed
 from surefoot.callbacks.tensorboard import TensorBoard
+from surefoot.training.callback import TrainerCallback
 from surefoot.training.rollouts.kept import KeptRollouts
+from surefoot.training.state import TrainerControl, TrainerState
 
 
 class ScriptedEvaluation:
@@ -72,6 +75,15 @@ def test_the_plot_is_a_png_of_both_curves(tmp_path):
     options = {"evals": small.examples(1), "eval_steps": 2, "max_steps": 24}
     small.trainer(tmp_path, Plot(tmp_path / "loss.png"), **options).fit()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("age", [0.0, 3600.0])
+def test_a_save_redraws_the_plot_once_the_last_picture_is_old(age, tmp_path):
+    plot, found = Plot(tmp_path / "loss.png", age), TrainerState()
+    plot.on_save(None, found, TrainerControl())
+    assert (tmp_path / "loss.png").is_file() == (age == 0.0)
+    plot.on_train_end(None, found, TrainerControl())
+    assert (tmp_path / "loss.png").is_file()
 
 
 def test_every_figure_of_the_plot_is_in_the_metrics(tmp_path):
@@ -134,6 +146,28 @@ def test_tensorboard_without_its_earlier_files_is_filled_from_the_log(tmp_path):
     logged = {log["step"]: log["loss"] for log in second.state.log_history if "loss" in log}
     assert found == pytest.approx(logged)
     assert sorted(found) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_disk_that_tensorboard_cannot_write_on_does_not_stop_a_run(tmp_path, when, caplog):
+    pytest.importorskip("tensorboard")
+    board, writer = tmp_path / "board", TensorBoard(tmp_path / "board")
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control):
+            if when == "during" and state.global_step == 3:
+                writer._writer.flush = full
+
+    if when == "before":
+        board.write_text("a file in the place of the folder")
+    state = small.trainer(tmp_path, Break(), writer).fit()
+    assert state.global_step == 8
+    said = [r.message for r in caplog.records if "tensorboard" in r.message]
+    assert len(said) == 1 and said[0].endswith("metrics.jsonl has all figures")
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def screen_of(folder, *, terminal):

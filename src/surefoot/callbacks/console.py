@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from ..terminal_text import duration
 from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
@@ -171,15 +172,6 @@ def sparkline(values: list[float], width: int = 12) -> str:
         return ""
     low, span = min(tail), (max(tail) - min(tail)) or 1.0
     return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in tail)
-
-
-def duration(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``; ``?`` when unknown."""
-    if seconds == float("inf"):
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _memory() -> str:

@@ -1,12 +1,14 @@
-"""``loss.png``: training and evaluation loss over the steps, redrawn at saves and at the end."""
+"""``loss.png``: training and evaluation loss over the steps, redrawn at the end, and at saves once
+the last picture is old."""
 
 from __future__ import annotations
 
 import io
 import logging
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..storage.files import explain, write_aside
@@ -15,6 +17,7 @@ from ..training.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 NAME = "loss.png"
+MARGINS = (0.12, 0.13, 0.86, 0.84)  # left, bottom, width, height; to lay it out costs half as much
 WIDTHS = 40  # of half a smoothing window, in the length of the curve
 
 
@@ -23,10 +26,14 @@ class Plot(TrainerCallback):
     """Draws ``path`` from the state's log history, so that a resumed run has one complete curve."""
 
     path: Path
+    age: float = 30.0
+    """Seconds that a picture is good for: training waits for each for a tenth of a second."""
+    _drawn: float = field(default_factory=time.monotonic, init=False)
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Redraw."""
-        self._draw(state)
+        """Redraw, unless the last picture is still good."""
+        if time.monotonic() - self._drawn >= self.age:
+            self._draw(state)
 
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Draw the whole run."""
@@ -35,8 +42,8 @@ class Plot(TrainerCallback):
     def _draw(self, state: TrainerState) -> None:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(7, 4))
+        axes = figure.add_axes(MARGINS)
         for label, (steps, losses) in curves(state).items():
             is_raw = label == "training" and len(steps) > 20
             axes.plot(steps, losses, alpha=0.35 if is_raw else 1.0, label=label, linewidth=1.5)
@@ -53,6 +60,7 @@ class Plot(TrainerCallback):
             write_aside(self.path, buffer.getvalue())
         except OSError as error:  # a picture is not worth stopping for
             logger.warning("could not draw %s", explain(error))
+        self._drawn = time.monotonic()
 
 
 def curves(state: TrainerState) -> dict[str, tuple[list[float], list[float]]]:

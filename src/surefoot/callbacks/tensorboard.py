@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import RecipeError, RunError
-from ..storage.files import raising, rename
+from ..errors import RecipeError, RunError, installation
+from ..storage.files import explain, raising, rename
 from ..training.callback import Context, Metrics, TrainerCallback
 from ..training.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+logger = logging.getLogger(__name__)
 FOLDER = "tensorboard"
 _EVENTS = "events.out.tfevents.*"
 
@@ -44,12 +47,16 @@ class TensorBoard(TrainerCallback):
             import tensorboard  # noqa: F401
         except ImportError:
             raise RecipeError(
-                "train.report_to: tensorboard is not installed; pip install tensorboard"
+                f"train.report_to: tensorboard is not installed; {installation('tensorboard')}"
             ) from None
 
     def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Open the event file; ``purge_step`` hides what a killed run wrote after its last save.
         Without earlier event files, the log of the run so far is written first."""
+        with self._dropped():
+            self._open(state)
+
+    def _open(self, state: TrainerState) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         _put_before(sorted(self.folder.glob(_EVENTS)), int(time.time()))
@@ -65,8 +72,9 @@ class TensorBoard(TrainerCallback):
     ) -> None:
         """``loss`` as ``train/loss``, ``eval_loss`` as ``eval/loss``."""
         if self._writer is not None:
-            self._write(self._writer, logs, state.global_step)
-            self._writer.flush()
+            with self._dropped():
+                self._write(self._writer, logs, state.global_step)
+                self._writer.flush()
 
     def _write(self, writer: SummaryWriter, logs: Metrics, step: int) -> None:
         for name, value in logs.items():
@@ -77,5 +85,16 @@ class TensorBoard(TrainerCallback):
     def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """Close the file."""
         if self._writer is not None:
-            self._writer.close()
+            with self._dropped():
+                self._writer.close()
+            self._writer = None
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        """A disk that cannot hold the files does not stop a run: the log says so, once."""
+        try:
+            yield
+        except (OSError, RuntimeError, RunError) as error:  # the package's thread passes on any
+            said = explain(error) if isinstance(error, OSError) else str(error)
+            logger.warning("tensorboard: dropped: %s; metrics.jsonl has all figures", said)
             self._writer = None

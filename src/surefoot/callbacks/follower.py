@@ -1,0 +1,76 @@
+"""Follow a file of JSON lines that another process appends to, and detect if it was truncated."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = 1 << 22  # bytes read at a time
+_PROOF = 256  # bytes before the position that must still be the same
+
+
+@dataclass
+class Follower:
+    """Reads the whole lines that were appended to a file since the last time."""
+
+    path: Path
+    position: int = 0
+    proof: bytes = b""  # what must still be before the position
+    _stamp: tuple[int, int, int] = (0, 0, 0)
+
+    def at_end(self) -> Follower:
+        """Skip what is there."""
+        self.read()
+        return self
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The new lines, and whether the file was cut or replaced, so that these are all lines."""
+        lines: list[bytes] = []
+        is_other = False
+        for block, is_new_file in self.blocks():
+            is_other |= is_new_file
+            lines += block.split(b"\n")[:-1]
+        return lines, is_other
+
+    def blocks(self) -> Iterator[tuple[bytes, bool]]:
+        """The same as blocks of whole lines; the first one has whether it begins another file."""
+        try:
+            with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                if stamp == self._stamp:
+                    return
+                file.seek(self.position - len(self.proof))
+                is_other = file.read(len(self.proof)) != self.proof
+                if is_other:
+                    self.position, self.proof = 0, b""
+                self._stamp = stamp
+                yield b"", is_other
+                yield from ((block, False) for block in self._blocks(file.fileno()))
+        except OSError:
+            was_there = self.position > 0
+            self.position, self.proof, self._stamp = 0, b"", (0, 0, 0)
+            yield b"", was_there
+
+    def _blocks(self, descriptor: int) -> Iterator[bytes]:
+        while data := os.pread(descriptor, BLOCK, self.position):
+            whole = data.rfind(b"\n") + 1
+            if not whole:  # an incomplete line, still being written
+                break
+            self.position += whole
+            self.proof = (self.proof + data[max(0, whole - _PROOF) : whole])[-_PROOF:]
+            yield data[:whole]
+            if len(data) < BLOCK:
+                break
+
+
+def record(line: bytes) -> dict[str, object] | None:
+    """The record in a line; None if it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
