@@ -38,6 +38,7 @@ def assert_follows(folder, expected):
         assert found[step] == pytest.approx(loss, abs=CLOSE)
 
 
+@pytest.mark.proof
 def test_two_save_to_s3_and_one_goes_on_on_an_empty_machine(project, alone, bucket, tmp_path):
     folder = train(project, bucket.url, tmp_path / "a", f"{COUNT}=2", "train.max_steps=4")
     assert bucket.committed() == [3, 4]

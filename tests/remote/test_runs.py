@@ -116,10 +116,13 @@ def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
     assert sorted(path.name for path in (tmp_path / "mounted/run").iterdir()) == [
         "all_results.json",
         "checkpoint-12",
+        "launches.jsonl",
         "loss.png",
         "metrics.jsonl",
         "recipe.yaml",
     ]
+    last = (tmp_path / "mounted/run/launches.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["outcome"] == "complete", "the record is there before the last upload"
     folder = train(project, url, tmp_path / "two")
     assert_is(folder, whole)
 
@@ -370,7 +373,7 @@ def test_missing_credentials_are_said(project, bucket, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_missing_package_is_said(project, tmp_path):
-    with pytest.raises(SurefootError, match="pip install gcsfs"):
+    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[gs\]'"):
         train(project, "gs://bucket/run", tmp_path)
 
 

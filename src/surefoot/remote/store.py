@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import installation
 from ..storage.address import Address
 from .retry import RetryPolicy, StoreError, status_of
 
@@ -28,6 +30,10 @@ class Store:
 
     def list(self, below: str = "") -> dict[str, int]:
         """Every file in the folder (or in ``below``) with its length in bytes."""
+        return {name: size for name, (size, _) in self.versions(below).items()}
+
+    def versions(self, below: str = "") -> dict[str, tuple[int, str]]:
+        """The same with what changes when a file is replaced, as far as the store says it."""
         top = f"{self._root}/{below}".rstrip("/")
 
         def find() -> dict[str, Any]:
@@ -41,7 +47,10 @@ class Store:
 
         found = self._patience.run(f"cannot list {self._where(below)}", find)
         start = len(self._root) + 1
-        return {name[start:]: int(entry["size"] or 0) for name, entry in found.items()}
+        return {
+            name[start:]: (int(entry["size"] or 0), _version(entry))
+            for name, entry in found.items()
+        }
 
     def read(self, name: str) -> bytes:
         """The content of a small file."""
@@ -137,6 +146,11 @@ class Store:
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
 
+def _version(entry: Mapping[str, Any]) -> str:
+    known = (entry.get(name) for name in ("ETag", "etag", "generation", "mtime", "LastModified"))
+    return str(next((value for value in known if value), entry.get("created", "")))
+
+
 def _open(address: Address) -> tuple[Any, str]:
     """The file system, without a cache of listings, and the folder's path in it."""
     cls = _class_of(address)
@@ -165,5 +179,5 @@ def _class_of(address: Address) -> Any:
         return get_filesystem_class(address.scheme)
     except ImportError as error:
         package = PACKAGES.get(address.scheme)
-        install = f"pip install {package}" if package else str(error)
+        install = installation(package) if package else str(error)
         raise StoreError(f"{address}: a package is missing; {install}") from None

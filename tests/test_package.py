@@ -1,0 +1,118 @@
+"""The package: what a wheel contains, and the extras that messages name.
+
+The proof builds a wheel, installs it into a fresh environment and runs the demo outside of the
+clone. The dependencies of that environment are those of this one.
+"""
+
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from surefoot.cli import demo
+from surefoot.errors import EXTRAS as EXTRAS_OF
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+INCLUDED = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+TEXTS = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
+
+
+def test_the_files_of_the_demo_are_part_of_the_package():
+    assert {Path(source).name for source in INCLUDED} == set(demo.PARTS)
+    for source, target in INCLUDED.items():
+        assert (ROOT / source).exists()
+        assert target == f"surefoot/demo/{Path(source).name}"
+
+
+def test_the_demo_keeps_what_is_in_its_folder(tmp_path):
+    (tmp_path / demo.RECIPE).write_text("mine")
+    demo.copy_files(tmp_path)
+    assert (tmp_path / demo.RECIPE).read_text() == "mine"
+    assert (tmp_path / "base-model" / "model.safetensors").is_file()
+    assert (tmp_path / "data" / "orders_train.jsonl").is_file()
+
+
+def test_every_extra_that_a_message_names_exists():
+    named = {
+        (str(path), extra.strip())
+        for path, text in TEXTS.items()
+        for extras in re.findall(r"surefoot\[([^\]{}]+)\]", text)
+        for extra in extras.split(",")
+    }
+    assert named
+    assert not {(path, extra) for path, extra in named if extra not in EXTRAS}
+
+
+def test_every_package_with_an_extra_is_in_it():
+    for module, extra in EXTRAS_OF.items():
+        package = module.replace("_", "-")
+        assert any(re.match(rf"{package}\b", needed) for needed in EXTRAS[extra]), package
+
+
+def test_every_message_about_a_missing_package_names_an_extra():
+    wrong = re.compile(r"pip install (?!'surefoot\[|-e)[\w']")
+    own = [path for path, text in TEXTS.items() if wrong.search(text)]
+    assert not own
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True, timeout=600)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.proof
+def test_a_wheel_has_every_file_of_the_package(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    command = ["git", "ls-files", "src/surefoot"]
+    tracked = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    expected = {line.removeprefix("src/") for line in tracked.stdout.splitlines()}
+    assert not expected - names
+    assert "surefoot/demo/base-model/model.safetensors" in names
+    assert wheel.stat().st_size < 20e6
+
+
+@pytest.mark.proof
+def test_an_installed_wheel_runs_the_demo_outside_of_the_clone(wheel, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    command = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(command, check=True)
+    own = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    # the packages that surefoot needs, without the editable surefoot beside them
+    (Path(own) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    ended = subprocess.run(
+        [tmp_path / "venv" / "bin" / "surefoot", "demo"],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "surefoot-demo" / "runs" / "quickstart" / "checkpoint-564").is_dir()
