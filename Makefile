@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Empty means written: hundreds of processes read what the first one has compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check proof architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt

@@ -1,6 +1,13 @@
 """Responses as plain lists of ids."""
 
-from surefoot.generate.generation import sample
+from surefoot.generate import generation
+from surefoot.generate.choosing import Chooser
+
+
+def sample(model, prompts, section, *, stop_token_ids, decode=None, **options):
+    """The responses by the index of the prompt."""
+    chooser = Chooser(section, frozenset(stop_token_ids), decode)
+    return generation.sample(model, prompts, chooser, **options)
 
 
 def answer(model, prompts, section, **options):

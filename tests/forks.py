@@ -36,7 +36,9 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_t
 def put(module, prepare=lambda command: None):
     """``prepare`` is called in every new process before it begins."""
     made = lambda *args, **options: Popen(*args, prepare=prepare, **options)  # noqa: E731
-    module.subprocess = SimpleNamespace(Popen=made, PIPE=PIPE, TimeoutExpired=TimeoutExpired)
+    module.subprocess = SimpleNamespace(
+        Popen=made, PIPE=PIPE, DEVNULL=DEVNULL, TimeoutExpired=TimeoutExpired
+    )
 
 
 class Popen:

@@ -14,8 +14,9 @@ PICTURE = PROJECT / "docs" / "img" / "house.svg"
 # A module may import from its own folder and from lower rows; folders on one row are strangers.
 ROWS = [
     ["cli"],
-    ["inference", "forecast"],
-    ["run"],
+    ["serve"],
+    ["inference", "forecast", "board"],
+    ["run", "sweep"],
     ["interchange", "integrations", "remote"],
     ["recipe"],
     ["stages", "methods", "callbacks"],

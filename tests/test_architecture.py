@@ -8,11 +8,14 @@ import pytest
 
 from each import each
 from house import PICTURE, ROOT, ROWS, drawn, modules
+from source_trees import TREES as FILES
 
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line, everything may, so that `--help` stays instant.
-LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "modelscope", "pandas", "psutil"}
+LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "pandas", "psutil"}
 LAZY |= {"jsonschema", "torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
+LAZY |= {"wandb", "mlflow", "mlflow.entities", "swanlab", "trackio"}
+LAZY |= {"llguidance", "llguidance.hf"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},
@@ -38,13 +41,12 @@ MAX_MODULES, MAX_IMPORTS = 15, 20  # of our own: in a folder, and that one modul
 # Lists of variants and of commands: one file each, however many there are.
 LISTS = {"callbacks", "cli", "cli/ckpt", "methods", "optim", "stages"}
 LISTS |= {"checkpoint/layouts", "checkpoint/converting/targets", "data/rows/formats"}
-KNOW_THE_RECIPE = {"recipe", "run", "inference", "forecast", "cli"}
+KNOW_THE_RECIPE = {"recipe", "run", "sweep", "inference", "forecast", "board", "serve", "cli"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
-FOREIGN = "recipe/from_llamafactory"  # compares the words of another program
+FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs
 COMMON = {"full"}  # names that are more than a variant's: the layout of a checkpoint, for one
 
 LEVEL = {"__init__": -2, "__main__": -1} | {n: i for i, row in enumerate(ROWS) for n in row}
-FILES = {f: ast.parse(f.read_text()) for f in sorted(ROOT.rglob("*.py"))}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 

@@ -100,7 +100,7 @@ def loaded_by(tmp_path_factory):
 
 def test_a_run_of_one_process_loads_no_way_that_it_may_not_go(loaded_by):
     # transformers itself takes torch.distributed.tensor and torch._dynamo with it.
-    unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard", "modelscope"}
+    unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard"}
     unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
     unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
     assert not loaded_by("full")[0] & unused

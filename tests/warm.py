@@ -16,10 +16,11 @@ from functools import partial
 from multiprocessing import reduction
 
 import forks
+from surefoot.callbacks import training_process
 from surefoot.parallel import launcher
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.inference", "torch.distributed.checkpoint"]
-IMPORTED += ["surefoot.remote.uploader", "s3fs"]
+IMPORTED += ["surefoot.remote.uploader", "s3fs", "first_time"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 
@@ -62,8 +63,9 @@ def _live(theirs, *birth):
 
 
 def _with_forks(command):
-    """Let the ranks that this process starts be forked, too."""
+    """Let the ranks and the trials that this process starts be forked, too."""
     forks.put(launcher)
+    forks.put(training_process, _with_forks)
 
 
 @atexit.register

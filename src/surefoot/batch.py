@@ -246,6 +246,9 @@ class Outputs:
     router_loss: torch.Tensor | None = None
 
 
+SCORES = OutputSpec(("values",), at="ends")  # of a reward model
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss sum and its weight. The loop divides once, by the global weight of the step."""

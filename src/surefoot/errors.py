@@ -24,6 +24,28 @@ SKIPPED_STEPS = 3  # exit code of a run that has ended, but has skipped steps (t
 OUT_OF_MEMORY = 4  # exit code of a rank for which all ranks start again with less
 
 
+EXTRAS = {
+    "bitsandbytes": "qlora",
+    "compressed_tensors": "quantize",
+    "gcsfs": "gs",
+    "gguf": "gguf",
+    "mlflow": "mlflow",
+    "optuna": "sweep",
+    "s3fs": "s3",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "torchao": "float8",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}  # package -> the extra that installs it, and in the version that is needed
+
+
+def installation(package: str) -> str:
+    """The command that installs a package that is missing."""
+    extra = EXTRAS.get(package)
+    return f"pip install {package}" if extra is None else f"pip install 'surefoot[{extra}]'"
+
+
 def counted(number: int, one: str, many: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"

@@ -27,3 +27,12 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     r"""The same, with tabs and newlines written as ``\t`` and ``\n``."""
     return visible(text).replace("\t", "\\t").replace("\n", "\\n")
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``; ``?`` when unknown."""
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -43,6 +43,18 @@ def test_a_prompt_is_answered_once_and_plainly(folder):
     assert "truncated at max_new_tokens" in done.stderr
 
 
+def test_a_stop_text_cuts_the_answer(folder):
+    whole = answer(folder / "base", "Hi", 8)
+    stops = ["--stop", whole[3:5], "--stop", "never"]
+    done = run(folder / "base", "--prompt", "Hi", "--max-new-tokens", 8, *stops)
+    assert done.stdout == whole[: whole.index(whole[3:5])] + "\n"
+    assert not done.stderr
+    done = run(folder / "base", "--prompt", "Hi", "--stop", "")
+    assert done.exit_code
+    assert "stop must not contain an empty text" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_piped_line_has_one_line_of_answer_of_its_own(folder):
     done = run(folder / "base", "--max-new-tokens", 6, stdin="Hi\n\nHo\nHi\n")
     hi, ho = (answer(folder / "base", t).replace("\n", "\\n") for t in ("Hi", "Ho"))

@@ -1,11 +1,14 @@
 """The export command."""
 
+import sys
+
 import pytest
 import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from folders import save_adapter, save_model
+import tiny_tokenizers
+from folders import CHATML, save_adapter, save_model
 from surefoot.cli.main import main
 from surefoot.inference import open_model
 
@@ -26,7 +29,7 @@ def folder(tmp_path_factory):
 
 def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
     done = run(folder / "adapter", tmp_path / "out")
-    assert (done.exit_code, done.stdout) == (0, f"wrote {tmp_path / 'out'}\n")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"wrote {tmp_path / 'out'}")
     expected = open_model(folder / "adapter").model(IDS).logits
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(IDS).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -54,3 +57,46 @@ def test_mistakes_are_told_plainly(folder, tmp_path):
     assert "nothing is overwritten" in done.stderr
     done = run(tmp_path / "nowhere", tmp_path / "out")
     assert done.stderr.startswith("error: no folder")
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """A model with a tokenizer that llama.cpp has."""
+    folder = tmp_path_factory.mktemp("known")
+    save_model(folder, "qwen2", vocab_size=410)
+    tiny_tokenizers.tokenizer("qwen", chat_template=CHATML).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
+def test_a_gguf_file_has_a_modelfile_beside_it(known, tmp_path):
+    done = run(known, tmp_path / "out.gguf", "--to", "gguf", "--quantize", "q8_0")
+    assert (done.exit_code, done.stdout.splitlines()[0]) == (0, f"wrote {tmp_path / 'out.gguf'}")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "out.gguf",
+        "out.Modelfile",
+        "out.receipt.json",
+    }
+    assert "FROM ./out.gguf\n" in (tmp_path / "out.Modelfile").read_text()
+    done = run(known, tmp_path / "out.gguf", "--to", "gguf")
+    assert "nothing is overwritten" in done.stderr
+
+
+def test_options_of_another_target_are_refused(known, tmp_path):
+    done = run(known, tmp_path / "a.gguf", "--to", "gguf", "--dtype", "float16")
+    assert (done.exit_code, "--dtype belongs to --to huggingface" in done.stderr) == (2, True)
+    done = run(known, tmp_path / "a", "--quantize", "q8_0")
+    assert (done.exit_code, "--to compressed-tensors and gguf and gguf-adapter" in done.stderr) == (
+        2,
+        True,
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_is_named_with_its_cure(known, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("surefoot.inference.gguf")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    done = run(known, tmp_path / "a.gguf", "--to", "gguf")
+    assert done.exit_code == 2
+    assert "pip install 'surefoot[gguf]'" in done.stderr

@@ -45,7 +45,12 @@ def test_the_screen_tells_all_of_it(recipe):
 
 
 def test_there_are_never_more_logits_than_a_chunk_of_them(recipe):
-    rows = ["train.global_batch_size=22", "train.micro_batch_size=22", "data.train_on_prompt=true"]
+    rows = [
+        "--no-search",
+        "train.global_batch_size=22",
+        "train.micro_batch_size=22",
+        "data.train_on_prompt=true",
+    ]
     found = as_json(recipe, *rows)
     width = len(project_tokenizer())
     assert found["heaviest_pass"]["trained"] > 1.5 * CHUNK
@@ -61,7 +66,8 @@ def test_json_holds_all_of_it(recipe):
     assert process["snapshot"] == found["checkpoint"]["shared_memory"] > 0
     assert process["imports"] > 100e6, "torch alone"
     assert process["total"] == memory["peak"] + process["imports"] + process["snapshot"]
-    gpu = as_json(recipe, "--device", "gpu")
+    gpu = as_json(recipe, "--device", "gpu", "--no-search")
+    assert gpu["options"] == []
     assert gpu["process"] == {"imports": 0, "snapshot": 0, "total": gpu["memory"]["peak"]}
     assert found["steps"] == 12
     assert found["checkpoint"]["disk"] == 4 * found["checkpoint"]["total"]
@@ -70,8 +76,9 @@ def test_json_holds_all_of_it(recipe):
 
 
 def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
-    assert as_json(recipe, "parallel.num_processes=2")["processes"]["count"] == 2
-    asked = as_json(recipe, "parallel.num_processes=2", "--num-processes", 4)["processes"]
+    two = (recipe, "parallel.num_processes=2", "--no-search")
+    assert as_json(*two)["processes"]["count"] == 2
+    asked = as_json(*two, "--num-processes", 4)["processes"]
     assert (asked["count"], asked["dp_replicate"], asked["dp_shard"]) == (4, 1, 4)
     out = run(recipe, "--num-processes", 4, "--device", "gpu").stdout
     assert "4 = dp_replicate 1 × dp_shard 4, bf16, on GPUs" in out
@@ -80,14 +87,14 @@ def test_processes_are_those_of_the_recipe_or_those_asked_for(recipe):
 
 
 def test_of_a_pipeline_the_heaviest_stage_is_told(recipe):
-    asked = (recipe, "parallel.pp=2", "parallel.num_processes=2")
+    asked = (recipe, "parallel.pp=2", "parallel.num_processes=2", "--no-search")
     out = run(*asked).stdout
     assert " × pp 2" in out
     assert "of 2, with layers" in out
     found = as_json(*asked)
     assert found["processes"]["pp"] == 2
     assert f"memory of stage {found['heaviest_stage']['process'] + 1} of 2" in out
-    assert as_json(recipe)["heaviest_stage"] is None
+    assert as_json(recipe, "--no-search")["heaviest_stage"] is None
 
 
 def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
@@ -97,13 +104,15 @@ def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
         total = 1000
 
     monkeypatch.setattr(psutil, "virtual_memory", Little)
-    out = run(recipe, "--device", "cpu").stdout
+    out = run(recipe, "--device", "cpu", "--no-search").stdout
     assert "more than the available 1 kB" in out
 
 
 def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):
-    assert "save_minutes not counted" in run(recipe, "checkpoint.save_minutes=5").stdout
-    assert "shared memory" not in run(recipe, "checkpoint.async_save=false").stdout
+    changes = ("checkpoint.save_minutes=5", "checkpoint.async_save=false", "--no-search")
+    out = run(recipe, *changes).stdout
+    assert "save_minutes not counted" in out
+    assert "shared memory" not in out
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_a_time_is_told_in_two_units(seconds, text):
 
 
 def test_settings_are_chosen_for_a_memory(recipe):
-    asked = ["--memory", "0.6GB", "--device", "gpu", "train.micro_batch_size=8"]
+    asked = ["--no-search", "--memory", "0.6GB", "--device", "gpu", "train.micro_batch_size=8"]
     done = run(recipe, *asked)
     assert done.exit_code == 0, done.stderr
     assert (

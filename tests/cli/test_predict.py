@@ -2,6 +2,7 @@
 
 import errno
 import json
+import string
 
 import pytest
 from click.testing import CliRunner
@@ -169,7 +170,14 @@ def generated(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("sampling", [(), ("generate.do_sample=true",)], ids=["greedy", "sampled"])
+STOPPING = (f"generate.stop={json.dumps(list(string.ascii_letters))}", "generate.max_new_tokens=30")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [(), ("generate.do_sample=true",), STOPPING],
+    ids=["greedy", "sampled", "with stop texts"],
+)
 def test_a_full_disk_keeps_the_answers_and_the_same_command_continues(
     sampling, folder, run, tmp_path, full_after, generated, monkeypatch
 ):
@@ -186,6 +194,8 @@ def test_a_full_disk_keeps_the_answers_and_the_same_command_continues(
     generated.clear()
     assert run(*args).exit_code == 0
     assert generated == [1]
+    if sampling is STOPPING:
+        assert {one["finish_reason"] for one in lines(tmp_path / "a.jsonl")} == {"stop"}
     assert (tmp_path / "a.jsonl").read_text() == (tmp_path / "never.jsonl").read_text()
     assert not list(tmp_path.glob("*.part*"))
 

@@ -16,7 +16,7 @@ from surefoot.inference.preview import (
     PreviewExample,
     RenderedExample,
     TextSpan,
-    _num_limited,
+    num_limited,
 )
 
 LONG = "long " * 40
@@ -186,7 +186,7 @@ def test_a_long_tail_has_bars_of_its_own():
 
 def test_of_a_pair_the_length_is_that_of_the_prompt_with_its_longer_response():
     pair = {"input_ids": [0] * 60, "labels": [0] * 60, "lengths": [10, 20, 30]}
-    assert _num_limited(pair) == 40
+    assert num_limited(pair) == 40
 
 
 def test_columns_that_nothing_reads_are_named(recipe):

@@ -129,7 +129,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2}, pytest.param({"dp_shard": 2}, marks=pytest.mark.proof)], ids=str
+)
 def test_weights_of_mindspores_ranks_are_read_without_a_merge(parallel, folder, prompts):
     expected = answers(ALONE, [folder / "base"], prompts, GREEDY)
 
@@ -225,7 +227,7 @@ def figures(world, recipe, **options):
     return measure(opened, recipe, part.examples), [answer.answer for answer in found]
 
 
-@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("packing", [pytest.param(False, marks=pytest.mark.proof), True])
 def test_an_evaluation_of_two_processes_is_that_of_one(packing, models, tmp_path):
     recipe = load(
         folders.save_recipe(

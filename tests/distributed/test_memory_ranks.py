@@ -82,7 +82,7 @@ def test_a_rank_that_others_wait_for_ends_with_a_sentence_and_writes_the_size_do
     assert json.loads((tmp_path / FILE).read_text())["micro_batch_size"] == [[1, 2, 4]]
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {}], ids=str)
+@pytest.mark.parametrize("mesh", [{"tp": 2}, pytest.param({}, marks=pytest.mark.proof)], ids=str)
 def test_one_rank_chooses_the_size_for_all_by_the_mesh_that_they_form(mesh, tmp_path, monkeypatch):
     """Without ``num_processes``, as another launcher has started them."""
     train = {"global_batch_size": 8, "micro_batch_size": "auto"}

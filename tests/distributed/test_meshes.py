@@ -44,7 +44,6 @@ def meshes(size):
 
 ALL = [mesh for size in (2, 3, 4, 6, 8) for mesh in meshes(size)]
 SOME = [  # each with one method; the proof below has every mesh with every method
-    ({"dp_replicate": 3}, "lora"),
     ({"dp_replicate": 2, "dp_shard": 2}, "full"),
     ({"dp_shard": 2, "tp": 2}, "lora"),
     ({"pp": 3}, "lora"),
@@ -61,7 +60,7 @@ CHAIN = [  # 8, 4, 1, 2 and 8 processes
     {"pp": 2, "dp_replicate": 2, "dp_shard": 2},
     {"dp_shard": 8},
 ]
-CHAIN_OF_FEW = [{"dp_shard": 2, "tp": 2}, {"pp": 2}, {}, {"tp": 2}, {"pp": 3}, {"dp_replicate": 2}]
+CHAIN_OF_FEW = [{"dp_shard": 2, "tp": 2}, {"pp": 2}, {}, {"dp_replicate": 2}]
 
 
 def name_of(mesh):

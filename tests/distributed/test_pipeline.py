@@ -26,10 +26,10 @@ ONES = {"micro_batch_size": 1}  # six micro-batches, of as many lengths
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "llama", **UNEVEN},
+        pytest.param({"kind": "llama", **UNEVEN}, marks=pytest.mark.proof),
         {"kind": "qwen2", **UNEVEN},  # tied, with biases
         {"kind": "gemma2", "packing": True},  # scaled embeddings, capped logits, sliding windows
-        {"kind": "mistral"},
+        pytest.param({"kind": "mistral"}, marks=pytest.mark.proof),
     ],
     ids=lambda changes: changes["kind"] + " packed" * changes.get("packing", False),
 )
@@ -59,10 +59,11 @@ def test_packed_rows_with_recomputed_activations(method, tmp_path):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"pp": 2, "dp_shard": 2},
-        {"pp": 2, "dp_replicate": 2},
+        *(
+            pytest.param(parallel, marks=pytest.mark.proof)
+            for parallel in ({"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 4})
+        ),
         {"pp": 2, "tp": 2},
-        {"pp": 4},
         {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved"},
     ],
     ids=str,
@@ -72,8 +73,15 @@ def test_four_share_layers_and_more(parallel, tmp_path):
     compare(4, tmp_path, parallel=parallel, **changes)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-@pytest.mark.parametrize("size", [1, 6])
+@pytest.mark.parametrize(
+    ("schedule", "size"),
+    [
+        ("gpipe", 1),
+        ("interleaved", 6),
+        pytest.param("gpipe", 6, marks=pytest.mark.proof),
+        pytest.param("interleaved", 1, marks=pytest.mark.proof),
+    ],
+)
 def test_each_schedule_with_few_and_many_micro_batches(schedule, size, tmp_path):
     changes = {"num_hidden_layers": 4, "train": {"micro_batch_size": size}}
     compare(2, tmp_path, parallel={"pp": 2, "pp_schedule": schedule}, **changes)

@@ -19,10 +19,11 @@ LLAMA = {**QWEN, "kind": "llama"}
 FREEZE = {**LLAMA, "method": Freeze(num_layers=1, modules=("mlp",))}  # the first stage learns not
 TWICE = {**QWEN, "num_hidden_layers": 4, "parallel": {"pp_schedule": "interleaved"}}
 CASES = {"full": QWEN, "lora": {**LLAMA, "method": ADAPTER}, "freeze": FREEZE}
+FULL_AND_FREEZE = [pytest.param(case, marks=pytest.mark.proof) for case in ("full", "freeze")]
 MESHES = [(1, {}), (2, {"dp_shard": 2}), (2, {"tp": 2}), (3, {"pp": 3}), (2, {"pp": 2})]
 
 
-@pytest.mark.parametrize("case", ["full", "lora", pytest.param("freeze", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("case", ["lora", *FULL_AND_FREEZE])
 def test_what_a_pipeline_saved_is_the_same_on_any_mesh(case, tmp_path):
     changes = CASES[case]
     saved = ranks.run(2, lambda w: start(w, tmp_path, **changes), pp=2)
@@ -41,7 +42,7 @@ def test_what_a_pipeline_saved_is_the_same_on_any_mesh(case, tmp_path):
         assert ours == pytest.approx(theirs, abs=CLOSE, rel=CLOSE)
 
 
-@pytest.mark.parametrize("case", [*CASES, "interleaved"])
+@pytest.mark.parametrize("case", ["lora", "interleaved", *FULL_AND_FREEZE])
 def test_what_one_process_saved_a_pipeline_goes_on_from(case, tmp_path):
     changes = {**CASES, "interleaved": TWICE}[case]
     path, expected, _ = start(ALONE, tmp_path, **changes)

@@ -27,12 +27,17 @@ def compare_parts(count, folder, *, parallel, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "llama", "attention_bias": True, "mlp_bias": True, **UNEVEN},
         {"kind": "qwen2", "packing": True, **UNEVEN},  # tied, with biases
-        {"kind": "qwen3"},  # with norms of each head
         {"kind": "gemma2", "packing": True},  # four norms in a layer, capped logits
         {"kind": "phi3"},  # attention that all do whole
-        {"kind": "olmo2", "pad_token_id": 63},  # norms over all heads
+        *(
+            pytest.param(changes, marks=pytest.mark.proof)
+            for changes in (
+                {"kind": "llama", "attention_bias": True, "mlp_bias": True, **UNEVEN},
+                {"kind": "qwen3"},  # with norms of each head
+                {"kind": "olmo2", "pad_token_id": 63},  # norms over all heads
+            )
+        ),
     ],
     ids=lambda changes: changes["kind"],
 )
@@ -49,11 +54,12 @@ def test_four_share_matrices_and_tokens(kind, method, packing, tmp_path):
     compare_parts(4, tmp_path, parallel=FOUR, **changes)
 
 
+@pytest.mark.proof
 def test_four_share_two_key_value_heads_and_fewer_tokens(tmp_path):
     compare_parts(4, tmp_path, parallel=FOUR, kind="qwen3", method=ADAPTER, **UNEVEN)
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_each_of_two_parts_is_sharded_or_copied_again(replicate, tmp_path):
     parallel = {**TWO, "dp_replicate": replicate}
     train = {"global_batch_size": 6, "micro_batch_size": 3}
@@ -74,7 +80,7 @@ def compare_stages(folder, schedule="1f1b", **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kind": "qwen2", "packing": True},  # tied
+        pytest.param({"kind": "qwen2", "packing": True}, marks=pytest.mark.proof),  # tied
         {"kind": "llama", "method": ADAPTER, "schedule": "interleaved"},
     ],
     ids=lambda changes: changes["kind"],
@@ -115,7 +121,9 @@ def test_frozen_weights_and_adapters(method, tmp_path):
     compare_parts(2, tmp_path, parallel=TWO, method=method, **UNEVEN)
 
 
-@pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "method", [pytest.param(Full(), marks=pytest.mark.proof), ADAPTER], ids=["full", "lora"]
+)
 def test_recomputed_activations(method, tmp_path):
     compare_parts(2, tmp_path, parallel=TWO, packing=True, recompute=True, method=method)
 
@@ -141,7 +149,11 @@ def test_tokens_that_do_not_divide_are_refused_not_waited_for(tmp_path):
     assert ranks.run(2, forward, **TWO) == [True, True]
 
 
-@pytest.mark.parametrize("method", [Full(), LoRA(rank=2, dropout=0.3)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(Full(), marks=pytest.mark.proof), LoRA(rank=2, dropout=0.3)],
+    ids=["full", "lora"],
+)
 def test_copies_stay_equal_to_the_bit_with_dropout(method, tmp_path):
     seen = {}
     for found in ranks.run(4, lambda w: copies(w, tmp_path, method, parallel=FOUR), **FOUR):

@@ -13,6 +13,7 @@ from spread import CLOSE, learn, trainer
 from surefoot.batch import IGNORE_INDEX, Loss, OutputSpec
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import collate_pairs
+from surefoot.generate.servers import Engine
 from surefoot.parallel.world import ALONE
 from surefoot.training.stage import as_loaded, as_measured, no_columns, no_problems, no_remarks
 
@@ -30,6 +31,7 @@ class Prefer:
     auxiliary: ClassVar = {}
     passes: ClassVar = 1
     mini_batches: ClassVar = 1
+    sampler: ClassVar = Engine()
     precompute = no_columns
     prepare = as_loaded
     metrics = as_measured

@@ -135,7 +135,7 @@ def test_two_start_with_the_values_of_the_files(kind, parallel, tmp_path):
     assert_starts_alike(2, tmp_path, parallel, steps=1)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.proof), "qwen2"])
 def test_the_stages_of_a_pipeline_start_from_their_own_layers(kind, tmp_path):
     folders.save_model(tmp_path, kind, **KINDS[kind], **UNEVEN)
     cases = [{"packing": True}, {"method": ADAPTER}, {"method": LLaMAPro(num_new_layers=1)}]

@@ -18,7 +18,8 @@ def confident(tmp_path, monkeypatch):
     (block,) = blocks(ROOT / "CONTRIBUTING.md", "python")
     (tmp_path / "confident.py").write_text(block.text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "confident", raising=False)
+    monkeypatch.setitem(sys.modules, "confident", None)
+    del sys.modules["confident"]  # as before the test, and again after it
     module = importlib.import_module("confident")
     monkeypatch.setitem(STAGES, "confident", module.Confident)
     return module.Confident

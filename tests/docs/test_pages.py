@@ -120,6 +120,15 @@ def test_every_decision_is_in_the_list_of_decisions():
     assert listed == sorted(p.name for p in folder.iterdir() if DECISION.match(p.name))
 
 
+def test_the_readme_names_every_command_and_every_guide():
+    text = README.read_text(encoding="utf-8")
+    table = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    named = {word for cell in table for word in re.findall(r"`(\w+)", cell)}
+    assert {*main.list_commands(click.Context(main))} <= named
+    guides = {f"docs/how-to/{path.name}" for path in (ROOT / "docs" / "how-to").iterdir()}
+    assert guides <= {*LINK.findall(text)}
+
+
 def leaves(contents):
     for entry in contents:
         for value in entry.values() if isinstance(entry, dict) else [entry]:

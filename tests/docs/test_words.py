@@ -7,8 +7,9 @@ from collections import defaultdict
 from pages import PAGES, ROOT, name
 
 from each import each
+from source_trees import SRC
+from source_trees import TREES as FILES
 
-SRC = ROOT / "src" / "surefoot"
 # Folders and files of src whose texts (docstrings, help, logs, errors) are checked; "" is all.
 CLEAN: tuple[str, ...] = ("",)
 # Findings about names that are not put right yet; empty in the end.
@@ -112,7 +113,6 @@ WORDS |= {"slopes", "theirs", "told"}
 
 # Decisions are records of their day; the reference pages are made from src and checked there.
 CHECKED = [p for p in PAGES if not name(p).startswith(("docs/decisions/0", "docs/reference/"))]
-FILES = {path: ast.parse(path.read_text("utf-8")) for path in sorted(SRC.rglob("*.py"))}
 
 
 def house(path):

@@ -25,6 +25,7 @@ def killed(kills, counts, folder, seed=0):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.proof
 def test_a_run_of_two_that_is_killed_at_random_ends_in_the_same_bits(tmp_path):
     told = killed(4, "2", tmp_path)
     assert sum(told["kills"].values()) == 4

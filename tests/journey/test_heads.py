@@ -136,7 +136,8 @@ def test_a_killed_run_resumes_with_its_head_bitwise(whole, method, tmp_path):
     assert losses(made.run) == losses(whole[method].run)
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.proof)])
+@pytest.mark.proof  # tests/distributed does it in forked processes
+@pytest.mark.parametrize("method", METHODS)
 def test_two_processes_resume_bitwise_and_one_goes_on_from_them(whole, method, tmp_path):
     spread = {"checkpoint": {"save_steps": SAVED, "layout": "distributed"}}
     ran, stopped = (project(tmp_path / n, **METHODS[method], **spread) for n in ("ran", "stopped"))

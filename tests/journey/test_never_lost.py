@@ -77,7 +77,7 @@ def killed_again_and_again(project, moments):
     return kills
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("full", marks=pytest.mark.proof), "lora"])
 def test_killed_again_and_again_a_run_ends_in_the_same_bits(case, tmp_path):
     """Kills between steps, within them and in the middle of saves; every start is the same."""
     reference = whole(tmp_path / "whole", **CASES[case])

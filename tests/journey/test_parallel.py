@@ -52,6 +52,7 @@ def one(tmp_path_factory):
     return project
 
 
+@pytest.mark.proof  # tests/distributed does it in forked processes
 def test_two_processes_learn_what_one_learns_and_one_goes_on_from_them(one, tmp_path):
     project = Project(tmp_path, optim=OPTIM, train={"max_steps": 8})
     cold = subprocess.Popen  # a user's own start: each rank imports for itself

@@ -21,6 +21,7 @@ from surefoot.forecast.estimate.dry_run import build as dry_run
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.training.rewards.reward import by_name
 from surefoot.training.rollouts.rollout import DatasetRow, Rollout
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -81,7 +82,7 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
         *(1.0, "stop", 0, DatasetRow({})),
     )
     longer = replace(rollout, ids=(*rollout.ids, 5), is_sampled=(*is_sampled, True))
-    (found,) = context.reward(stage._named, [rollout, longer], 10.0, "stop")
+    (found,) = context.reward(by_name(stage.reward), [rollout, longer], 10.0, "stop")
     assert found[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found[1] != pytest.approx(expected, rel=1e-3)
     assert any("reward" in row and row["kl"] == 0 for row in metrics(trained.run))

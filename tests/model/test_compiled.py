@@ -59,8 +59,10 @@ def compare(world, folder, *, backend="aot_eager", **changes):
         # padded, a rectangle of one row has graphs of its own
         pytest.param({"attention_dropout": 0.2}, 2, marks=pytest.mark.proof),
         # before and after attention, and layer 0 passes nothing on
-        ({"packing": True, "method": ADAPTER, "recompute": True}, 8),
-        pytest.param({"packing": True}, 4, marks=pytest.mark.proof),
+        pytest.param(
+            {"packing": True, "method": ADAPTER, "recompute": True}, 8, marks=pytest.mark.proof
+        ),
+        ({"packing": True}, 4),
         pytest.param({"method": ADAPTER}, 4, marks=pytest.mark.proof),  # layer 0 passes nothing on
         pytest.param({"method": LoRA(rank=2), "num_hidden_layers": 4}, 4, marks=pytest.mark.proof),
         pytest.param({"method": Freeze(num_layers=1)}, 4, marks=pytest.mark.proof),

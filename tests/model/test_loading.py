@@ -103,8 +103,8 @@ def test_a_hub_model_that_cannot_be_fetched_is_named():
         opened("nobody/nothing")
 
 
-def test_modelscope_says_what_to_install():
-    with pytest.raises(ModelError, match="modelscope"):
+def test_a_modelscope_model_that_cannot_be_fetched_is_named():
+    with pytest.raises(ModelError, match="nobody/nothing of ModelScope is not on this machine"):
         opened("nobody/nothing", hub="modelscope")
 
 

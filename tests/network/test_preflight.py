@@ -190,4 +190,8 @@ def test_nothing_is_encoded_or_written_if_the_disk_or_a_target_is_wrong(
     with pytest.raises(RunError, match=r"one checkpoint takes .* MiB, and the disk of"):
         surefoot.train(project, **more)
     assert not cache.exists()
-    assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {
+        ".lock",
+        ".heartbeat.json",
+        "launches.jsonl",
+    }

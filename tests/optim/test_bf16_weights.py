@@ -183,7 +183,7 @@ def test_a_run_is_resumed_to_the_same_bits(mode, tmp_path):
 
 def test_an_adapter_is_float32_on_a_bfloat16_base(tmp_path):
     made = small.trainer(tmp_path, model=model(), method=LoRA(rank=2))
-    assert type(made.policy.step.optimizer) is torch.optim.AdamW
+    assert isinstance(made.policy.step.optimizer, torch.optim.AdamW)
 
 
 def sharded(world):
@@ -273,4 +273,4 @@ def test_a_run_on_a_cpu_says_that_its_state_is_there_anyway(caplog):
     with caplog.at_level("INFO"):
         made = TrainedParameters(AdamW(offload_state=True), {"w": weight(torch.float32)})
     assert "no effect" in caplog.text
-    assert type(made.optimizer) is torch.optim.AdamW
+    assert isinstance(made.optimizer, torch.optim.AdamW)

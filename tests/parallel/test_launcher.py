@@ -85,6 +85,7 @@ def test_ranks_that_leave_steps_out_have_not_failed():
     sys.exit(3)
     """
     gang = _ProcessGroup(command(script), 2)
+    gang.start()
     assert gang.watch() == 3
     assert [process.returncode for process in gang.processes] == [3, 3]
     assert launch(command(script), 2, max_restarts=2) == 3
@@ -99,6 +100,7 @@ def test_of_two_failures_at_once_the_one_that_was_killed_is_told():
     sys.exit(1)
     """
     gang = _ProcessGroup(command(script), 2)
+    gang.start()
     for process in gang.processes:
         process.wait()
     assert gang.watch() == 128 + signal.SIGKILL
@@ -164,6 +166,17 @@ def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_pa
     threading.Thread(target=press).start()
     assert launch(command(script), 2, max_restarts=3) == 128 + number
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [f"{number} "] * 2
+
+
+def test_a_signal_while_ranks_are_started_stops_them_all(tmp_path, monkeypatch):
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            if options["env"]["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    assert launch(command("import time; time.sleep(60)"), 2) == 128 + signal.SIGTERM
 
 
 def test_a_rank_that_has_stopped_leaves_the_others_their_time(tmp_path, monkeypatch):

@@ -58,7 +58,16 @@ def test_the_run_folder_tells_the_whole_story(tmp_path):
     project = Project(tmp_path, data={"val_size": 4}, train={**SHORT, "eval_steps": 3})
     surefoot.train(project.recipe)
     names = {p.name for p in project.run.iterdir()} - {".lock"}
-    assert names == {"recipe.yaml", "metrics.jsonl", "all_results.json", "loss.png", "checkpoint-3"}
+    assert names == {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "all_results.json",
+        "loss.png",
+        "checkpoint-3",
+    } | {
+        "launches.jsonl",
+        ".heartbeat.json",
+    }
     assert load(project.run / "recipe.yaml") == load(project.recipe)
     results = json.loads((project.run / "all_results.json").read_text())
     assert results["train_loss"] == pytest.approx(sum(losses(project.run).values()) / 3)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ..terminal_text import visible
 from .loading import loading
+from .weight_options import dtype_option, trust_remote_code_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +25,7 @@ HELP = """\
 /clear          start a new conversation; the system message stays
 /system TEXT    set the system message; without TEXT, remove it
 /retry          generate the last response again
+/result TEXT    answer a tool call with its result
 /set NAME VALUE set max_new_tokens, temperature, top_p, top_k or repetition_penalty
 /exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
 SETTINGS: Mapping[str, Callable[[str], float]] = {  # of /set
@@ -39,6 +43,12 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--adapter", help="An adapter to put on the model of PATH.")
 @click.option("--system", help="A system message.")
+@click.option("--tools", help="JSON file of function schemas that the model may call.")
+@click.option(
+    "--thinking/--no-thinking",
+    default=None,
+    help="Switch thinking, if the template has enable_thinking; else as the template does.",
+)
 @click.option("--prompt", help="Ask this once, print the response and exit.")
 @click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response in tokens.")
 @click.option(
@@ -61,16 +71,18 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
     type=click.FloatRange(0, min_open=True),
     help="Above 1, tokens that already occurred become less probable.",
 )
+@click.option("--stop", multiple=True, help="A text that ends a response; may be repeated.")
 @click.option("--greedy", is_flag=True, help="Always the most probable token.")
 @click.option("--seed", type=int, help="Make sampling repeatable.")
+@dtype_option
+@trust_remote_code_option
 @click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="Type of the weights.",
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Read a request of one JSON object from each line of standard input, and write events: "
+    "pieces of the answer, then its tokens with their probabilities.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 def chat(path: str, **options: object) -> None:
     """Talk to a model.
 
@@ -81,9 +93,15 @@ def chat(path: str, **options: object) -> None:
 
     When standard input is piped, each line is a separate conversation and gets one line of output;
     line breaks in an answer are written \\n.
+
+    With --json, each line is a request such as {"messages": [{"role": "user", "content": "Hi"}],
+    "seed": 1, "temperature": 0.7}, with the whole conversation and settings of the section
+    generate.
     """
     conversation = _open(path, options)
-    if options["prompt"] is not None:
+    if options.pop("as_json"):
+        _answer_requests(conversation)
+    elif options["prompt"] is not None:
         _ask_once(conversation, str(options["prompt"]))
     elif sys.stdin.isatty():
         _talk_on_terminal(conversation, path)
@@ -93,9 +111,14 @@ def chat(path: str, **options: object) -> None:
 
 def _open(path: str, options: dict[str, object]) -> Conversation:
     with loading():
+        from ..data.text.prompts import read_tools
+        from ..errors import RecipeError
         from ..generate.section import with_options
         from ..inference import Conversation, open_model
+        from ..inference.conversation import with_thinking
 
+    options["stop"] = options["stop"] or None  # of the recipe, unless there are others
+    tools = read_tools(Path(str(options["tools"]))) if options["tools"] else ()
     opened = open_model(
         path,
         adapter=options["adapter"],  # type: ignore[arg-type]
@@ -103,11 +126,16 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
         dtype=options["dtype"],  # type: ignore[arg-type]
         trust_remote_code=bool(options["trust_remote_code"]),
     )
+    try:
+        section = with_options(opened.generate, options)
+    except ValueError as error:
+        raise RecipeError(f"generate: {error}") from None
     return Conversation(
-        opened,
-        with_options(opened.generate, options),
+        with_thinking(opened, options["thinking"]),  # type: ignore[arg-type]
+        section,
         system=options["system"],  # type: ignore[arg-type]
         seed=options["seed"],  # type: ignore[arg-type]
+        tools=tools,
     )
 
 
@@ -116,8 +144,25 @@ def _ask_once(conversation: Conversation, text: str) -> None:
     note_plain(conversation)
     answer = conversation.ask(text, show)
     click.echo()
-    if note := note_on(answer):
+    for note in notes_on(answer):
         click.echo(note, err=True)
+
+
+def _answer_requests(conversation: Conversation) -> None:
+    """One JSON object per line, in and out; a request that is wrong gets an event ``error``."""
+    import json
+
+    from ..inference.chat_requests import events
+
+    def write(event: Mapping[str, object]) -> None:
+        click.echo(json.dumps(event))
+        sys.stdout.flush()
+
+    write({"event": "ready", "has_template": conversation.has_template})
+    for line in sys.stdin:
+        if line.strip():
+            for event in events(conversation, line, write):
+                write(event)
 
 
 def _ask_lines(conversation: Conversation) -> None:
@@ -181,17 +226,38 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
     if not line.strip():
         return True
     command = _COMMAND.fullmatch(line.strip())
-    if command and (command[1] != "retry" or not conversation.messages):
+    is_spoken = command and (
+        command[1] == "result" or (command[1] == "retry" and conversation.messages)
+    )
+    if command and not is_spoken:
         return _obey(conversation, console, command[1], command[2] or "")
 
     def show(piece: str) -> None:
         console.print(Text(visible(piece)), end="", soft_wrap=True)
 
-    answer = conversation.retry(show) if command else conversation.ask(line, show)
+    answer = _spoken(conversation, command, line, show)
     console.print()
-    if note := note_on(answer):
-        console.print(note, style="yellow")
+    for note in notes_on(answer):
+        console.print(note, style="yellow", markup=False)
     return True
+
+
+def _spoken(
+    conversation: Conversation,
+    command: re.Match[str] | None,
+    line: str,
+    show: Callable[[str], None],
+) -> Answer:
+    """The response to a line, to the result of a tool, or once more to the last line."""
+    if command is None:
+        return conversation.ask(line, show)
+    if command[1] == "retry":
+        return conversation.retry(show)
+    if not conversation.messages or not conversation.messages[-1].tool_calls:
+        from ..errors import RunError
+
+        raise RunError("/result: the last response calls no tool; --tools FILE offers some")
+    return conversation.ask(command[2] or "", show, role="tool")
 
 
 def _obey(conversation: Conversation, console: Console, command: str, text: str) -> bool:
@@ -238,8 +304,18 @@ def note_plain(conversation: Conversation) -> None:
         )
 
 
-def note_on(answer: Answer) -> str | None:
-    """A note if a response did not end by itself."""
+def notes_on(answer: Answer) -> Iterator[str]:
+    """The tool calls of a response, and a note if it did not end by itself."""
+    for call in answer.tool_calls:
+        arguments = json.dumps(call["arguments"], ensure_ascii=False)
+        yield visible(f"tool call: {call['name']}({arguments})")
+    for text in answer.broken_calls:
+        yield visible(f"a tool call that cannot be read: {text}")
+    if note := _note_on(answer):
+        yield note
+
+
+def _note_on(answer: Answer) -> str | None:
     return {
         "stop": None,
         "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",

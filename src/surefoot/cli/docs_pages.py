@@ -13,9 +13,12 @@ from pathlib import Path
 
 import click
 
+from ..data.text.families.reference_page import families_page
+from ..inference.gguf.reference_page import gguf_page
 from ..optim import OPTIMIZERS
 from ..optim.optimizer import bytes_per_element, can_shard
 from ..recipe.from_llamafactory.reference_page import arguments_page
+from ..recipe.from_trainers.reference_page import settings_page
 from ..recipe.prediction import Prediction
 from ..recipe.recipe import Recipe
 from ..recipe.yaml import emit
@@ -114,9 +117,19 @@ def optimizers_page() -> str:
     return "\n".join([NOTE, OPTIMIZERS_PAGE, *_optimizers()])
 
 
+def other_trainers_page() -> str:
+    """The settings of TRL and axolotl."""
+    return f"{NOTE}\n{settings_page()}"
+
+
 def llamafactory_page() -> str:
     """Every argument of LLaMA-Factory, and its counterpart."""
     return f"{NOTE}\n{arguments_page()}"
+
+
+def templates_page() -> str:
+    """The chat template of every family."""
+    return f"{NOTE}\n{families_page()}"
 
 
 PAGES = {
@@ -126,6 +139,9 @@ PAGES = {
     "devices.md": devices_page,
     "optimizers.md": optimizers_page,
     "llamafactory.md": llamafactory_page,
+    "other-trainers.md": other_trainers_page,
+    "templates.md": templates_page,
+    "gguf.md": gguf_page,
 }
 
 
@@ -202,7 +218,7 @@ def _section(cls: type) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
     for name, setting in settings(cls).items():
-        for variant, one in (setting.each.choices if setting.each else {}).items():
+        for variant, one in setting.variants.items():
             yield f"#### `{name}: {variant}`\n"
             yield from _section(one)
 
@@ -227,7 +243,7 @@ def _tree(command: click.Command, name: str, parent: click.Context) -> Iterator[
     """A command and, for a group, its commands."""
     context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)
     yield from _help(command, context)
-    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+    for inner in getattr(command, "commands", {}).values():
         yield from _tree(inner, str(inner.name), context)
 
 

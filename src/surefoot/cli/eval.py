@@ -7,17 +7,20 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import RunError
+from ..errors import RecipeError, RunError
+from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
+from .questions import BenchmarkCommand, answer
 from .table import cell, progress
+from .tasks import run_tasks
 
 if TYPE_CHECKING:
     from ..inference import Generation
-    from ..inference.run_evaluation import EvaluationReport
+    from ..inference.run_evaluation import Compare, EvaluationReport
 
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 MOST_COLUMNS = 5  # of metrics; with more, a row each
@@ -34,15 +37,69 @@ MOST_COLUMNS = 5  # of metrics; with more, a row each
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option("--dataset", help="Evaluate on this dataset instead.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first N examples of each dataset.")
-@click.option("--output", type=click.Path(path_type=Path), help="Where to write the generations.")
+@click.option("--output", type=click.Path(path_type=Path), help="Where to write the results.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--tasks", help="Tasks of lm-eval instead, separated by commas.")
+@click.option(
+    "--include-path",
+    type=click.Path(path_type=Path),
+    help="A folder with YAML files of further tasks.",
+)
+@click.option(
+    "--similarity",
+    is_flag=True,
+    help="Also print BLEU-4 and ROUGE as LLaMA-Factory computes them, and sacrebleu.",
+)
+@click.option(
+    "--questions",
+    type=click.Path(path_type=Path),
+    help="Multiple choice instead: a file of rows (question, choices, answer, subject), or a "
+    "folder of MMLU, C-Eval or CMMLU with mapping.json.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(["test", "validation", "train"]),
+    default="test",
+    show_default=True,
+    help="Of such a folder.",
+)
+@click.option(
+    "--examples", type=click.Path(path_type=Path), help="Rows that precede those of a file."
+)
+@click.option(
+    "--shots",
+    type=click.IntRange(0),
+    help="Examples before each question.  [default: 5; of a task, its own]",
+)
+@click.option(
+    "--lang",
+    type=click.Choice(["en", "zh"]),
+    default="en",
+    show_default=True,
+    help="Language of the prompts.",
+)
+@click.option(
+    "--prompts",
+    type=click.Choice(["chat", "text"]),
+    help="Questions as turns of a conversation, or as one text.  [default: chat if the model has "
+    "a template; of tasks, text]",
+)
+@click.option(
+    "--score",
+    type=click.Choice(["letter", "text"]),
+    default="letter",
+    show_default=True,
+    help="Compare the letters of the choices, or their texts.",
+)
+@click.option("--force", is_flag=True, help="Replace the results of --questions or --tasks.")
 def eval_(
     recipe: Path,
     overrides: tuple[str, ...],
     *,
     output: Path | None,
     as_json: bool,
-    **options: object,
+    force: bool,
+    **options: Any,
 ) -> None:
     """Evaluate the run of RECIPE, its file or folder, on data that it was not trained on.
 
@@ -56,10 +113,67 @@ def eval_(
     If RECIPE is the folder of a checkpoint, that one is evaluated. Otherwise, without --model, the
     best checkpoint of the run is used if its recipe ends with that one, or else the latest.
 
+    With --questions, RECIPE is any model that `surefoot predict` accepts. Each question follows
+    the examples of its subject; the choice that the model finds most probable counts. Results are
+    written to --output (by default NAME.jsonl), and the same command continues after a kill.
+    --tasks runs tasks of lm-eval in the same way (pip install 'surefoot[lm-eval]').
+
     OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
     parallel set the ranks over which to shard the model, whatever it was trained on, as in
     `surefoot predict`.
     """
+    if options["questions"] is not None or options["tasks"] is not None:
+        _benchmarks(
+            BenchmarkCommand(str(recipe), overrides, output, force, as_json, options["limit"]),
+            options,
+        )
+        return
+    if output is None and not as_json and _as_llamafactory(recipe, overrides, options):
+        return
+    compare = comparison() if options["similarity"] else None
+    held = {name: options[name] for name in ("model", "base", "dataset", "limit")}
+    _of_recipe(recipe, overrides, output=output, as_json=as_json, compare=compare, options=held)
+
+
+def _as_llamafactory(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
+    """Whether a file of LLaMA-Factory asks for ``do_eval`` or ``do_predict``, which are then done
+    with its files."""
+    from ..recipe.from_llamafactory.opening import find_translation
+    from ..recipe.recipe import load_translation
+
+    if any(options[name] is not None for name in ("base", "dataset", "limit")):
+        return False
+    if (found := find_translation((str(recipe), *overrides))) is None or found[0].after is None:
+        return False
+    translation, rest = found
+    assert translation.after is not None
+    model = options["model"] or (None if translation.trains else "base")
+    evaluate_after(load_translation(translation, rest), translation.after, model=model)
+    return True
+
+
+def _benchmarks(asked: BenchmarkCommand, options: dict[str, Any]) -> None:
+    """Questions, or tasks of lm-eval."""
+    if options["questions"] is not None and options["tasks"] is not None:
+        raise RecipeError("--questions excludes --tasks; run them one after the other")
+    if options["tasks"] is not None:
+        run_tasks(asked, options)
+    elif options["include_path"] is not None:
+        raise RecipeError("--include-path: has no effect without --tasks; remove it")
+    else:
+        answer(asked, options)
+
+
+def _of_recipe(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    *,
+    output: Path | None,
+    as_json: bool,
+    compare: Compare | None,
+    options: dict[str, Any],
+) -> None:
+    """Evaluate the model of a recipe on held-out data."""
     from ..recipe.files import is_checkpoint
     from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
@@ -83,9 +197,11 @@ def eval_(
             from ..inference.run_evaluation import evaluate_run
 
         shown = partial(progress, is_shown=world.is_main)
-        report = evaluate_run(loaded, world, parallel, progress=shown, **options)  # type: ignore[arg-type]
+        report = evaluate_run(loaded, world, parallel, progress=shown, **options)
     if not world.is_main:
         return
+    if compare is not None:
+        report = report.compared(compare)
     path = None
     if report.answers:
         path = output or loaded.train.folder / f"generations-{report.model}.jsonl"
@@ -130,6 +246,9 @@ def _print(report: EvaluationReport, written: Path | None) -> None:
             console.print(cell(f"{result.name}: {match_line(result.answers)}"))
     if written is not None:
         console.print(f"generations: {written}", style="dim", markup=False, soft_wrap=True)
+    if report.similarity:
+        figures = (f"{name} {value:.4f}" for name, value in report.similarity.items())
+        console.print(", ".join(figures))
     if answers := report.answers:
         console.print(match_line(answers), style="bold")
 

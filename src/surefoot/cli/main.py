@@ -9,6 +9,7 @@ import time
 import traceback
 
 import click
+from click.shell_completion import CompletionItem
 
 from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
@@ -22,19 +23,31 @@ _OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errn
 _OF_THE_DISK |= {errno.ENOSPC, errno.EDQUOT}
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
+    "demo": "Train a bundled model on bundled data, and show what it has learned.",
     "train": "Train a model from a recipe; run it again to resume.",
     "preview": "Show the tokenized data as the model reads it, and which tokens are trained on.",
+    "download": "Fetch the model and the datasets of a recipe, for a machine without a network.",
+    "data": "Check the rows of a recipe before training: lengths, duplicates, overlap.",
     "encode": "Encode the data of a recipe before its run.",
     "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
     "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
+    "sweep": "Train a recipe with other settings, several times, and find the best ones.",
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
+    "watch": "Show how runs train in the terminal: curves, figures, time left, state.",
+    "runs": "List runs, show one, compare recipes, print curves, and tag; also as JSON.",
+    "board": "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
+    "mcp": "Let an agent see runs, by the Model Context Protocol.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
+    "serve": "Serve a model, a run or adapters through OpenAI's API.",
     "predict": "Generate responses to a file of prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",
     "export": "Write a model for use elsewhere, its adapter merged.",
+    "push": "Upload a model or checkpoints to Hugging Face or ModelScope, with a model card.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
     "recipe": "Show a recipe in full, convert one, or print the JSON schema of recipes.",
+    "completion": "Print the script that completes commands in bash, zsh or fish.",
+    "man": "Write the manual pages.",
     "env": "Report versions, devices, memory and disk.",
     "version": "Print the version.",
 }
@@ -54,6 +67,11 @@ class Commands(click.Group):
         module = importlib.import_module(f".{cmd_name}", __package__)
         values = vars(module).values()
         return next(v for v in values if isinstance(v, click.Command) and v.name == cmd_name)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands and options that begin so; no command is imported for it."""
+        found = [CompletionItem(n, help=h) for n, h in COMMANDS.items() if n.startswith(incomplete)]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

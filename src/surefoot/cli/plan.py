@@ -84,6 +84,9 @@ def _size(_context: click.Context, option: click.Parameter, text: str | None) ->
     help="Choose model.gradient_checkpointing and train.micro_batch_size so that a rank fits in "
     "SIZE, such as 24GB.",
 )
+@click.option(
+    "--no-search", is_flag=True, help="Estimate the recipe itself, and try no other settings."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     recipe: Path,
@@ -92,6 +95,7 @@ def plan(
     device: str | None,
     tokens_per_second: float | None,
     memory: int | None,
+    no_search: bool,
     as_json: bool,
 ) -> None:
     """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
@@ -120,7 +124,7 @@ def plan(
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, said = _fitted(loaded, machine, memory)
-        found = make_plan(loaded, machine, tokens_per_second)
+        found = make_plan(loaded, machine, tokens_per_second, searches=not no_search)
     if as_json:
         print_json(as_data(found) | ({"fitted": said} if said else {}))
         return

@@ -43,6 +43,11 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     help="The file of responses, one JSON object per line.",
 )
 @click.option("--system", help="A system message for prompts without one.")
+@click.option(
+    "--thinking/--no-thinking",
+    default=None,
+    help="Switch thinking, if the template has enable_thinking; else as the template does.",
+)
 @click.option("--seed", type=int, default=42, show_default=True, help="Seed of sampling.")
 @click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 def predict(
@@ -52,6 +57,7 @@ def predict(
     prompts: Path,
     output: Path,
     system: str | None,
+    thinking: bool | None,
     seed: int,
     force: bool,
 ) -> None:
@@ -69,7 +75,8 @@ def predict(
     OUTPUT appears when all of it is written. Until then answers are stored in OUTPUT.part, and the
     same command continues after them. Each line has the fields of the prompt's line, then
     answer and finish_reason: stop, or where it was truncated, length (generate.max_new_tokens) or
-    context (the context length).
+    context (the context length). A prompt's row may have tools, function schemas; the calls in its
+    answer are then in tool_calls.
 
     A reward model (stage rm) scores responses instead: PROMPTS are rows of a dataset, conversations
     that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
@@ -83,8 +90,10 @@ def predict(
     check_output(output, force=force)
     if not is_reward_model(Path(asked.model.path)):
         found = [prompt.with_system(system) for prompt in read_prompts(prompts)]
-        _answer(asked, path, overrides, found, output, force=force, seed=seed)
+        _answer(asked, path, overrides, found, (output, force), seed=seed, thinks=thinking)
         return
+    if thinking is not None:
+        raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
     _score(asked, path, overrides, prompts, output)
@@ -95,10 +104,10 @@ def _answer(
     path: str,
     overrides: Sequence[str],
     found: Sequence[Prompt],
-    output: Path,
+    place: tuple[Path, bool],
     *,
-    force: bool,
     seed: int,
+    thinks: bool | None,
 ) -> None:
     """Write the responses to all prompts."""
     from ..data.text.answers import write_answers
@@ -106,23 +115,29 @@ def _answer(
     start_ranks(asked.parallel)
     with loading():
         from ..inference.answer_journal import Output
-        from ..inference.prediction import answer_prompts
+        from ..inference.prediction import AnswerOptions, answer_prompts
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
 
-    asked = replace(asked, parallel=with_replicas(asked.parallel))
+    asked, output = replace(asked, parallel=with_replicas(asked.parallel)), Output(*place)
     with joined(asked.parallel) as world:
-        shown, place = partial(progress, is_shown=world.is_main), Output(output, force)
         answers = answer_prompts(
-            asked, path, overrides, found, world, output=place, seed=seed, progress=shown
+            asked,
+            path,
+            overrides,
+            found,
+            world,
+            output=output,
+            options=AnswerOptions(seed, thinks),
+            progress=partial(progress, is_shown=world.is_main),
         )
         if world.is_main:
-            write_answers(output, found, answers, doing=place.on_failure)
+            write_answers(output.path, found, answers, doing=output.on_failure)
         world.wait()  # ranks of other machines remove their own
         if world.is_local_main:
-            place.remove_parts()
+            output.remove_parts()
     if world.is_main:
-        click.echo(summary(answers, output))
+        click.echo(summary(answers, output.path))
 
 
 def _score(

@@ -9,6 +9,8 @@ import click
 
 from ..terminal_text import visible
 
+_SOURCES = ("trl-sft", "trl-dpo", "trl-kto", "trl-reward", "trl-grpo", "axolotl", "transformers")
+
 
 @click.group()
 def recipe() -> None:
@@ -35,8 +37,15 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 @recipe.command(context_settings={"ignore_unknown_options": True})
 @click.argument("path", metavar="FILE")
 @click.argument("overrides", nargs=-1)
-def convert(path: str, overrides: tuple[str, ...]) -> None:
-    """Print the FILE of LLaMA-Factory or MindSpore Transformers as a recipe.
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(_SOURCES),
+    help="Whose FILE it is, if it is neither LLaMA-Factory's nor MindSpore Transformers'.",
+)
+def convert(path: str, overrides: tuple[str, ...], source: str | None) -> None:
+    """Print the FILE of another program as a recipe: LLaMA-Factory's, MindSpore Transformers', and
+    with --from TRL's YAML of a trainer, axolotl's, or transformers' TrainingArguments as JSON.
 
     LLaMA-Factory's arguments can also take the place of FILE: --stage sft --do_train True ... Of
     MindSpore Transformers with run_mode: predict, the output is a file for `surefoot predict`.
@@ -48,7 +57,7 @@ def convert(path: str, overrides: tuple[str, ...]) -> None:
     """
     from ..recipe.conversion import convert_any
 
-    found = convert_any((path, *overrides))
+    found = convert_any((path, *overrides), source)
     click.echo(found.text, nl=False)
     for note in found.notes:
         click.echo(visible(note), err=True)

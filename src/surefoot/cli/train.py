@@ -14,9 +14,12 @@ import click
 
 from ..errors import SKIPPED_STEPS, counted
 from ..terminal_text import visible
+from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
+    from ..recipe.from_llamafactory.after_training import AfterTraining
+    from ..recipe.from_llamafactory.conversion import Translation
     from ..recipe.recipe import Recipe
     from ..run.folder import SizeChoice
     from ..run.from_python.outcome import Outcome
@@ -47,11 +50,17 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     step, saves, and exits with 128 + the signal's number. It exits with 3 if it has ended, but
     has skipped steps, as train.on_nan allows.
     """
-    loaded, notes = _load((recipe, *overrides))  # errors come before the slow imports
+    loaded, translation = _load((recipe, *overrides))  # errors come before the slow imports
+    after = None if translation is None else translation.after
+    if after is not None and after.with_generate:
+        comparison()  # which fails before training if it would fail afterwards
     start_ranks(loaded.parallel)
-    if os.environ.get("RANK", "0") == "0":
-        for line in notes:
+    if translation is not None and os.environ.get("RANK", "0") == "0":
+        for line in translation.notes():
             click.echo(visible(line), err=True)
+    if translation is not None and after is not None and not translation.trains:
+        evaluate_after(loaded, after, model="base")
+        return
     with loading():
         from surefoot.run.training_run import run
 
@@ -64,22 +73,34 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
             click.echo("\n".join(_ending(loaded, outcome)), err=True)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
+    if after is not None:
+        _evaluate(loaded, after)
     if outcome.state.num_skipped:
         raise SystemExit(SKIPPED_STEPS)
 
 
-def _load(words: tuple[str, ...]) -> tuple[Recipe, list[str]]:
-    """The recipe, and what a recipe of LLaMA-Factory's arguments does differently."""
+def _evaluate(recipe: Recipe, after: AfterTraining) -> None:
+    """The evaluations that LLaMA-Factory's arguments ask for after training."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if os.environ.get("RANK", "0") == "0":
+            asked = ", ".join(f"do_{part}" for part in after.parts)
+            click.echo(f"{asked}: run `surefoot eval` on the same file", err=True)
+        return
+    evaluate_after(recipe, after, model=None)
+
+
+def _load(words: tuple[str, ...]) -> tuple[Recipe, Translation | None]:
+    """The recipe, and where LLaMA-Factory's arguments are it, what they are translated to."""
     with loading():
         from surefoot.recipe.from_llamafactory.opening import find_translation
         from surefoot.recipe.recipe import load, load_translation
 
     if (found := find_translation(words)) is None:
         _refuse_checkpoint(Path(words[0]))
-        return load(Path(words[0]), words[1:]), []
+        return load(Path(words[0]), words[1:]), None
     translation, overrides = found
     translation.check_trains()
-    return load_translation(translation, overrides), list(translation.notes())
+    return load_translation(translation, overrides), translation
 
 
 def _choice(recipe: Recipe) -> SizeChoice:
@@ -120,7 +141,7 @@ def _ending(recipe: Recipe, outcome: Outcome) -> Iterator[str]:
 
 def _length(state: TrainerState) -> str:
     """Steps, time, tokens and the last loss, in one line."""
-    from ..callbacks.console import duration
+    from ..terminal_text import duration
 
     parts = [f"{counted(state.global_step, 'step')} in {duration(state.train_runtime)}"]
     parts.append(f"{state.num_input_tokens_seen:,} tokens")

@@ -200,9 +200,14 @@ def reads_weight(parent: type, name: str) -> bool:
     """Whether the code of ``parent`` multiplies by the weight of its linear layer ``name`` instead
     of calling the layer, perhaps in a fused kernel that only GPUs have. Then an adapter of that
     layer has no effect: Mamba's ``dt_proj``, and ``out_proj``, which PEFT refuses."""
-    try:
-        source = inspect.getsource(parent)
-    except (OSError, TypeError):
-        return False
     used = rf"self\.{re.escape(name)}\.weight\b(?!\s*(\[|\.(dtype|device|shape)))"
-    return re.search(used, source) is not None
+    return re.search(used, _source(parent)) is not None
+
+
+@cache
+def _source(kind: type) -> str:
+    """The code of the class ``kind``, empty where it cannot be read; 50 ms each."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""

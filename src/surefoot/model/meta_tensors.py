@@ -7,13 +7,16 @@ that the model's code does to itself stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 # What code reads of a meta tensor; control flow that depends on it takes either branch.
 _READ = {
@@ -24,6 +27,28 @@ _READ = {
     torch.Tensor.__index__: 0,
     torch.Tensor.__float__: 0.0,
 }
+
+
+def once_per_architecture(
+    ask: Callable[[PreTrainedModel], bool],
+) -> Callable[[PreTrainedModel], bool]:
+    """``ask``, whose answer follows from the class and the configuration of a model alone, asked
+    once for each. A run opens its model twice: on the meta device, to find mistakes early, and on
+    its own."""
+    known: dict[tuple[object, ...], bool] = {}
+
+    @wraps(ask)
+    def answer(model: PreTrainedModel) -> bool:
+        config = model.config
+        described = json.dumps(
+            config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str
+        )
+        key = (type(model), config._attn_implementation, described)
+        if key not in known:
+            known[key] = ask(model)
+        return known[key]
+
+    return answer
 
 
 @contextmanager

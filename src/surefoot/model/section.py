@@ -25,7 +25,7 @@ class ModelSection:
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
-    """Where a hub id is looked up. ``modelscope`` needs ``pip install modelscope``."""
+    """Where a hub id is looked up."""
     adapter: Path | None = None
     """A PEFT adapter to continue training from (with ``method: lora``)."""
     frozen_adapters: tuple[Path, ...] = ()
@@ -67,11 +67,12 @@ class ModelSection:
     Needs a C++ compiler."""
     float8: Literal["rowwise"] | None = None
     """Compute products of trained linear layers in 8-bit floating point, with a scale for each row.
-    Needs a GPU of compute capability 8.9 (a CPU emulates it) and ``pip install 'torchao>=0.18'``.
+    Needs a GPU of compute capability 8.9 (a CPU emulates it) and
+    ``pip install 'surefoot[float8]'``.
     """
     quantization_bit: Literal[4, 8] | None = None
     """Store the frozen base in 4 or 8 bits (QLoRA, with ``method: lora``). Needs
-    ``pip install 'bitsandbytes>=0.48'``."""
+    ``pip install 'surefoot[qlora]'``."""
     quantization_type: Literal["nf4", "fp4"] = "nf4"
     """The sixteen values of 4 bits: spaced like a normal distribution (nf4), or floating point
     (fp4)."""

@@ -17,7 +17,15 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..checkpoint.state.roles import MODEL, FileRole
 from ..checkpoint.state.states import FileState, PartialState
-from ..generate.generation import Ids, ReplicaShare, Sample, SampleStore, sample
+from ..generate.generation import (
+    Chooser,
+    Decode,
+    Ids,
+    ReplicaShare,
+    Sample,
+    SampleStore,
+    sample,
+)
 from ..generate.section import GenerateSection
 from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
@@ -93,20 +101,21 @@ class Network:
         *,
         seed: int,
         stop_token_ids: Sequence[int] = (),
+        decode: Decode | None = None,
         on_answered: Callable[[int], None] | None = None,
         store: SampleStore | None = None,
     ) -> list[Sample]:
         """The responses to all ``prompts`` of token ids, in order, on every rank. A collective
         call; prompts are divided among ranks, and each sample depends on its prompt, the settings
         and the seed alone: torch's own generators are not changed. ``on_answered`` gets numbers of
-        responses as they end, ``store`` the responses. Raises ``RecipeError`` if a model with this
+        responses as they end, ``store`` the responses; ``decode`` finds the stop texts of the
+        settings. Raises ``RecipeError`` if a model with this
         sharding cannot generate."""
         with self.evaluating(), self.engine.generating(self.inner, self.world):
             found = sample(
                 self.module,
                 prompts,
-                settings,
-                stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *self.own_stops])),
+                Chooser(settings, frozenset([*stop_token_ids, *self.own_stops]), decode),
                 seed=seed,
                 on_answered=on_answered,
                 share=self.share,

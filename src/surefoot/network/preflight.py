@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import ModelError, RecipeError, RunError
+from ..errors import ModelError, RecipeError, RunError, installation
 from ..geometry.sharding import AxisShard
 from ..log import silenced
 from ..model.adaptable import refuse_read_weights
@@ -100,8 +100,10 @@ def check_device(section: ModelSection) -> None:
 def check_packages(names: Sequence[str], setting: str) -> None:
     """Raise ``RecipeError`` if a package that ``setting`` needs is not installed."""
     for name in names:
-        if find_spec(name) is None:
-            raise RecipeError(f"{setting} needs {name}, which is not installed: pip install {name}")
+        found = find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, which wandb leaves
+            how = installation(name)
+            raise RecipeError(f"{setting} needs {name}, which is not installed: {how}")
 
 
 def size_of_save(network: Network, optim: Optimizer) -> int:

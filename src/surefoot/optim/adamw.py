@@ -10,6 +10,7 @@ from .groups import Named, parameter_groups
 from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 from .parameter_kind import ParameterKinds
+from .rules import modules as rules
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,7 @@ class AdamW(LearningRate):
 
     def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        import torch
-
-        return torch.optim.AdamW(
+        return rules.fused_adamw.FusedAdamW(
             parameter_groups(named, self, self.weight_decay),
             lr=self.learning_rate,
             betas=(self.beta1, self.beta2),

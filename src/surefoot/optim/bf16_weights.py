@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .groups import Named
 from .learning_rate import offloads_state
@@ -29,6 +28,7 @@ from .parameter_kind import ParameterKinds
 from .rules.owners import size_of_part
 from .rules.rounding import noise_for, round_stochastically
 from .rules.rule_optimizer import RuleOptimizer
+from .rules.sharded import local
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer
@@ -169,7 +169,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
             parameter.copy_(wide)
             return
         noise = noise_for(self.number, name, parameter)
-        round_stochastically(_local(wide), _local(parameter), noise)
+        round_stochastically(local(wide), local(parameter), noise)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore groups and state; tensors of bfloat16 parameters stay float32. A master copy that
@@ -217,8 +217,3 @@ def _buckets(items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[li
         room -= size_of(item)
     if bucket:
         yield bucket
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

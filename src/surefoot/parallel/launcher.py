@@ -20,9 +20,9 @@ from types import FrameType
 import torch
 
 from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, RunError
-from .launch_environment import launched
+from .launch_environment import LAUNCHER, launched
 from .section import ParallelSection
-from .world import LAUNCHER
+from .world import die_with_launcher
 
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks
@@ -56,10 +56,11 @@ def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
     the latest checkpoint. Restarts after a rank has lowered its batch sizes do not count. Raises
     ``RunError`` if a rank cannot be started.
     """
+    die_with_launcher()  # such as a sweep, whose trial this is
     attempt, num_lowered = 0, 0
     while True:
         gang = _ProcessGroup(command, count)
-        code = gang.watch()
+        code = gang.run()
         if code == OUT_OF_MEMORY and not gang.was_stopped and num_lowered < _MOST_LOWERED:
             num_lowered += 1
             logger.warning("restarting all ranks with smaller batches")
@@ -80,51 +81,66 @@ class _ProcessGroup:
     """The ranks of one launch."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
+        self.command, self.count = command, count
         self.processes: list[subprocess.Popen[bytes]] = []
         self._ended = {*_ENDED}  # exit codes of ranks that did what they were asked to
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-        threads = str(max(1, (os.cpu_count() or 1) // count))
-        for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER: str(os.getpid())}
-            try:
-                # a session of its own: Ctrl-C reaches it through this process alone
-                process = subprocess.Popen(
-                    command,
-                    env={"OMP_NUM_THREADS": threads, **os.environ, **shared, **own},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                self._end()
-                raise RunError(
-                    f"rank {rank} of {count} cannot be started: {error.strerror}"
-                ) from error
-            self.processes.append(process)
+        self._is_started = False
+        self._early: list[int] = []  # signals before all ranks were there
 
     @property
     def was_stopped(self) -> bool:
         """Whether a signal has asked the ranks to stop."""
         return len(self._ended) > len(_ENDED)
 
-    def watch(self) -> int:
-        """Wait for all: 0, or the code of the first that failed, as a shell reports it."""
+    def run(self) -> int:
+        """Start all and wait for them: 0, or the code of the first that failed, as a shell reports
+        it. Raises ``RunError`` if one cannot be started."""
         heard = [s for s in _STOPS if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
         before = {number: signal.signal(number, self._hand_on) for number in heard}
         try:
-            while (failed := self._first_failure()) is None:
-                codes = [process.poll() for process in self.processes]
-                if all(code in self._ended for code in codes):
-                    return max(code or 0 for code in codes)
-                time.sleep(_PAUSE)
-            rank, code = failed
-            if not self.was_stopped:
-                _report(rank, code)
-            return 128 - code if code < 0 else code
+            self.start()
+            return self.watch()
         finally:
             self._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def start(self) -> None:
+        """Start all ranks. Raises ``RunError`` if one cannot be started."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared["WORLD_SIZE"] = str(self.count)
+        threads = str(max(1, (os.cpu_count() or 1) // self.count))
+        for rank in range(self.count):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER: str(os.getpid())}
+            try:
+                # a session of its own: Ctrl-C reaches it through this process alone
+                process = subprocess.Popen(
+                    self.command,
+                    env={"OMP_NUM_THREADS": threads, **os.environ, **shared, **own},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError(
+                    f"rank {rank} of {self.count} cannot be started: {error.strerror}"
+                ) from error
+            self.processes.append(process)
+        self._is_started = True
+        for number in self._early:
+            self._hand_on(number, None)
+
+    def watch(self) -> int:
+        """Wait for all ranks that were started, as ``run`` does."""
+        while (failed := self._first_failure()) is None:
+            codes = [process.poll() for process in self.processes]
+            if all(code in self._ended for code in codes):
+                return max(code or 0 for code in codes)
+            time.sleep(_PAUSE)
+        rank, code = failed
+        if not self.was_stopped:
+            _report(rank, code)
+        return 128 - code if code < 0 else code
 
     def _first_failure(self) -> tuple[int, int] | None:
         """The rank that failed, and its exit code. Of several at once one that was killed by a
@@ -137,6 +153,9 @@ class _ProcessGroup:
         return rank, code
 
     def _hand_on(self, number: int, _frame: FrameType | None) -> None:
+        if not self._is_started:
+            self._early.append(number)
+            return
         self._ended.add(128 + number)  # of ranks that have saved; others may still upload
         for process in self.processes:
             if process.poll() is None:

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import LostPeerError, RunError, SurefootError
-from .launch_environment import launched
+from .launch_environment import LAUNCHER, launched
 from .section import ParallelSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA_AXES = AXES[1:3]  # along these, processes see other examples
-LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say

@@ -14,8 +14,12 @@ from ..training.context import NetworkContext, collate_of
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
 from ..training.rewards.process import RewardProcess
+from ..training.rollouts.served_policy import ServedPolicy
+from ..training.saver import Saver
 from ..training.stage import POLICY
+from ..training.state import PolicyVersion
 from ..training.windows import Place, StageState
+from .folder import lineage_of
 
 
 def context_of(
@@ -38,16 +42,25 @@ def build_evaluation(
     networks: Mapping[str, Network],
     world: World,
     memory: MemoryGuard | None = None,
+    served: ServedPolicy | None = None,
 ) -> Evaluation:
-    """How the policy of ``networks`` is measured; training computes and collates alike."""
+    """How the policy of ``networks`` is measured; training computes and collates alike. Responses
+    are sampled by the policy's network, unless it is ``served``."""
     section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
     process, state = RewardProcess(), StageState()  # one for all windows
-    guard = memory or MemoryGuard.of(section, world)
+    version, guard = PolicyVersion(), memory or MemoryGuard.of(section, world)
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
         found = context_of(recipe, codec, networks, world, seed, guard)
-        return replace(found, process=process, state=state.values)
+        return replace(
+            found,
+            process=process,
+            state=state.values,
+            served=served,
+            place=place,
+            version=version.step,
+        )
 
     return Evaluation(
         stage,
@@ -58,4 +71,23 @@ def build_evaluation(
         section.global_batch_size,
         world,
         state,
+        version=version,
+    )
+
+
+def served_policy(
+    recipe: Recipe, policy: Network, saver: Saver, world: World
+) -> ServedPolicy | None:
+    """The policy in the recipe's server; None if it samples itself."""
+    if (server := recipe.stage.sampler.server) is None:
+        return None
+    return ServedPolicy(
+        server,
+        policy,
+        recipe.train.folder,
+        saver.kind,
+        dict(saver.companions),
+        saver.checkpoints.writers,
+        world,
+        lineage_of(recipe),
     )

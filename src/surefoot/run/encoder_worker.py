@@ -24,7 +24,8 @@ import surefoot
 
 from ..errors import DataError, SurefootError
 from ..model.pretrained.loading import resolve
-from ..parallel.world import LAUNCHER, die_with_launcher
+from ..parallel.launch_environment import LAUNCHER
+from ..parallel.world import die_with_launcher
 from ..recipe.recipe import Recipe, dump, load
 from ..recipe.recipe_data import encode_all, open_codec
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from .. import schema
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.layouts.mindspore.reading.ranks import step_of as rank_step
@@ -27,10 +29,12 @@ from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
 from ..remote.mirror import Mirror
+from ..remote.publishing.in_background import uploads_of as uploads_of  # noqa: PLC0414
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
 from ..storage.address import Address, is_address
 from ..storage.files import (
     NO_LOCKS,
+    digest,
     explain,
     is_folder,
     raising,
@@ -38,21 +42,28 @@ from ..storage.files import (
     write_aside,
     write_new,
 )
+from .machine import launch_record
+from .machine.launch_record import LaunchRecord
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
+_GLANCE = 0.2  # seconds for a process that looks at the lock to let it go
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE = (  # beginnings of their paths
     *("checkpoint", "generate", "parallel"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
     *("train.output_dir", "train.num_epochs", "train.max_steps", "train.micro_batch_size"),
-    *("train.on_nan", "train.max_skipped_steps", "train.report_to", "train.deterministic"),
+    *("train.on_nan", "train.max_skipped_steps", "train.report_", "train.deterministic"),
+    *("train.project", "train.run_name", "train.webhook"),
     *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
+    *("train.push_to_hub", "train.hub"),
     *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
     *("data.cache_dir", "data.max_broken_rows", "data.packing"),
+    *("stage.grpo.sampler", "stage.ppo.sampler", "stage.distill.sampler"),  # it may have moved
 )
+_OF_SCHEDULES = ("train.num_epochs", "train.max_steps")  # of FREE: they change later weights
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,14 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
         yield run
 
 
+def recorded(
+    folder: RunFolder, recipe: Recipe, world: World, start: Path | None
+) -> AbstractContextManager[LaunchRecord]:
+    """Record the launch inside the block in the folder, which is locked: its begin, its end. The
+    trackers of the recipe follow it."""
+    return launch_record.recorded(folder.path, recipe, world, start)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     try:
@@ -91,7 +110,7 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from None
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a dead process holds no lock
+            _take(descriptor)  # a dead process holds no lock
         except BlockingIOError:
             raise RunError(
                 f"train.output_dir: another process is training in {folder}; "
@@ -110,6 +129,19 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _take(descriptor: int) -> None:
+    """Lock the file; ``BlockingIOError`` if a process keeps its lock. Whoever only looks whether
+    there is one, such as the board, has it for an instant."""
+    deadline = time.monotonic() + _GLANCE
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def _must_be_shared(folder: Path, world: World) -> None:
@@ -286,3 +318,22 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
         folder.away.bring_run_files()
         return folder.away.get(asked.name)
     return fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
+
+
+def lineage_of(recipe: Recipe) -> str:
+    """A hash of the settings on which the weights after a number of steps depend."""
+    told = {
+        path: value
+        for path, value in _flat(schema.write(recipe), ())
+        if path.startswith(_OF_SCHEDULES) or not path.startswith(FREE)
+    }
+    return digest(json.dumps(told, sort_keys=True, default=str).encode())
+
+
+def _flat(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, object]]:
+    """The plain values in ``value``, by their dotted paths."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _flat(inner, (*path, str(name)))
+    else:
+        yield ".".join(path), value

@@ -22,7 +22,7 @@ from ..network.draft import NetworkOptions
 from ..network.meta import select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
-from ..network.preflight import check_packages, refuse_early
+from ..network.preflight import refuse_early
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
@@ -94,8 +94,6 @@ def frozen_options(recipe: Recipe, *, longest: int = 0) -> NetworkOptions:
 
 def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
-    if "tensorboard" in recipe.train.report_to:
-        check_packages(["tensorboard"], "train.report_to: tensorboard")
     auxiliary = [one for one in recipe.stage.auxiliary.values() if one.model is not None]
     refuse_early(
         resolve(recipe.model),

@@ -18,7 +18,7 @@ from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
 from . import data_loading
 from .auxiliary import Ahead
-from .contexts import build_evaluation
+from .contexts import build_evaluation, served_policy
 from .policy import Around, build_learner
 
 
@@ -38,7 +38,8 @@ def assemble(
     policy = networks[POLICY]
     memory = MemoryGuard.of(section, world)
     memory.folder = None if trial else section.folder
-    evaluation = build_evaluation(recipe, codec, networks, world, memory)
+    served = None if trial else served_policy(recipe, policy, saver, world)
+    evaluation = build_evaluation(recipe, codec, networks, world, memory, served)
     evaluation.kept.folder = None if trial else section.folder
     loader = data_loading.build_loader(recipe, ahead.data, evaluation.collate, world)
     windows = Windows(
@@ -59,6 +60,7 @@ def assemble(
         is_world_process_zero=world.is_main,
         fitted=memory.sizes,
     )
+    evaluation.version.state = state
     learner = build_learner(recipe, policy, max_steps, trial)
     control = TrainerControl()
     counts = loader.num_examples, windows.steps_per_epoch

@@ -33,7 +33,9 @@ from .folder import (
     mirror_of,
     no_choice,
     opened,
+    recorded,
     resume_point,
+    uploads_of,
     with_chosen_size,
     write_recipe,
 )
@@ -129,22 +131,28 @@ def _run(
             start = resume_point(folder, recipe)
             mirror = mirror_of(folder, recipe)
         start = world.from_main(start)
-        trainer = build(
-            recipe,
-            callbacks=callbacks,
-            resume=start and Start.of(start, world, trust_pickle=trust_pickle, is_verified=True),
-            world=world,
-            listeners=() if mirror is None else (mirror,),
-            parts=parts,
-        )
-        tries_heaviest = is_chosen and start is None and device().type == "cuda"
-        if not world.is_main:
-            return _fit(trainer, tries_heaviest=tries_heaviest)
-        write_recipe(folder, recipe)
-        if start is not None:
-            trainer.saver.delete_old(trainer.state)  # a smaller keep makes room before a save
-        with mirror or nullcontext():
-            return _fit(trainer, tries_heaviest=tries_heaviest)
+        with recorded(folder, recipe, world, start) as launch:
+            uploads = uploads_of(recipe.train) if world.is_main else None
+            trainer = build(
+                recipe,
+                callbacks=(*callbacks, *launch.callbacks, *([] if uploads is None else [uploads])),
+                resume=start
+                and Start.of(start, world, trust_pickle=trust_pickle, is_verified=True),
+                world=world,
+                listeners=() if mirror is None else (mirror,),
+                parts=parts,
+            )
+            launch.follow(trainer)
+            tries_heaviest = is_chosen and start is None and device().type == "cuda"
+            if world.is_main:
+                write_recipe(folder, recipe)
+                if start is not None:  # a smaller keep makes room before a save
+                    trainer.saver.delete_old(trainer.state)
+            with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
+                outcome = launch.ended(_fit(trainer, tries_heaviest=tries_heaviest))
+                if uploads is not None:
+                    uploads.finish(is_complete=trainer.state.is_complete)
+                return outcome
 
 
 def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:

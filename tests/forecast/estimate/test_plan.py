@@ -21,7 +21,7 @@ ALONE = Machine(1, on_gpu=False)
 
 
 def plan(project, *overrides, machine=ALONE, **options):
-    return make_plan(load(project.recipe, overrides), machine, **options)
+    return make_plan(load(project.recipe, overrides), machine, **{"searches": False, **options})
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_lines_that_tell_no_speed_are_passed_over(tmp_path):
 def test_other_settings_are_planned_as_if_they_were_asked_for(project):
     four = Machine(4, on_gpu=False)
     asked = ("train.global_batch_size=16", "train.micro_batch_size=2")
-    found = plan(project, *asked, machine=four)
+    found = plan(project, *asked, machine=four, searches=True)
     assert {tuple(option.changes) for option in found.options} == {
         ("parallel.dp_replicate", "parallel.dp_shard"),
         ("parallel.dp_shard", "parallel.tp"),
@@ -104,7 +104,7 @@ def test_other_settings_are_planned_as_if_they_were_asked_for(project):
 
 def test_what_does_not_fit_is_not_proposed(project):
     now = plan(project).memory.peak
-    tight = plan(project, machine=Machine(1, on_gpu=False, capacity=now)).options
+    tight = plan(project, machine=Machine(1, on_gpu=False, capacity=now), searches=True).options
     assert tight
     assert all(option.memory.peak <= now for option in tight)
 
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, mon
         raise NotRehearsedError("it looks at values")
 
     monkeypatch.setattr(rank_memory, "dry_run_batch", fail)
-    found = plan(project)
+    found = plan(project, searches=True)
     assert found.not_known == "it looks at values"
     assert found.memory.activations == found.memory.logits == 0
     assert found.memory.weights > 0
@@ -176,7 +176,7 @@ def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, err
 
 def test_processes_that_share_every_matrix_are_planned(project):
     asked = ("train.global_batch_size=8", "train.micro_batch_size=2", "parallel.tp=2")
-    found = plan(project, *asked, machine=Machine(4, on_gpu=False))
+    found = plan(project, *asked, machine=Machine(4, on_gpu=False), searches=True)
     alone = plan(project, *asked[:2], machine=Machine(2, on_gpu=False))
     assert (found.mesh.tp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
     assert found.course == alone.course, "tp changes nothing of what is learnt, and when"
@@ -190,7 +190,7 @@ def test_processes_that_share_every_matrix_are_planned(project):
 def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
     asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.tp=2")
     four = Machine(4, on_gpu=False)
-    options = plan(project, *asked, machine=four).options
+    options = plan(project, *asked, machine=four, searches=True).options
     ways = [o for o in options if o.changes.keys() & {"parallel.tp", "parallel.sequence_parallel"}]
     assert {tuple(o.changes.values()) for o in ways} == {(True,), (1, 4), (4, 1)}
     for option in ways:
@@ -201,7 +201,7 @@ def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
 
 def test_processes_that_share_the_layers_are_planned(project):
     asked = ("train.global_batch_size=8", "train.micro_batch_size=1")
-    found = plan(project, *asked, "parallel.pp=2", machine=Machine(4, on_gpu=False))
+    found = plan(project, *asked, "parallel.pp=2", machine=Machine(4, on_gpu=False), searches=True)
     alone = plan(project, *asked, machine=Machine(2, on_gpu=False))
     assert (found.mesh.pp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
     assert found.course == alone.course, "pp changes nothing of what is learnt, and when"

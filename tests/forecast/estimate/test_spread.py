@@ -88,10 +88,10 @@ def measured(world, made, micro_batch, precision, sequence):
     ("kind", "method", "precision", "recomputes", "sequence", "packing"),
     [
         ("llama", "full", "fp32", False, False, True),
-        ("llama", "full", "fp32", False, True, False),
+        pytest.param("llama", "full", "fp32", False, True, False, marks=pytest.mark.proof),
         ("qwen2", "full", "bf16", True, True, True),
         ("llama", "lora", "bf16", False, False, False),
-        ("llama", "lora", "fp32", False, True, True),
+        pytest.param("llama", "lora", "fp32", False, True, True, marks=pytest.mark.proof),
     ],
 )
 def test_the_peak_is_that_of_the_first_of_two(

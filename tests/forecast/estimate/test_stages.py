@@ -58,11 +58,11 @@ def planned(made, micro_batch, precision, count, mesh, place):
 
 
 FEW = [
-    ("qwen2", "full", "fp32", True, "1f1b", 6, 1),  # embedding tied to the head
     ("qwen2", "lora", "fp32", False, "1f1b", 4, 1),
-    ("llama", "full", "bf16", False, "gpipe", 5, 1),
 ]
 MORE = [
+    ("qwen2", "full", "fp32", True, "1f1b", 6, 1),  # embedding tied to the head
+    ("llama", "full", "bf16", False, "gpipe", 5, 1),
     ("llama", "full", "fp32", False, "1f1b", 6, 1),
     ("llama", "full", "bf16", True, "1f1b", 6, 1),
     ("llama", "lora", "bf16", True, "1f1b", 4, 1),

@@ -21,6 +21,7 @@ from ...storage.folder_lock import FolderIdentity, lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
+from ..disk.pins import pinned
 from ..disk.retention import RetentionPolicy, Times
 from ..saving.job import Job, Saved
 from ..saving.preparation import LiveTensors, prepare
@@ -307,6 +308,7 @@ class AsyncSaver:
         saved = self._times.of(self._rule, coming=coming)
         newest = self.newest if coming is None else None  # the coming one takes its place
         kept = {step_of(path) for path in (self._resumed_from, newest) if path} | set(protected)
+        kept |= pinned(self._root)
         for listener in self.listeners:
             saved = dict.fromkeys(listener.steps) | saved
             kept |= set(listener.protected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from ...errors import CheckpointError
 from ...storage import disk_usage, files
 from ..disk.commit import step_of
 from ..disk.folder import open_checkpoint
+from ..disk.pins import pinned
 from ..disk.retention import (
     RetentionDecision,
     RetentionPolicy,
@@ -104,7 +105,12 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         raise CheckpointError(f"{folder}: it contains no complete Surefoot checkpoint to prune")
     metrics = _metrics(list(lines.values()), options)
     resume = Path(options.resume).resolve()
-    protected = [s for s, line in lines.items() if line.is_best or line.path.resolve() == resume]
+    pins = pinned(folder)
+    protected = [
+        step
+        for step, line in lines.items()
+        if line.is_best or step in pins or line.path.resolve() == resume
+    ]
     verdicts = decide(
         {step: seconds(line.created) for step, line in lines.items()},
         options.rule,
@@ -114,7 +120,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         protected=protected,
     )
     planned = [
-        PlannedCheckpoint(lines[v.step], metrics.get(v.step), _named(lines[v.step], v))
+        PlannedCheckpoint(lines[v.step], metrics.get(v.step), _named(lines[v.step], v, pins))
         for v in verdicts
     ]
     going = [item.line.path for item in planned if not item.verdict.stays]
@@ -122,9 +128,12 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
     return PrunePlan(planned, disk_usage.freed(stored))
 
 
-def _named(line: CheckpointLine, verdict: RetentionDecision) -> RetentionDecision:
+def _named(
+    line: CheckpointLine, verdict: RetentionDecision, pins: Collection[int]
+) -> RetentionDecision:
     """The same decision, with the reason why it is protected."""
-    name = "best" if line.is_best else "checkpoint.resume names it"
+    name = "pinned" if verdict.step in pins else "checkpoint.resume names it"
+    name = "best" if line.is_best else name
     why = [name if reason == "protected" else reason for reason in verdict.why]
     return RetentionDecision(verdict.step, tuple(dict.fromkeys(why)))
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...storage import files
-from ..disk.commit import delete, refuse_existing, temporary_folder
+from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
 from ..disk.dcp_metadata import explained
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, Manifest, Piece, check_consistent, dump
+from ..disk.pins import pinned
 from .incremental import equal_file, link, make_parent, parent_of
 from .job import Content, Job, Saved, Shard
 from .joint import (
@@ -114,11 +115,14 @@ def manifest_of(job: Job, written: Written) -> Manifest:
 def _forget(job: Job) -> str | None:
     """Delete what the new checkpoint replaces; returns errors, which do not undo the save."""
     try:
+        pins = pinned(job.root) if job.forget else set()  # also of what was pinned meanwhile
         for name in job.forget:
-            if files.exists(job.root / name):
+            if step_of(job.root / name) not in pins and files.exists(job.root / name):
                 delete(job.root / name)
     except OSError as error:
         return f"cannot delete an old checkpoint: {files.explain(error)}"
+    except CheckpointError as error:
+        return f"cannot delete old checkpoints: {error}"
     return None
 
 

@@ -9,6 +9,7 @@ from .cat import cat
 from .convert import convert
 from .diff import diff
 from .ls import ls
+from .pin import pin_command
 from .plan import plan
 from .prune import prune
 from .show import show
@@ -20,5 +21,5 @@ def ckpt() -> None:
     """List, show, compare, verify, prune and convert checkpoints."""
 
 
-for command in (ls, show, diff, cat, verify_command, prune, convert, plan):
+for command in (ls, show, diff, cat, verify_command, prune, pin_command, convert, plan):
     ckpt.add_command(command)

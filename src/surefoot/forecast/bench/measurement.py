@@ -122,7 +122,8 @@ def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
 def _short(recipe: Recipe, steps: int, folder: Path) -> Recipe:
     """The same, over soon and in another folder. What would be streamed is encoded before, as many
     rows as the shuffle looks at."""
-    train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps, report_to=())
+    train = replace(recipe.train, output_dir=folder, max_steps=WARM_UP + steps)
+    train = replace(train, report_to=(), webhook=None)
     if train.on_nan == "rollback":  # there is nothing to go back to
         train = replace(train, on_nan="stop")
     data = recipe.data

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import errors
-from ...parallel.world import LAUNCHER
+from ...parallel.launch_environment import LAUNCHER
 from ...recipe.recipe import Recipe, dump
 from .result import BenchResult
 

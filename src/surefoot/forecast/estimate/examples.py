@@ -11,6 +11,8 @@ import numpy as np
 from ...batch import Features
 from ...data.encoded import Dropped, Truncated
 from ...data.example import Example
+from ...data.order.mixing import mixed
+from ...data.prepared.row_choice import mixing_of
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
@@ -45,12 +47,14 @@ def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
     held_out = recipe.data.val_size  # a share, or a number of examples
     num_rows = sum(sample.rows for sample in samples)
     share = max(0.0, 1 - (held_out if held_out < 1 else held_out / num_rows))
-    index, start = [], 0
-    for store, sample in zip(stores, samples, strict=True):
-        count = max(1, round(len(store) * sample.rows / sample.read * share))
-        index.append(start + np.arange(count) % len(store))
-        start += len(store)
-    dataset = EncodedDataset(join(stores).stores, np.concatenate(index))
+    counts = [
+        max(1, round(len(store) * sample.rows / sample.read * share))
+        for store, sample in zip(stores, samples, strict=True)
+    ]
+    which, places = mixed(mixing_of(recipe.data, recipe.train.seed), counts)
+    starts = np.cumsum([0, *map(len, stores)])
+    index = starts[which] + places % np.diff(starts)[which]
+    dataset = EncodedDataset(join(stores).stores, index)
     return ExampleLengths(dataset, sum(sample.read for sample in samples))
 
 
@@ -64,6 +68,8 @@ class _Sample:
 def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
     rows = sum(1 for _ in _rows(recipe, entry))
     chosen = list(islice(_rows(recipe, entry), 0, None, -(-rows // ROWS)))
+    if entry.num_samples is not None and not recipe.data.streaming:
+        rows = min(entry.num_samples, recipe.data.max_samples or entry.num_samples)
     items = _encoded(recipe, codec, chosen)
     if not items:
         raise DataError(
@@ -76,7 +82,9 @@ def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
 def _rows(recipe: Recipe, entry: DatasetEntry) -> Iterator[Example | BrokenRow]:
     section = recipe.data
     return read_examples(
-        entry, max_samples=section.max_samples, max_broken_rows=section.max_broken_rows
+        entry,
+        max_samples=entry.limit(section.max_samples),
+        max_broken_rows=section.max_broken_rows,
     )
 
 

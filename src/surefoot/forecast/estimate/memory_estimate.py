@@ -111,11 +111,18 @@ class Plan:
         return self.course.tokens / self.tokens_per_second if self.tokens_per_second else None
 
 
-def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
-    """The estimate of ``recipe``; no weights are read. Raises ``RecipeError`` if the ranks do not
-    form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
-    tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide,
-    ``RunError`` if a function that the recipe names cannot be loaded."""
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    tokens_per_second: float | None = None,
+    *,
+    searches: bool = True,
+) -> Plan:
+    """The estimate of ``recipe``, and if it ``searches`` also of other settings; no weights are
+    read. Raises ``RecipeError`` if the ranks do not form the mesh, or the method does not fit the
+    model, ``ModelError`` without a configuration or tokenizer, ``DataError`` if a dataset is
+    missing or broken, or batches do not divide, ``RunError`` if a function that the recipe names
+    cannot be loaded."""
     imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
     code_of(recipe)  # a function that is missing is an error here, not when the run begins
@@ -136,7 +143,8 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
     found = rehearsed(recipe, ground, held, as_held=True)
     largest, most = memory_of(recipe, machine, held, found.passes)
-    options = _options(recipe, ground, held, found) if found.not_known is None else ()
+    is_searched = searches and found.not_known is None
+    options = _options(recipe, ground, held, found) if is_searched else ()
     batch = found.batch
     num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
     return Plan(

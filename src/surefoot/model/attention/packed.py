@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import ModelError
-from ..meta_tensors import on_meta
+from ..meta_tensors import on_meta, once_per_architecture
 from .bounds import Bounds
 from .deterministic import deterministically
 from .shifted import group_of, in_groups
@@ -177,14 +177,22 @@ def switch_to_packed(model: PreTrainedModel) -> None:
         return
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return  # its hooks would take the meta tensors for its own; the attempt with values decides
+    if not _passes_bounds(model):
+        model.set_attn_implementation(kernel)
+
+
+@once_per_architecture
+def _passes_bounds(model: PreTrainedModel) -> bool:
+    """Whether the layers of ``model`` pass the bounds of documents on, as far as that is found."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         with on_meta(model):
             model(input_ids=ids, use_cache=False, **one_document(model, 2))
     except BoundsMissingError:
-        model.set_attn_implementation(kernel)
+        return False
     except Exception as error:  # the attempt with values will say what is wrong, if anything is
         logger.debug("%s: not tried on the meta device: %s", type(model).__name__, error)
+    return True
 
 
 def attend_by_mask(model: PreTrainedModel, *, is_on: bool) -> None:

@@ -22,7 +22,7 @@ from transformers.configuration_utils import PretrainedConfig
 from ...batch import Outputs, OutputSpec
 from ...errors import ModelError
 from ..attention.packed import one_document
-from ..meta_tensors import on_meta
+from ..meta_tensors import on_meta, once_per_architecture
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
 from .divergence import TargetDistribution, divergences
 
@@ -187,16 +187,26 @@ def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]
             vars(config)[_SOFTCAP] = head.softcap
 
 
-@torch.no_grad()
 def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     """The head of ``model``, if it can be replaced: a plain matrix, whose result the model returns
-    unchanged. Runs the model's code on two tokens, on the meta device, so that the answer is the
-    same whether they are there yet."""
+    unchanged."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return None
+    return _head(model, linear) if _returns_result(model) else None
+
+
+def _head(model: PreTrainedModel, linear: nn.Linear) -> LogprobHead:
     config = model.config.get_text_config()
-    head = LogprobHead(linear, config, getattr(config, _SOFTCAP, None))
+    return LogprobHead(linear, config, getattr(config, _SOFTCAP, None))
+
+
+@once_per_architecture
+@torch.no_grad()
+def _returns_result(model: PreTrainedModel) -> bool:
+    """Whether ``model`` returns what its head does, unchanged. Runs the model's code on two tokens,
+    on the meta device, so that the answer is the same whether they are there yet."""
+    linear = model.get_output_embeddings()
     # what a quantized model multiplies by cannot be put aside; it always has its values
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
     device = torch.device("meta") if is_plain else linear.weight.device
@@ -204,10 +214,10 @@ def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
     blank = on_meta(model) if is_plain else contextlib.nullcontext()
     try:
-        with _answering(head, lambda _: mark), blank:
+        with _answering(_head(model, linear), lambda _: mark), blank:
             given = {"input_ids": ids, "attention_mask": None, "use_cache": False}
             found = model(**given, **one_document(model, 2)).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
         logger.debug("%s: the output head is not replaced: %s", type(model).__name__, error)
-        return None
-    return head if found is mark else None
+        return False
+    return found is mark

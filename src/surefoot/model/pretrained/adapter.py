@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ModelError, counted
 from ..adaptable import is_linear
+from ..adapters.dora import enable_float32_lengths
 from ..adapters.frozen import add_frozen, stacked_layers
 from .weights import AdapterWeights
 
@@ -49,6 +50,56 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
         )
     _check_names(wrapped, folder, model.name_or_path)
     return wrapped
+
+
+def is_addable(folder: Path) -> bool:
+    """Whether the adapter in ``folder`` leaves the weights of its base as they are, so that others
+    may be on the same base: low-rank matrices alone."""
+    check(folder)
+    config = _config_of(folder)
+    is_changed = str(config_value(folder, "init_lora_weights")).lower().startswith(_CHANGED_BASE)
+    more = [name for name in _MORE if name != "use_dora" and getattr(config, name, None)]
+    if config.peft_type != "LORA" or config.bias != "none" or more or is_changed:
+        return False
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return all(".lora_" in name for name in list(file.keys()))
+
+
+def config_value(folder: Path, key: str) -> object:
+    """A value of an adapter's configuration as it is in the file."""
+    return json.loads((folder / CONFIG).read_bytes()).get(key)
+
+
+def add_named(model: nn.Module, name: str, folder: Path) -> nn.Module:
+    """``model`` with one more adapter, to be switched to; PEFT's wrapper. What is active may have
+    changed. Raises ``ModelError``."""
+    from peft import PeftModel
+
+    base = str(getattr(model, "name_or_path", "the model"))
+    check(folder)
+    with _reading(folder, base):
+        if isinstance(model, PreTrainedModel):
+            config = _config_of(folder)
+            model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=config)
+        else:
+            model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
+    try:
+        _check_names(model, folder, base, name)
+    except ModelError:
+        remove_named(model, name)
+        raise
+    enable_float32_lengths(model)
+    return model.eval()
+
+
+def remove_named(model: nn.Module, name: str) -> nn.Module:
+    """PEFT's ``model`` without an adapter; the plain one, if it has no other."""
+    peft: Any = model
+    if list(peft.peft_config) == [name]:
+        plain: nn.Module = peft.unload()
+        return plain
+    peft.delete_adapter(name)
+    return model
 
 
 @contextmanager

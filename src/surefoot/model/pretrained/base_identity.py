@@ -152,13 +152,18 @@ def _hash(path: Path) -> str:
     with files.open_file(path) as file:
         if path.name in _CONFIGS:
             return _hash_of_config(files.read_all(file, 1 << 26))
-        hashed, size = files.Hash(), file.size
-        block = memoryview(bytearray(min(files.BLOCK, max(1, size))))
-        for start in range(0, size, files.BLOCK):
-            part = block[: min(files.BLOCK, size - start)]
-            file.read_into(start, part)
-            hashed.update(part)
-        return hashed.hex()
+        return hash_of_bytes(file)
+
+
+def hash_of_bytes(file: files.File) -> str:
+    """The hash of all bytes of a file."""
+    hashed, size = files.Hash(), file.size
+    block = memoryview(bytearray(min(files.BLOCK, max(1, size))))
+    for start in range(0, size, files.BLOCK):
+        part = block[: min(files.BLOCK, size - start)]
+        file.read_into(start, part)
+        hashed.update(part)
+    return hashed.hex()
 
 
 def _hash_of_config(data: bytes) -> str:

@@ -19,10 +19,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ...errors import ModelError
+from ...errors import ModelError, installation
 
 logger = logging.getLogger(__name__)
-REQUIREMENT = "torchao>=0.18"  # what pyproject.toml's extra ``float8`` asks for
 MULTIPLE = 16  # of both sizes of a matrix, for the kernels
 OLDEST = (8, 9)  # compute capability
 _ROUTERS = {"gate", "router"}  # of experts: small, and what they decide is not continuous
@@ -70,7 +69,7 @@ def emulates(device: torch.device) -> bool:
 def _must_be_installed() -> None:
     if find_spec("torchao") is None:
         raise ModelError(
-            f"model.float8 needs torchao, which is not installed: `pip install '{REQUIREMENT}'`"
+            f"model.float8 needs torchao, which is not installed: `{installation('torchao')}`"
         )
 
 

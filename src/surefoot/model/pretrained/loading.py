@@ -24,6 +24,9 @@ from transformers.utils.logging import disable_progress_bar
 from ...errors import ModelError, counted
 from ...storage import files
 from ...storage.address import is_address
+from ...storage.hubs import modelscope
+from ...storage.hubs.file_download import HubError
+from ...storage.hubs.huggingface import download_verified, prefetch, why_not_reached
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
@@ -85,7 +88,9 @@ def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> P
     patterns = [f"{inside}{name}" for name in FILES if weights or name != WEIGHTS]
     if section.hub == "modelscope":
         return _download_modelscope(section, patterns)
-    try:
+
+    def load() -> Path:
+        prefetch(section.path, revision=section.revision, patterns=patterns, ignored=_NOT_NEEDED)
         return Path(
             snapshot_download(
                 section.path,
@@ -94,27 +99,34 @@ def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> P
                 ignore_patterns=list(_NOT_NEEDED),
             )
         )
+
+    try:
+        return download_verified(load)
+    except HubError as error:
+        raise ModelError(f"model.path: {section.path}: {error}") from None
     except HFValidationError:
         raise ModelError(
             f"model.path: no folder {section.path!r}, and it is not a hub id such as "
             "Qwen/Qwen3-0.6B"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"model.path: no folder {section.path!r}, and the Hugging Face hub did not return "
-            f"it: {reason}"
+            f"it: {why_not_reached(error)}"
         ) from None
 
 
 def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
     try:
-        from modelscope import snapshot_download as modelscope_download
-    except ImportError:
-        raise ModelError("model.hub: modelscope needs `pip install modelscope`") from None
-    return Path(
-        modelscope_download(section.path, revision=section.revision, allow_patterns=patterns)
-    )
+        return modelscope.snapshot(
+            "models",
+            section.path,
+            revision=section.revision,
+            patterns=patterns,
+            ignored=_NOT_NEEDED,
+        )
+    except HubError as error:
+        raise ModelError(f"model.path: {error}") from None
 
 
 def _refuse_pickles(folder: Path) -> None:

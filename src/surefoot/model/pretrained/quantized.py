@@ -16,10 +16,8 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from ...errors import ModelError, RecipeError
+from ...errors import ModelError, RecipeError, installation
 from ..section import ModelSection
-
-REQUIREMENT = "bitsandbytes>=0.48"  # what pyproject.toml's extra ``qlora`` asks for
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
@@ -30,7 +28,7 @@ def quantization(section: ModelSection) -> BitsAndBytesConfig | None:
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"model.quantization_bit: {section.quantization_bit} needs bitsandbytes, which is not "
-            f"installed: `pip install '{REQUIREMENT}'`"
+            f"installed: `{installation('bitsandbytes')}`"
         )
     if section.quantization_bit == 8:
         # it would say at every product that it casts what comes in

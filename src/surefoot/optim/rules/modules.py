@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from . import (
         blockwise,
         chunks,
+        fused_adamw,
         orthogonalization,
         owners,
         projection,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "blockwise",
     "chunks",
+    "fused_adamw",
     "orthogonalization",
     "owners",
     "projection",

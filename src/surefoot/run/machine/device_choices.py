@@ -252,7 +252,7 @@ def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
         "weights": _dtypes(module),
         "attention": f"{kernel} (packed)" if kernel else str(inner.config._attn_implementation),
         "output head": _head(network),
-        "optimizer": f"{type(rule).__name__}{', fused' if is_fused else ''}",
+        "optimizer": type(rule).__name__.removeprefix("Fused") + (", fused" if is_fused else ""),
         "compilation": "on" if recipe.model.compile else "off",
     }
     if recipe.model.float8 is not None:

@@ -36,7 +36,6 @@ PACKAGES = {
 # torchvision and torchaudio are not ours, but transformers imports them where it finds them
 OPTIONAL = {
     "tensorboard": "tensorboard.summary",
-    "modelscope": "modelscope",
     "flash-attn": "flash_attn",
     "torchvision": "torchvision",
     "torchaudio": "torchaudio",

@@ -1,0 +1,55 @@
+"""``surefoot board``: runs, curves, checkpoints and conversations in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..errors import RunError
+from ..storage.address import Address
+from .runs.root import ROOT
+
+
+@click.command()
+@click.argument("root", default=".", type=ROOT)
+@click.option("--port", default=7860, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Others than this machine's own need the token that is printed.",
+)
+@click.option(
+    "--read-only", is_flag=True, help="Show only: nothing is started, stopped, written or deleted."
+)
+@click.option(
+    "--folder",
+    "folders",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A folder outside of ROOT whose models and datasets recipes may name; may be repeated. "
+    "With --folder or a --host that others reach, they may name no other.",
+)
+def board(
+    root: Path | Address, port: int, host: str, *, read_only: bool, folders: tuple[Path, ...]
+) -> None:
+    """Show all runs below ROOT in a browser: curves, checkpoints, new runs, data and chat.
+
+    ROOT is a folder, or the address of one in an object store, such as s3://bucket/runs. The board
+    only reads files. Runs that were started elsewhere are shown as well. Runs that it
+    starts are processes of their own: they continue when the page or the board is closed.
+    """
+    try:
+        from ..board.server import serve
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise RunError(
+            f"the board needs {error.name}, which is not installed: pip install 'surefoot[board]'"
+        ) from None
+
+    def announce(address: str) -> None:
+        click.echo(f"board of {root}\n{address}  (Ctrl-C ends the board, not the runs)")
+
+    serve(root, host, port, announce, is_read_only=read_only, folders=folders)

@@ -1,0 +1,19 @@
+"""``surefoot runs``: what the board shows of runs, on the terminal and as JSON."""
+
+import click
+
+from .curves import curves
+from .diff import diff
+from .ls import ls
+from .samples import samples
+from .show import show
+from .tag import tag
+
+
+@click.group()
+def runs() -> None:
+    """List runs, show one, compare recipes, print curves, and tag."""
+
+
+for command in (ls, show, curves, samples, diff, tag):
+    runs.add_command(command)

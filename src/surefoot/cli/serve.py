@@ -1,0 +1,109 @@
+"""``surefoot serve``: a model, a run and its checkpoints behind OpenAI's API."""
+
+from __future__ import annotations
+
+import click
+
+from ..errors import RunError
+from .loading import loading
+from .weight_options import dtype_option, trust_remote_code_option
+
+_EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
+
+
+@click.command()
+@click.argument("path")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Others than this machine's own need a key.",
+)
+@click.option(
+    "--api-key",
+    envvar="SUREFOOT_API_KEY",
+    help="Requests must have it. Unset: none on this machine's own address, else a random one.",
+)
+@click.option("--name", help="Name of the model in requests. Unset: that of its folder.")
+@click.option("--base", help="The base model of an adapter, if it moved.")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="An adapter to serve on the same base under a name; may be repeated.",
+)
+@click.option(
+    "--max-batch",
+    default=32,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Responses that are generated at a time.",
+)
+@click.option(
+    "--max-waiting",
+    default=256,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Responses that wait at a time; beyond, requests are refused with 429.",
+)
+@click.option(
+    "--max-models",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Models in memory at a time; adapters of one base are one.",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(2),
+    help="Most tokens of prompt and response. Unset: the model's context length.",
+)
+@click.option(
+    "--sampled-logprobs",
+    is_flag=True,
+    help="Log-probabilities after penalties and temperature, as training on samples needs them.",
+)
+@dtype_option
+@trust_remote_code_option
+@click.option(
+    "--seconds-to-finish",
+    default=30,
+    show_default=True,
+    type=click.IntRange(0),
+    help="For requests that have begun when the server is stopped.",
+)
+def serve(path: str, port: int, host: str, seconds_to_finish: int, **options: object) -> None:
+    """Serve a model through OpenAI's API.
+
+    PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
+    folder or a hub id. A request's "model" picks a checkpoint of the run (checkpoint-400), the
+    model under its adapter (base), or an adapter. What a request leaves open of sampling is as in
+    `surefoot chat`: the run's section generate, or greedy.
+    """
+    options["adapters"] = tuple(map(_adapter, options["adapters"]))  # type: ignore[call-overload]
+    try:
+        with loading():
+            from ..serve.running.settings import ServeSettings
+            from ..serve.server import serve as start
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        raise RunError(
+            f"the server needs {error.name}, which is not installed: pip install 'surefoot[serve]'"
+        ) from None
+
+    def announce(address: str, key: str | None) -> None:
+        shown = f"  (key: {key})" if key and key != options["api_key"] else ""
+        click.echo(f"serving {path}\n{address}v1{shown}  (Ctrl-C ends the server)")
+
+    settings = ServeSettings(path=path, **options)  # type: ignore[arg-type]
+    start(settings, host, port, seconds_to_finish=seconds_to_finish, announce=announce)
+
+
+def _adapter(text: str) -> tuple[str, str]:
+    name, found, folder = text.partition("=")
+    if not (name and found and folder):
+        raise click.BadParameter(f"{text!r}: expected NAME=FOLDER", param_hint="--adapter")
+    return name, folder

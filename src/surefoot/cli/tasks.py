@@ -1,0 +1,90 @@
+"""``surefoot eval --tasks``: tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import RecipeError, RunError
+from .loading import loading, start_ranks
+from .questions import BenchmarkCommand, open_sized, prediction_of
+from .table import cell, console, table
+
+if TYPE_CHECKING:
+    from ..inference.benchmarks.harness import TaskSettings
+
+_NOT_OURS = ("lang", "score", "split", "examples")
+
+
+def run_tasks(asked: BenchmarkCommand, options: Mapping[str, Any]) -> None:
+    """Run the tasks, write the results of all rows and show the metrics."""
+    from ..data.text.answers import check_output
+
+    prediction = prediction_of(asked, options)
+    settings = _settings(asked, options)
+    path = asked.output or Path(f"{'-'.join(settings.names)}.jsonl")
+    check_output(path, force=asked.force)
+    start_ranks(prediction.parallel)
+    with loading():
+        from ..data.text.answers import write_rows
+        from ..inference.answer_journal import Output
+        from ..inference.benchmarks import harness
+        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.world import joined
+
+    output = Output(path, asked.force)
+    with joined(with_replicas(prediction.parallel)) as world:
+        opened, size = open_sized(prediction, asked, world)
+        if settings.is_chat and opened.template is None:
+            raise RecipeError("--prompts chat: the model has no chat template; write text")
+        found = harness.run_tasks(opened, settings, output=output, batch_size=size)
+        if world.is_main:
+            write_rows(path, list(harness.sample_rows(found)), doing=output.on_failure)
+        world.wait()  # ranks of other machines remove their own
+        if world.is_local_main:
+            output.remove_parts()
+    if world.is_main:
+        _show(found, path, as_json=asked.as_json)
+
+
+def _settings(asked: BenchmarkCommand, options: Mapping[str, Any]) -> TaskSettings:
+    """The tasks of the command line. Raises ``RunError``: lm-eval is not installed."""
+    for name in _NOT_OURS:
+        if options[name] not in (None, "en", "letter", "test"):
+            raise RecipeError(f"--{name}: has no effect on tasks; remove it")
+    try:
+        with loading():
+            from ..inference.benchmarks.harness import TaskSettings
+    except ImportError as error:
+        raise RunError(
+            f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"
+        ) from None
+    names = [name.strip() for name in options["tasks"].split(",") if name.strip()]
+    if not names:
+        raise RecipeError("--tasks: expected names of tasks, separated by commas")
+    return TaskSettings(
+        names, options["include_path"], options["shots"], asked.limit, options["prompts"] == "chat"
+    )
+
+
+def _show(found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
+    if as_json:
+        kept = {name: found[name] for name in ("results", "groups", "versions") if name in found}
+        click.echo(json.dumps({**kept, "samples": str(path)}, indent=2, default=str))
+        return
+    shown = table("task", "metric", "value", "error", numbers=("value", "error"))
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            name, _, kind = key.partition(",")
+            if not isinstance(value, float) or name.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{name}_stderr,{kind}")
+            spread = f"{error:.4f}" if isinstance(error, float) else ""
+            label = name if kind in ("", "none") else f"{name} ({kind})"
+            shown.add_row(cell(task), cell(label), f"{value:.4f}", spread)
+    console().print(shown)
+    click.echo(f"results: {path}")

@@ -1,0 +1,232 @@
+"""The check of a recipe's rows: what it finds, its exit code, its JSON and its page."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from folders import save_data, save_recipe
+from surefoot.cli.main import main
+from surefoot.data.example import Example, Message
+from surefoot.inference.data_check.conversations import is_loop, texts_of
+from surefoot.inference.data_check.duplicates import RowHashes, RowTexts, repeats, signature
+from surefoot.inference.data_check.scripts import script_of
+
+WORDS = "river stone light winter summer garden window table music paper silver forest"
+PHRASE = "I am sorry, but I cannot help you with that question."
+
+
+def sentence(seed, count):
+    return " ".join(np.random.RandomState(seed).choice(WORDS.split(), count))
+
+
+def good_rows(count):
+    return [
+        {"instruction": f"Explain {sentence(n, 12)}", "output": f"It is {sentence(n + 999, 12)}."}
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A project with good rows, with bad rows, with conversations, and rows to evaluate on."""
+    folder = tmp_path_factory.mktemp("project")
+    save_recipe(folder)
+    bad = good_rows(60)
+    bad[10] = dict(bad[3])
+    bad[11] = {**bad[4], "output": bad[4]["output"].replace(".", "!")}
+    bad[12] = {"instruction": "x", "output": ""}
+    bad[13] = {"instruction": "x", "output": "again and " * 100}
+    bad[14] = {"instruction": "see <image>", "output": "<|im_start|>user"}
+    bad[15] = {"instruction": 5, "output": "x"}
+    for n in range(20, 40):
+        bad[n]["output"] = PHRASE
+    turns = [
+        [("user", "a"), ("user", "b"), ("assistant", "c")],
+        [("assistant", "c")],
+        [("user", "c")],
+        [("user", "a"), ("system", "b"), ("assistant", "c")],
+        [("user", "a"), ("tool", "b"), ("assistant", "c")],
+        [("user", "same"), ("assistant", "same")],
+    ]
+    chats = [
+        {"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns
+    ]
+    fresh = {"instruction": f"New {sentence(7777, 12)}", "output": sentence(5555, 12)}
+    held = [dict(bad[50]), {**bad[51], "output": sentence(4444, 12)}, fresh]
+    for name, rows in {"good": good_rows(40), "bad": bad, "chats": chats, "held": held}.items():
+        save_data(folder / "data", name, rows=rows)
+    return folder
+
+
+def run(folder, *args, **data):
+    data = {"cutoff_len": 200, "val_size": 0.0, **data}
+    path = save_recipe(folder, data=data, train={"eval_steps": None})
+    return CliRunner().invoke(main, ["data", "check", str(path), *map(str, args)])
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    done = run(folder, "--json", datasets=["bad"], eval_datasets=["held"])
+    assert done.exit_code == 1, done.output
+    return json.loads(done.stdout)
+
+
+def whats(found, dataset, level="problem"):
+    return {
+        one["what"]: one["count"]
+        for one in found["findings"]
+        if one["dataset"] == dataset and one["level"] == level
+    }
+
+
+def test_good_rows_have_no_problem_and_exit_code_0(folder):
+    done = run(folder, datasets=["good"])
+    assert done.exit_code == 0, done.output
+    assert "no problems" in done.stdout
+    assert "40 rows, 40 sequences" in done.stdout
+
+
+def test_each_kind_of_bad_row_is_counted_and_named(found):
+    problems = whats(found, "bad")
+    assert problems["responses that repeat themselves"] == 1
+    assert problems["placeholders of pictures or sounds in the text"] == 1
+    assert problems["special tokens of the model in the text"] == 1
+    assert problems["rows that cannot be read"] == 1
+    assert problems["rows equal to an earlier one"] == 1
+    assert any(what.startswith("examples that are dropped: an empty") for what in problems)
+    assert problems[f"rows with one response, {PHRASE!r}"] == 20
+    assert whats(found, "bad", "note")["rows that resemble an earlier one"] == 1
+    named = {one["what"]: one["rows"] for one in found["findings"] if one["dataset"] == "bad"}
+    assert named["rows equal to an earlier one"] == ["bad:10 is bad:3"]
+    assert named["rows that resemble an earlier one"] == ["bad:11 resembles bad:4"]
+
+
+def test_rows_to_evaluate_on_that_are_trained_on_are_found(found):
+    (overlap,) = found["overlaps"]
+    assert overlap["rows"] == 3
+    assert overlap["same"] == {"count": 1, "rows": ["held:0"]}
+    assert overlap["prompt"] == {"count": 1, "rows": ["held:1"]}
+
+
+def test_figures_are_those_of_training(found):
+    figures = found["datasets"][0]
+    assert figures["rows"] == 60
+    assert figures["items"] == 58
+    assert sum(figures["lengths"].values()) == 58
+    assert 0 < figures["trained_tokens"] < figures["tokens"]
+    assert figures["quantiles"]["1"] == max(map(int, figures["lengths"]))
+
+
+def test_odd_orders_of_turns_are_found(folder):
+    done = run(folder, "--json", "--dataset", "chats", datasets=["chats"])
+    odd = json.loads(done.stdout)["datasets"][0]["odd"]
+    assert {what: each["rows"] for what, each in odd.items()} == {
+        "conversations with two turns of one role in a row": ["chats:0"],
+        "conversations that begin with a response": ["chats:1"],
+        "conversations that do not end with a response": ["chats:2"],
+        "system messages after the first turn": ["chats:3"],
+        "results of functions without a call before": ["chats:4"],
+        "responses equal to the prompt": ["chats:5"],
+    }
+
+
+def test_a_copy_on_the_other_side_of_val_size_is_found(folder):
+    rows = good_rows(20)
+    save_data(folder / "data", "twice", rows=[*rows, *rows])
+    done = run(folder, "--json", datasets=["twice"], val_size=8)
+    (overlap,) = json.loads(done.stdout)["overlaps"]
+    assert overlap["evaluation"] == "held out by val_size"
+    assert overlap["rows"] == 8
+    assert 0 < overlap["same"]["count"] <= 8
+
+
+def test_only_some_rows_are_read_if_asked(folder):
+    done = run(folder, "--rows", 5, datasets=["good"])
+    assert "the first 5 rows" in done.stdout
+
+
+def test_the_page_needs_no_other_file_and_no_text_is_markup(folder):
+    rows = [{"instruction": "<script>alert(1)</script>", "output": "<b>no</b>"}, *good_rows(3)]
+    save_data(folder / "data", "markup", rows=rows)
+    page = folder / "out" / "page.html"
+    done = run(folder, "--html", page, datasets=["markup"])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "<!doctype html>" in text
+    assert "http" not in text
+    assert "src=" not in text
+    preview = folder / "preview.html"
+    path = folder / "recipe.yaml"
+    done = CliRunner().invoke(main, ["preview", str(path), "--html", str(preview)])
+    assert done.exit_code == 0, done.output
+    text = preview.read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<mark>&lt;b&gt;no&lt;/b&gt;&lt;|im_end|&gt;" in text
+    assert "<script" not in text
+    assert "http" not in text
+
+
+def test_what_cannot_be_read_is_exit_code_2_without_a_traceback(folder):
+    done = run(folder, datasets=["absent"])
+    assert done.exit_code == 2
+    assert "error: dataset 'absent'" in done.stderr
+    (folder / "data" / "page").mkdir(exist_ok=True)
+    done = run(folder, "--html", folder / "data" / "page", datasets=["good"])
+    assert done.exit_code == 2
+    assert "is a folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("The answer to this is in the book, and it is not for you.", "Latin (English)"),
+        ("Das ist nicht ein Problem, und es ist auch mit der Zeit besser.", "Latin (German)"),
+        ("Ce n'est pas le problème, et il est dans les mains de la ville.", "Latin (French)"),
+        ("Brr", "Latin"),
+        ("从前有一条小河，河边住着一位老人。", "Han"),
+        ("これは日本語の文です。", "Kana"),
+        ("한국어 문장입니다", "Hangul"),
+        ("Это предложение на русском языке", "Cyrillic"),
+        ("هذه جملة عربية", "Arabic"),
+        ("1 + 1 = 2", ""),
+        ("", ""),
+    ],
+)
+def test_the_script_of_a_text(text, script):
+    assert script_of(text) == script
+
+
+def test_signatures_agree_as_far_as_texts_share_sequences():
+    text = sentence(1, 200)
+    others = [text.replace("river", "brook", 1), text[:600], sentence(2, 30), "x" * 80]
+    for other in others:
+        one, two = ({each[i : i + 8] for i in range(len(each) - 7)} for each in (text, other))
+        exact = len(one & two) / len(one | two)
+        assert abs((signature(text) == signature(other)).mean() - exact) < 0.2
+
+
+def test_thousands_of_rows_are_compared_without_false_pairs():
+    with RowHashes() as hashes:
+        for number in range(3000):
+            content = np.random.RandomState(number).bytes(60).hex()
+            hashes.add(RowTexts(content, content, content, content))
+        hashes.add(RowTexts(content, content, content, content))
+        first, second = hashes.similar()
+        assert (len(first), len(second)) == (0, 0)
+        again, origin = repeats(hashes.whole)
+        assert (again.tolist(), origin.tolist()) == ([3000], [2999])
+
+
+def test_the_same_words_with_other_functions_are_not_the_same_row():
+    messages = (Message("user", "Weather?"), Message("assistant", "Sunny."))
+    one, other = (Example(messages, ({"name": name},)) for name in ("weather", "sky"))
+    assert texts_of(one).whole != texts_of(other).whole
+    assert texts_of(one) == texts_of(Example(messages, ({"name": "weather"},)))
+
+
+def test_a_loop_is_long_and_repeats_itself():
+    assert is_loop("again and " * 100)
+    assert not is_loop("again and " * 10)
+    assert not is_loop(sentence(3, 200))

@@ -1,0 +1,135 @@
+"""The part of the test hub that takes uploads: contents, commits, new repositories."""
+
+import base64
+import hashlib
+import json
+
+LARGE = 1000  # bytes; as the downloads of the same server have it
+
+
+class Uploads:
+    """Requests that change a hub, by the protocols of Hugging Face and of ModelScope."""
+
+    def body(self):
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_POST(self):
+        hub, parts = self.server.hub, self.path.partition("?")[0].strip("/").split("/")
+        hub.asked.append(f"{self.command} {self.path}")
+        said = self.body()
+        if hub.needs_token and "secret" not in self.headers.get("Authorization", ""):
+            return self.answer_json({"error": "no"}, 401)
+        if parts == ["api", "repos", "create"]:
+            wanted = json.loads(said)
+            name = f"{wanted['organization']}/{wanted['name']}"
+            return self.create(name, wanted.get("visibility") == "private")
+        if parts == ["api", "v1", "models"]:
+            wanted = json.loads(said)
+            return self.create(f"{wanted['Path']}/{wanted['Name']}", wanted["Visibility"] == 1)
+        if "validate-yaml" in self.path:
+            return self.answer_json({"errors": [], "warnings": []})
+        if "preupload" in parts:
+            modes = [
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if f["size"] > LARGE else "regular",
+                    "shouldIgnore": False,
+                }
+                for f in json.loads(said)["files"]
+            ]
+            return self.answer_json({"files": modes})
+        if parts[-1] == "batch":
+            return self.batch(json.loads(said)["objects"], is_modelscope=parts[0] == "api")
+        return self.commit(parts, said)
+
+    def create(self, name, is_private):
+        hub = self.server.hub
+        if ("models", name) in hub.repositories:
+            self.answer_json({"error": "exists"}, 409)
+            return
+        hub.repositories[("models", name)] = {".gitattributes": b"*.safetensors filter=lfs"}
+        hub.private[("models", name)] = is_private
+        self.answer_json({"url": f"http://{self.headers['Host']}/{name}", "Code": 200, "Data": {}})
+
+    def about_modelscope(self, kind, name):
+        return {"Visibility": 1 if self.server.hub.private.get((kind, name)) else 5}
+
+    def batch(self, objects, *, is_modelscope):
+        host = self.headers["Host"]
+        found = [
+            {"oid": o["oid"], "size": o["size"]}
+            | (
+                {}
+                if o["oid"] in self.server.hub.blobs
+                else {"actions": {"upload": {"href": f"http://{host}/blob/{o['oid']}"}}}
+            )
+            for o in objects
+        ]
+        data = {"objects": found, "transfer": "basic"}
+        self.answer_json({"Code": 200, "Data": data} if is_modelscope else data)
+
+    def do_PUT(self):
+        hub, name = self.server.hub, self.path.rpartition("/")[2]
+        length = int(self.headers["Content-Length"])
+        cut = hub.cuts.pop(0) if hub.cuts else None
+        data = self.rfile.read(length if cut is None else min(cut, length))
+        hub.received.append((name, len(data)))
+        if cut is not None:
+            self.close_connection = True
+            return self.connection.close()
+        assert hashlib.sha256(data).hexdigest() == name
+        hub.blobs[name] = data
+        return self.answer_json({"Code": 200, "Message": "ok"})
+
+    def do_DELETE(self):
+        hub = self.server.hub
+        path, _, query = self.path.partition("?")
+        name = "/".join(path.split("/")[4:6])
+        file = dict(part.split("=") for part in query.split("&"))["FilePath"].replace("%2F", "/")
+        del hub.repositories[("models", name)][file]
+        self.answer_json({"Code": 200, "Data": {}})
+
+    def commit(self, parts, said):
+        hub, at = self.server.hub, parts.index("commit")
+        name = "/".join(parts[at - 2 : at])
+        repository = hub.repositories[("models", name)]
+        is_modelscope = parts[1] == "v1"
+        changes = _of_modelscope(said) if is_modelscope else _of_huggingface(said)
+        for path, content, oid in changes:
+            if content is None and oid is None:
+                del repository[path]
+            else:
+                repository[path] = content if oid is None else hub.blobs[oid]
+        hub.commits.append([path for path, *_ in changes])
+        if hub.lost_answers:
+            hub.lost_answers -= 1
+            self.close_connection = True
+            return self.connection.close()
+        found = {
+            "commitUrl": f"http://{self.headers['Host']}/{name}/commit/1",
+            "commitOid": "a" * 40,
+        }
+        return self.answer_json({"Code": 200, "Data": {"oid": "1"}, **found})
+
+
+def _of_huggingface(said):
+    changes = []
+    for line in said.splitlines():
+        each = json.loads(line)
+        value = each["value"]
+        if each["key"] == "file":
+            changes.append((value["path"], base64.b64decode(value["content"]), None))
+        elif each["key"] == "lfsFile":
+            changes.append((value["path"], None, value["oid"]))
+        elif each["key"] == "deletedFile":
+            changes.append((value["path"], None, None))
+    return changes
+
+
+def _of_modelscope(said):
+    return [
+        (a["path"], None, a["sha256"])
+        if a["type"] == "lfs"
+        else (a["path"], base64.b64decode(a["content"]), None)
+        for a in json.loads(said)["actions"]
+    ]
