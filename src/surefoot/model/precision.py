@@ -24,6 +24,18 @@ def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
 
 
+def slowness(name: PrecisionName, device: torch.device) -> str | None:
+    """Why ``name`` is slow on ``device``, and what to set instead; None if it is not."""
+    mkldnn = torch.backends.mkldnn
+    is_known = name == "fp16" and device.type == "cpu" and mkldnn.is_available()
+    if not is_known or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return None
+    return (
+        "train.precision: fp16 is computed without fast kernels on this CPU, many times "
+        "slower than fp32; on a CPU, train.precision=auto computes in fp32"
+    )
+
+
 def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
     """The context in which to run a forward pass."""
     if name == "fp32":
