@@ -26,9 +26,9 @@ def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
 
 def slowness(name: PrecisionName, device: torch.device) -> str | None:
     """Why ``name`` is slow on ``device``, and what to set instead; None if it is not."""
-    mkldnn = torch.backends.mkldnn
-    is_known = name == "fp16" and device.type == "cpu" and mkldnn.is_available()
-    if not is_known or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_on_cpu = name == "fp16" and device.type == "cpu"
+    if not (is_on_cpu and has_mkldnn) or torch.ops.mkldnn._is_mkldnn_fp16_supported():
         return None
     return (
         "train.precision: fp16 is computed without fast kernels on this CPU, many times "
