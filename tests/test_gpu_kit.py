@@ -493,6 +493,41 @@ def test_a_bundle_that_lacks_something_is_refused(tmp_path):
         bundle.check(some, [], 64, "3.12")
 
 
+def test_libraries_of_other_gpus_are_left_out_of_a_wheel_that_still_installs(tmp_path):
+    names = ["cpu", "cuda118", "cuda130", "rocm72"]
+    files = {f"bitsandbytes/libbitsandbytes_{name}.so": name for name in names}
+    files |= {
+        "bitsandbytes/__init__.py": "",
+        "bitsandbytes-1.0.dist-info/WHEEL": "Wheel-Version: 1.0",
+    }
+    files["bitsandbytes-1.0.dist-info/METADATA"] = (
+        "Metadata-Version: 2.1\nName: bitsandbytes\nVersion: 1.0"
+    )
+    record = "bitsandbytes-1.0.dist-info/RECORD"
+    files[record] = "".join(f"{name},,\n" for name in [*files, record])
+    wheel = tmp_path / "bitsandbytes-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    bundle.slim(wheel)
+    site = tmp_path / "site"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        site,
+        wheel,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    libraries = sorted(file.name for file in (site / "bitsandbytes").glob("*.so"))
+    assert libraries == ["libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"]
+    assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
 def test_a_bundle_that_is_too_large_names_its_largest_wheel(tmp_path):
     wheels = carried(tmp_path)
     with zipfile.ZipFile(tmp_path / "datasets-1.0-py3-none-any.whl", "a") as archive:

@@ -35,6 +35,8 @@ PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_
 PLATFORMS += ("manylinux2014", "manylinux1")
 TESTS = ("pytest", "hypothesis")  # beside Surefoot's own requirements
 LIMIT_MIB = 64
+# Libraries of other GPUs in bitsandbytes' wheel: five sixths of it. The machine has CUDA 13.
+FOREIGN = re.compile(r"bitsandbytes/libbitsandbytes_(?!cpu|cuda13)\w+\.so")
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -67,6 +69,25 @@ def download(folder: Path, wanted: Sequence[str], python: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", *options, *wanted], check=True
     )
+
+
+def slim(wheel: Path) -> None:
+    """Leave out the libraries of a wheel that the machine has no device for."""
+    with zipfile.ZipFile(wheel) as archive:
+        left_out = {name for name in archive.namelist() if FOREIGN.fullmatch(name)}
+        if not left_out:
+            return
+        slimmer = wheel.with_suffix(".part")
+        with zipfile.ZipFile(slimmer, "w", zipfile.ZIP_DEFLATED) as found:
+            for name in archive.namelist():
+                content = archive.read(name)
+                if name.endswith(".dist-info/RECORD"):
+                    lines = content.decode().splitlines(keepends=True)
+                    kept = [line for line in lines if line.partition(",")[0] not in left_out]
+                    content = "".join(kept).encode()
+                if name not in left_out:
+                    found.writestr(archive.getinfo(name), content)
+    slimmer.replace(wheel)
 
 
 def requirements(wheel: Path) -> list[str]:
@@ -124,6 +145,8 @@ def check(wheels: Sequence[Path], files: Sequence[Path], limit_mib: float, pytho
 def build(folder: Path, python: str, without: Sequence[str], limit_mib: float) -> str:
     """Download, check, and note the commit for a copy that has no git."""
     download(folder, pins(without), python)
+    for wheel in folder.glob("*.whl"):
+        slim(wheel)
     text = check(sorted(folder.glob("*.whl")), tree(), limit_mib, python)
     sys.path.insert(0, str(FOLDER))
     import results
