@@ -2,7 +2,7 @@
 
     python benchmarks/board.py
 
-Needs chromium and chromedriver for what a browser shows. Runs are folders as training leaves them.
+Needs chromium for what a browser shows. Runs are folders as training leaves them.
 """
 
 import json

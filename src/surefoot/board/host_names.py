@@ -39,7 +39,11 @@ class Hosts:
         """Why a request with these values of ``Host`` is not for the server, a ``what``."""
         values = list(values)
         name = host_name(values[0]) if len(values) == 1 else ""
-        if is_loopback(name) or name in self.given or (self.is_reached and self._is_ours(name)):
+        if (
+            is_loopback(name)
+            or name in self.given
+            or (self.is_reached and self._is_of_machine(name))
+        ):
             return None
         if not _is_name(name):
             shown = ", ".join(values)[:100]
@@ -49,7 +53,7 @@ class Hosts:
             f"start it with --host-name {name}"
         )
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_of_machine(self, name: str) -> bool:
         return name in self.machine or _is_address(name)
 
 

@@ -71,9 +71,9 @@ def _table(board: Board) -> Callable[..., object]:
 
 
 def _details(board: Board) -> Callable[..., object]:
-    def details(run: Name) -> dict[str, object]:
+    def details(run: Name, *, excerpt: bool = False) -> dict[str, object]:
         """One run: its row, recipe, launches and files."""
-        return reports.details(board, run)
+        return reports.details(board, run, may_be_excerpt=excerpt)
 
     return details
 
@@ -86,11 +86,19 @@ def _series(board: Board) -> Callable[..., object]:
         first: float = -math.inf,
         last: float = math.inf,
         smooth: Annotated[int, Query(ge=0, le=10_000)] = 0,
+        *,
+        excerpt: bool = False,
     ) -> dict[str, object]:
-        """Curves of a run between two steps."""
-        chosen = names.split(",")
+        """Curves of a run between two steps; with ``excerpt`` at once, of some lines at first."""
         return reports.series(
-            board, run, chosen, points=points, first=first, last=last, smooth=smooth
+            board,
+            run,
+            names.split(","),
+            points=points,
+            first=first,
+            last=last,
+            smooth=smooth,
+            may_be_excerpt=excerpt,
         )
 
     return series

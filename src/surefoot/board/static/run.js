@@ -19,7 +19,8 @@ const LABELS = {
 };
 
 export async function page(body, { run, tab = "curves" }) {
-  let details = await get("/api/run", { run });
+  if (!TABS[tab] || tab === "curves") loadPlots().catch(() => {}); // while the rest is on its way
+  let details = await get("/api/run", { run, excerpt: true });
   let row = details.row, isOpen = true, inner = null;
   const head = h("div.stack");
   const content = h("div.stack");
@@ -80,11 +81,11 @@ export async function page(body, { run, tab = "curves" }) {
   // ---- live
   const events = new EventSource(`/api/live?${new URLSearchParams({ run })}`);
   const reload = later(300, async () => {
-    try { details = await get("/api/run", { run }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
+    try { details = await get("/api/run", { run, excerpt: true }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
   });
   const gone = () => { replace(head, h("h1", {}, run), h("div.note.bad", {}, t("The folder of this run was removed."))); events.close(); };
   events.addEventListener("error", async () => {
-    try { await get("/api/run", { run }); } catch (error) { if (error.status === 404) gone(); } // else it connects again by itself
+    try { await get("/api/run", { run, excerpt: true }); } catch (error) { if (error.status === 404) gone(); } // else it connects again by itself
   });
   events.addEventListener("state", (event) => {
     const now = JSON.parse(event.data);
@@ -106,10 +107,11 @@ export async function page(body, { run, tab = "curves" }) {
     const keep = () => localStorage.setItem("curves", JSON.stringify({ log: view.log, half: view.half }));
     const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
+    const share = h("div.note", { role: "status", hidden: true });
     const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
     replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
-      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), grid);
-    let isBusy = false, isStale = false, found = {};
+      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), share, grid);
+    let isBusy = false, isStale = false, found = {}, part = null;
 
     function zoom(low, high) {
       view.range = low === undefined ? null : [low, high];
@@ -125,14 +127,29 @@ export async function page(body, { run, tab = "curves" }) {
         const answer = { series: {} };
         for (let at = 0; at < names.length; at += 30) {
           const [first, last] = view.range || [];
-          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last });
+          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last, excerpt: true });
           Object.assign(answer.series, one.series);
+          answer.excerpt ||= one.excerpt;
         }
         found = answer.series;
-        if (isOpen) draw();
+        if (isOpen) { reading(answer.excerpt); draw(); }
       } catch (error) { if (isOpen && !charts.size) replace(grid, h("div.note.bad", {}, error.message)); }
       isBusy = false;
       if (isStale && isOpen) { isStale = false; setTimeout(fetchAll, 300); }
+    }
+
+    // Of a long file, the first curves are of some lines only. They say so until all are there.
+    async function reading(excerpt) {
+      const isDone = part && !excerpt;
+      part = excerpt;
+      share.hidden = !excerpt;
+      if (excerpt) {
+        share.textContent = t("These curves are of {n} lines; all lines are being read: {p} %.", { n: integer(excerpt.lines), p: Math.floor(100 * excerpt.read) });
+        setTimeout(() => { if (isOpen) fetchAll(); }, 250);
+      }
+      if (!isDone) return;
+      try { details = await get("/api/run", { run }); } catch { return; } // the state says so
+      if (isOpen) { top(); fetchAll(); } // with rare metrics, and a note on broken lines
     }
 
     function groups() {

@@ -22,14 +22,14 @@ const EVERY = 3000;
 
 export async function page(body) {
   const view = { sort: "changed", down: false, filter: "", chosen: new Set(), metric: "loss", log: false };
-  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0;
+  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false;
   const search = h("input", {
     type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
   });
   const count = h("span.soft");
   const list = h("div.panel.flush");
-  const note = h("div");
+  const note = h("div"), part = h("p.soft", { role: "status" });
   const below = h("div.stack");
   replace(body, h("div.row.between", {}, h("h1", {}, t("Runs")), h("a.button.writes", { href: to("new") }, t("New run"))),
     note, h("div.row", {}, h("div.grow", {}, search), count), list, below);
@@ -104,7 +104,7 @@ export async function page(body) {
     if (isOld()) return;
     if (!chart || drawn !== names.join("\n")) {
       const known = new Set();
-      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run })));
+      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run, excerpt: true })));
       details.forEach((d) => d.value?.metrics.forEach((name) => known.add(name)));
       const differing = h("div");
       if (names.length === 2) replace(differing, await recipesOf(...names));
@@ -118,19 +118,25 @@ export async function page(body) {
         [...known].filter((name) => name !== "epoch").sort().map((name) => h("option", { value: name, selected: name === view.metric }, name)));
       const log = h("button", { "aria-pressed": String(view.log), onclick: (e) => { view.log = !view.log; e.target.setAttribute("aria-pressed", view.log); curves(names); } }, t("Log scale"));
       replace(below, h("div.row.between", {}, h("h2", { style: { margin: "8px 0 0" } }, t("{n} selected", { n: names.length })), h("div.row", {}, select, log,
-        h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), chart.element, differing);
+        h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), part, chart.element, differing);
     }
     await curves(names);
   }
 
   async function curves(names) {
     const [first, last] = view.range || [];
-    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last })));
+    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last, excerpt: true })));
     if (!isOpen || !chart || drawn !== names.join("\n")) return;
     const series = names.map((run, place) => ({ run, place, one: found[place].value?.series[view.metric] }))
       .filter(({ one }) => one)
       .map(({ run, place, one }) => ({ label: run, steps: one.steps, values: one.values, color: color(place) }));
     chart.draw(series, { log: view.log, range: view.range });
+    const isPart = found.some((one) => one.value?.excerpt);
+    replace(part, isPart ? t("Curves are of some lines of long files at first; all lines are being read.") : "");
+    const isRead = wasPart && !isPart;
+    wasPart = isPart;
+    if (isPart) setTimeout(() => curves(names), 250);
+    if (isRead) { drawn = ""; compare(); } // with metrics that are logged rarely
   }
 
   async function refresh() {
