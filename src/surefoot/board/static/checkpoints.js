@@ -10,7 +10,7 @@ export async function checkpoints(content, run, row) {
   const line = h("div");
   const actions = h("div.row.writes");
   const result = h("div.stack");
-  const pruning = h("div.panel.writes");
+  const pruning = h("div.panel.writes"), listed = h("div");
   replace(content, h("div.panel", {}, h("h2", {}, t("Checkpoints")), line, actions), result, pruning);
 
   async function load() {
@@ -105,6 +105,7 @@ export async function checkpoints(content, run, row) {
   async function pin(one, isPinned) {
     try {
       view.pinned = new Set((await post("/api/pin", { run, step: one.step, is_pinned: isPinned })).pinned);
+      replace(listed); // a dry run of other pins
       draw();
     } catch (error) { toast(error.message); }
   }
@@ -117,7 +118,6 @@ export async function checkpoints(content, run, row) {
   // Deleting comes after a dry run, and only of what it has listed.
   function pruner() {
     const field = (name, label) => [h("label.soft", { for: `p-${name}` }, t(label)), h("input", { id: `p-${name}`, type: "number", min: 1, style: { width: "84px" } })];
-    const listed = h("div");
     const keeps = () => Object.fromEntries(["keep", "keep_every", "keep_best"].map((name) => [name, Number(pruning.querySelector(`#p-${name}`).value) || null]));
     const dry = h("button", { onclick: async () => {
       const chosen = keeps();
