@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
@@ -59,7 +58,6 @@ def test_a_run_from_new_to_chat(project):
         for _ in range(2):
             page.run("document.querySelector('tbody input:not(:checked)').click()")
         page.wait("return document.querySelectorAll('.legend b').length === 2")
-        picture(page, "runs")
         assert not [one for one in page.errors() if "favicon" not in one and "ERR_" not in one]
     finally:
         page.close()
@@ -76,7 +74,6 @@ def start_from_the_form(page):
     page.wait_for("masked: read, not trained on", seconds=90)
     page.click("Plan: steps, memory, disk")
     page.wait_for("Memory of a process at its peak", seconds=90)
-    picture(page, "new")
     page.click("Start training")
     page.wait_for("surefoot train recipe.yaml", seconds=60)
     page.wait_for("running", seconds=60)
@@ -112,7 +109,6 @@ def pin_and_verify(page, run):
     page.wait_for("Verified:", seconds=60)
     page.click("Curves")
     page.wait("return document.querySelectorAll('canvas').length > 3")
-    picture(page, "run")
     page.click("Checkpoints")
 
 
@@ -183,7 +179,6 @@ def look_at_data(page, server):
     page.wait_for("masked: read, not trained on", seconds=90)
     page.click("Check all rows")
     page.wait_for("Check of all rows", seconds=90)
-    picture(page, "data")
 
 
 def talk(page, server):
@@ -197,18 +192,6 @@ def talk(page, server):
     )
     page.wait("return document.querySelectorAll('.bubble .tok').length > 4", seconds=120)
     page.wait("return document.querySelectorAll('.messages .bubble').length > 3", seconds=120)
-    picture(page, "chat")
-
-
-def picture(page, name):
-    """Write a picture of the documentation: ``PICTURES=docs/img pytest tests/board``."""
-    folder = os.environ.get("PICTURES")
-    if folder:
-        from PIL import Image
-
-        path = Path(folder) / f"board-{name}.png"
-        page.picture(path)
-        Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 
 def wait_until(page, condition):
