@@ -25,6 +25,8 @@ COMMITTED = Path(__file__).parents[2] / "docs/img"
 MAX_BYTES = 120_000
 COLORS = 64
 TRIALS = 12
+SHORT = {"num_epochs: 3": "max_steps: 12", "eval_epoch: true": "eval_steps: 6"}
+SHORT |= {"log_steps: 20": "log_steps: 2", "save_steps: 100": "save_steps: 12"}
 ORDER = "Write this order as a record.\nTwo silk jars for Ada Brandt in Rome, please."
 
 
@@ -40,10 +42,13 @@ def root(tmp_path_factory):
     surefoot(root, "train", "quickstart.yaml", *slower, "train.num_epochs=1")
     keys = ["optim.adamw.learning_rate=3e-4..3e-2:log", "method.lora.rank=4,8,16"]
     keys += ["train.global_batch_size=8..64:8", "optim.adamw.schedule=cosine,linear"]
-    short = ["train.max_steps=12", "train.num_epochs=null", "train.eval_epoch=false"]
-    short += ["train.eval_steps=6", "train.log_steps=2", "checkpoint.save_steps=12"]
+    recipe = (root / "quickstart.yaml").read_text()
+    for old, new in SHORT.items():
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    (root / "short.yaml").write_text(recipe)
     options = [f"--trials={TRIALS}", "--jobs=2", "--output=runs/orders-sweep"]
-    surefoot(root, "sweep", "quickstart.yaml", *keys, *short, *options)
+    surefoot(root, "sweep", "short.yaml", *keys, *options)
     return root
 
 

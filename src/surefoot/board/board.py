@@ -10,7 +10,7 @@ from ..errors import RunError
 from ..storage.address import Address
 from .chat import Conversations
 from .commands import ChildCommands
-from .metrics.excerpt import Excerpt
+from .metrics.excerpt import MetricsExcerpt
 from .metrics.known_files import KnownFiles
 from .metrics.metrics_file import MetricsFile
 from .run_folders import METRICS
@@ -67,7 +67,7 @@ class Board:
         """The metrics of a run, as they are now."""
         return self._metrics.now(folder / METRICS)
 
-    def metrics_soon(self, folder: Path) -> MetricsFile | Excerpt:
+    def metrics_soon(self, folder: Path) -> MetricsFile | MetricsExcerpt:
         """The same; of a long file that is not read yet an excerpt, and another thread reads it."""
         return self._metrics.soon(folder / METRICS)
 

@@ -20,7 +20,7 @@ _MAX_SPAN = 1 << 18
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class MetricsExcerpt:
     """Some lines of a file, as if they were all, and the same file as it is being read."""
 
     metrics: MetricsFile
@@ -31,14 +31,14 @@ class Excerpt:
         return {"lines": self.metrics.num_rows, "read": self.whole.share_read()}
 
 
-def excerpt_of(whole: MetricsFile) -> Excerpt:
+def excerpt_of(whole: MetricsFile) -> MetricsExcerpt:
     """Lines of a file that is not read yet. A missing file has none."""
     found = MetricsFile(whole.path)
     for line in _lines(whole.path):
         if (row := record(line)) is not None:
             found.num_rows += 1
             found.put_row(row)
-    return Excerpt(found, whole)
+    return MetricsExcerpt(found, whole)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

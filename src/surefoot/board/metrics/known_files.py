@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .excerpt import Excerpt, excerpt_of
+from .excerpt import MetricsExcerpt, excerpt_of
 from .metrics_file import MetricsFile
 
 _MAX_FILES = 24
@@ -17,7 +17,7 @@ _PAUSE = 0.2  # seconds in which a page is drawn before a long file is read
 @dataclass
 class _Known:
     metrics: MetricsFile
-    excerpt: Excerpt | None = None  # while another thread reads the file
+    excerpt: MetricsExcerpt | None = None  # while another thread reads the file
 
     def read(self) -> None:
         self.metrics.refresh()
@@ -37,7 +37,7 @@ class KnownFiles:
         found.refresh()
         return found
 
-    def soon(self, path: Path) -> MetricsFile | Excerpt:
+    def soon(self, path: Path) -> MetricsFile | MetricsExcerpt:
         """The same; of a long file that is not read yet an excerpt, and another thread reads it."""
         known = self._known(path)
         with self._lock:

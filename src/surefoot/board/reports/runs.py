@@ -16,7 +16,7 @@ from ...errors import RecipeError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...remote.listing import list_store
 from ..board import Board
-from ..metrics.excerpt import Excerpt
+from ..metrics.excerpt import MetricsExcerpt
 from ..metrics.metrics_file import MetricsFile
 from ..metrics.thinning import Column, smoothed, thinned
 from ..recipe_text import differences
@@ -101,7 +101,7 @@ def _metrics(
 ) -> tuple[MetricsFile, dict[str, object] | None]:
     """The metrics of a run; if they are an excerpt, what is known of it."""
     found = board.metrics_soon(folder) if may_be_excerpt else board.metrics(folder)
-    return (found.metrics, found.facts()) if isinstance(found, Excerpt) else (found, None)
+    return (found.metrics, found.facts()) if isinstance(found, MetricsExcerpt) else (found, None)
 
 
 def log(board: Board, run: str) -> dict[str, object]:
