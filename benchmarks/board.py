@@ -129,7 +129,7 @@ window.seen = {};
 performance.setResourceTimingBufferSize(5000);
 const look = () => {
   if (document.querySelectorAll("input, select").length > 5) window.seen.form ||= performance.now();
-  const note = document.querySelector('.note[role=status]');
+  const note = document.querySelector('b[role=status]');
   if (document.querySelector('canvas')) {
     window.seen.curve ||= performance.now();
     if (note?.hidden) window.seen.all ||= performance.now();

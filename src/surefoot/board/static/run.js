@@ -54,7 +54,7 @@ export async function page(body, { run, tab = "curves" }) {
       try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Resume"));
     replace(head,
-      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run), badge(row), tags()),
+      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row), tags()),
         h("div.row", {}, row.state === "running" ? stopping : null,
           ["died", "stopped", "failed", "ended"].includes(row.state) ? resume : null,
           h("a.button.writes", { href: to("chat", { run }) }, t("Chat")), h("a.button.writes", { href: to("new", { run }) }, t("New run like this")))),
@@ -107,10 +107,10 @@ export async function page(body, { run, tab = "curves" }) {
     const keep = () => localStorage.setItem("curves", JSON.stringify({ log: view.log, half: view.half }));
     const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
-    const share = h("div.note", { role: "status", hidden: true });
+    const share = h("b.small", { role: "status", hidden: true });
     const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
-    replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
-      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), share, grid);
+    replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), share, h("div.grow"), whole,
+      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), grid);
     let isBusy = false, isStale = false, found = {}, part = null;
 
     function zoom(low, high) {
