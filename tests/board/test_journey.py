@@ -39,8 +39,10 @@ def test_a_run_from_new_to_chat(project):
         page.open(f"{server.address}#/new?file=recipe.yaml")
         start_from_the_form(page)
         server.kill()  # a crashed server finds all again, and training goes on
+        page.wait_for("The board does not answer")
         before = len(losses(run))
         server = Server(root, port=server.port)
+        page.wait("return !document.body.innerText.includes('The board does not answer')")
         page.open("about:blank")
         page.open(f"{server.address}#/runs")
         page.wait_for("running")

@@ -163,15 +163,27 @@ def test_a_run_that_vanishes_is_shown_as_gone(page, server, root):
     page.wait_for("The folder of this run was removed.")
 
 
+@pytest.mark.parametrize("tab", ["log", "recipe"])
+def test_a_page_of_a_run_that_vanished_asks_for_nothing_more(page, server, root, tab):
+    folder = write_run(root / f"runs/left {tab}")
+    show(page, server, f"#/run?run=runs/left {tab}&tab={tab}")
+    page.wait("return document.querySelector('.tabs')")
+    page.errors()
+    folder.rename(root / f"left {tab}")
+    page.wait_for("The folder of this run was removed.")
+    page.run("return new Promise(done => setTimeout(done, 2500))")
+    assert page.errors() == []
+
+
 LATE = """
 const Real = EventSource;
 window.EventSource = class extends EventTarget {
   constructor(address) { super(); window.listen = () => {
-    const real = new Real(address);
+    const real = this.real = new Real(address);
     const pass = (name) => ({ data }) => this.dispatchEvent(new MessageEvent(name, { data }));
     for (const name of ["state", "error"]) real.addEventListener(name, pass(name));
   }; }
-  close() {}
+  close() { this.real?.close(); }
 };
 location.hash = "#/run?run=runs/soon gone";
 """
@@ -180,11 +192,13 @@ location.hash = "#/run?run=runs/soon gone";
 def test_a_run_that_vanishes_before_the_page_listens_is_shown_as_gone(page, server, root):
     folder = write_run(root / "runs/soon gone")
     page.open(server.address)
+    page.errors()
     page.run(LATE)
     page.wait("return !!window.listen")
     folder.rename(root / "no longer there")
     page.run("listen()")
     page.wait_for("The folder of this run was removed.")
+    assert page.errors() == []
 
 
 def test_tags_are_added_and_removed_and_find_runs(page, server):

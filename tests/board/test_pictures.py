@@ -158,9 +158,9 @@ def test_chat(page, look):
     )
 
 
-def test_the_committed_pictures_are_small_and_those_of_the_page():
-    page = (COMMITTED.parent / "how-to/board.md").read_text()
+def test_the_committed_pictures_are_small_and_those_of_the_pages():
+    pages = [(COMMITTED.parent / f"how-to/{name}.md").read_text() for name in ("board", "sweep")]
     for path in COMMITTED.glob("board-*.png"):
-        assert path.name in page
+        assert any(f"img/{path.name}" in page for page in pages)
         assert path.stat().st_size < MAX_BYTES
         assert path.read_bytes()[25] == 3, "a palette"

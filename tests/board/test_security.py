@@ -58,6 +58,8 @@ def test_this_machine_has_several_names(board, host):
         {},  # a form can post, but cannot set this header
         {**MINE, "Origin": "https://evil.example"},
         {**MINE, "Origin": "null"},
+        {**MINE, "Origin": "http://["},
+        {**MINE, "Origin": "ftp://127.0.0.1:7860"},
         {**MINE, "Origin": "http://127.0.0.1:8000"},
         {**MINE, "Sec-Fetch-Site": "cross-site"},
         {**MINE, "Sec-Fetch-Site": "same-site"},

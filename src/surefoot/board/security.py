@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -130,7 +130,7 @@ def _size_problem(headers: Headers) -> Response | None:
 def _is_own(headers: Headers, host: str) -> bool:
     """Whether a request that changes something comes from the board's page, or from no page."""
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
     return _is_from_here(headers) and headers.get(HEADER) == "1"
 

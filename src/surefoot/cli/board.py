@@ -66,5 +66,12 @@ def board(
     def announce(address: str) -> None:
         click.echo(f"board of {root}\n{address}  (Ctrl-C ends the board, not the runs)")
 
-    places = {"host_names": host_names, "folders": folders}
-    serve(root, host, port, announce, is_read_only=read_only, **places)  # type: ignore[arg-type]
+    serve(
+        root,
+        host,
+        port,
+        announce,
+        host_names=host_names,
+        is_read_only=read_only,
+        folders=folders,
+    )

@@ -18,7 +18,7 @@ from ..board import Board
 from ..commands import stop
 from ..reports import recipes
 from ..reports import runs as reports
-from ..run_folders import METRICS, run_inside
+from ..run_folders import METRICS, OutsideRootError, run_inside
 
 POLL = 0.3  # seconds between looks at the files of a run that is watched
 _LIVE = ("changed", "size", "broken_metrics")
@@ -107,7 +107,11 @@ def _series(board: Board) -> Callable[..., object]:
 def _live(board: Board) -> Callable[..., object]:
     async def live(run: Name, request: Request) -> AsyncIterator[ServerSentEvent]:
         """New records and the state of a run, as they come."""
-        folder = run_inside(board.root, run)
+        try:
+            folder = run_inside(board.root, run)
+        except OutsideRootError:  # it vanished before the page listened
+            yield ServerSentEvent(event="state", data={"state": "gone"})
+            return
         follower = await asyncio.to_thread(lambda: Follower(folder / METRICS).at_end())
         yield ServerSentEvent(event="hello", data={"run": run}, retry=1000)
         before = ""

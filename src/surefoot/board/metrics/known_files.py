@@ -20,8 +20,10 @@ class _Known:
     excerpt: MetricsExcerpt | None = None  # while another thread reads the file
 
     def read(self) -> None:
-        self.metrics.refresh()
-        self.excerpt = None
+        try:
+            self.metrics.refresh()
+        finally:  # else a page would wait for ever
+            self.excerpt = None
 
 
 @dataclass

@@ -1,17 +1,19 @@
 // Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
 import { finished, get, post } from "./api.js";
 import { to } from "./app.js";
-import { h, replace, toast } from "./dom.js";
+import { h, redraw, replace, toast } from "./dom.js";
 import { bytes, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 
-export async function checkpoints(content, run, row) {
+export async function checkpoints(content, run, now) {
   const view = { chosen: [], all: [], pinned: new Set(), isBusy: false };
   const line = h("div");
   const actions = h("div.row.writes");
   const result = h("div.stack");
   const pruning = h("div.panel.writes"), listed = h("div");
   replace(content, h("div.panel", {}, h("h2", {}, t("Checkpoints")), line, actions), result, pruning);
+
+  const isTraining = () => now().state === "running";
 
   async function load() {
     const answer = await get("/api/checkpoints", { run });
@@ -31,10 +33,10 @@ export async function checkpoints(content, run, row) {
     if (!view.all.length) { replace(line, h("p.soft", {}, t("No checkpoint has been saved yet."))); replace(actions); pruning.hidden = true; return; }
     pruning.hidden = false;
     const steps = view.all.map((c) => c.step ?? 0);
-    const most = Math.max(...steps, row.max_steps || 0, 1);
+    const most = Math.max(...steps, now().max_steps || 0, 1);
     const far = (step) => 2 + 96 * (step / most);
     let last = -20;
-    replace(line, h("div.timeline", {}, view.all.map((c) => {
+    redraw(line, h("div.timeline", {}, view.all.map((c) => {
       const place = far(c.step ?? 0);
       const isNamed = place - last > 7;
       if (isNamed) last = place;
@@ -60,10 +62,11 @@ export async function checkpoints(content, run, row) {
     const [one, other] = found;
     if (!one) { replace(actions, h("span.soft", {}, t("Select one checkpoint, or two to compare."))); return; }
     const isPinned = view.pinned.has(one.step);
-    const act = (label, call, options = {}) => h("button", { disabled: view.isBusy, ...options, onclick: call }, t(label));
-    replace(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
+    // listeners are of these checkpoints, so others need other buttons
+    const act = (label, call, key = label) => h("button", { disabled: view.isBusy, "data-key": key, "data-of": view.chosen.join(), onclick: call }, t(label));
+    redraw(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
       act("Verify", () => command({ command: "verify", checkpoint: one.path }, verified)),
-      one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned)) : null,
+      one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned), "Pin") : null,
       act("Export", () => exported(one)),
       h("a.button", { href: to("chat", { run, a: one.path, b: "base" }) }, t("Chat beside the base model")),
       h("a.button", { href: to("new", { run, checkpoint: one.path }) }, t("New run from here"))]);
@@ -126,7 +129,7 @@ export async function checkpoints(content, run, row) {
       if (!job?.result) return;
       const going = job.result.checkpoints.filter((c) => !c.stays);
       replace(result);
-      const remove = h("button.danger", { disabled: row.state === "running", onclick: async () => {
+      const remove = h("button.danger", { disabled: isTraining(), onclick: async () => {
         if (!confirm(t("Delete {n} checkpoints for good?", { n: going.length }))) return;
         const done = await command({ command: "prune", ...chosen }, ({ result: r }) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
         replace(listed);
@@ -135,7 +138,7 @@ export async function checkpoints(content, run, row) {
       replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", {}, job.command)),
         h("table", {}, h("tbody", {}, job.result.checkpoints.map((c) => h("tr", {}, h("td", {}, c.path.split("/").at(-1)), h("td.num", {}, bytes(c.num_bytes)),
           h("td", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), h("td.soft", {}, (c.why || []).join(", ")))))),
-        h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), row.state === "running" ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
+        h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), isTraining() ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
     } }, t("Dry run"));
     replace(pruning, h("h2", {}, t("Delete old checkpoints")), h("p.soft", { style: { marginTop: 0 } }, t("The latest, the best and pinned checkpoints always stay. Empty fields are as the recipe says.")),
       h("div.row", {}, field("keep", "the latest"), field("keep_every", "every … steps"), field("keep_best", "the best"), dry), listed);
@@ -143,6 +146,6 @@ export async function checkpoints(content, run, row) {
 
   pruner();
   await load();
-  const timer = setInterval(() => { if (row.state === "running" && !view.isBusy) load().catch(() => {}); }, 5000);
-  return { changed: load, close: () => clearInterval(timer) };
+  const timer = setInterval(() => { if (isTraining() && !view.isBusy) load().catch(() => {}); }, 5000);
+  return { changed: () => { replace(listed); load().catch(() => {}); }, close: () => clearInterval(timer) };
 }

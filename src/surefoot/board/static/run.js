@@ -3,7 +3,7 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { checkpoints } from "./checkpoints.js";
-import { h, later, replace, toast } from "./dom.js";
+import { h, later, redraw, replace, toast } from "./dom.js";
 import { bytes, duration, integer, moment, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./runs.js";
@@ -22,25 +22,24 @@ export async function page(body, { run, tab = "curves" }) {
   if (!TABS[tab] || tab === "curves") loadPlots().catch(() => {}); // while the rest is on its way
   let details = await get("/api/run", { run, excerpt: true });
   let row = details.row, isOpen = true, inner = null;
-  const head = h("div.stack");
+  const head = h("div.stack"), unanswered = h("div");
   const content = h("div.stack");
   const tabs = h("div.tabs", { role: "navigation", "aria-label": t("Parts of the run") }, Object.entries(TABS).map(([name, label]) =>
     h("a", { href: to("run", { run, tab: name === "curves" ? null : name }), "aria-current": name === tab ? "page" : null }, t(label))));
-  replace(body, head, tabs, content);
+  replace(body, head, unanswered, tabs, content);
 
   const change = async (body) => {
-    try { row = { ...row, ...await post("/api/tags", { run, ...body }) }; top(); } catch (fault) { toast(fault.message); }
+    try { const found = await post("/api/tags", { run, ...body }); row = { ...row, ...found }; top(); } catch (fault) { toast(fault.message); }
   };
-  const tag = h("input.tag.writes", { type: "text", maxlength: 40, size: 9, placeholder: t("add a tag"), "aria-label": t("Add a tag"), onkeydown: (e) => {
-    if (e.key !== "Enter" || !tag.value.trim()) return;
-    change({ add: tag.value.trim().split(/\s+/) });
-    tag.value = "";
+  const tag = () => h("input.tag.writes", { type: "text", maxlength: 40, size: 9, placeholder: t("add a tag"), "aria-label": t("Add a tag"), "data-own": "", onkeydown: ({ key, target }) => {
+    if (key !== "Enter" || !target.value.trim()) return;
+    change({ add: target.value.trim().split(/\s+/) });
+    target.value = "";
   } });
   const tags = () => h("div.tags", {}, row.tags.map((name) => h("span.tag", {}, name,
-    h("button.quiet.writes", { "aria-label": t("Remove the tag {tag}", { tag: name }), onclick: () => change({ remove: [name] }) }, "×"))), tag);
+    h("button.quiet.writes", { "aria-label": t("Remove the tag {tag}", { tag: name }), onclick: () => change({ remove: [name] }) }, "×"))), tag());
 
   function top() {
-    const isTyping = document.activeElement === tag; // the page is drawn anew with each step
     const part = row.step !== null && row.max_steps ? Math.min(1, row.step / row.max_steps) : null;
     const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
     const error = row.state === "failed" && row.end?.error;
@@ -53,7 +52,7 @@ export async function page(body, { run, tab = "curves" }) {
       e.target.disabled = true;
       try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Resume"));
-    replace(head,
+    redraw(head,
       h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row), tags()),
         h("div.row", {}, row.state === "running" ? stopping : null,
           ["died", "stopped", "failed", "ended"].includes(row.state) ? resume : null,
@@ -71,11 +70,10 @@ export async function page(body, { run, tab = "curves" }) {
         cell("Loss", number(row.loss)), row.metric.value === null ? null : cell(row.metric.name, number(row.metric.value)), cell("Tokens/s", integer(row.speed)),
         row.state === "running" ? cell("Time left", duration(row.seconds_left)) : null,
         cell("Size", bytes(row.size)), cell("Launches", details.launches.length || NONE)));
-    if (isTyping) tag.focus();
   }
 
   top();
-  const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, row), log, recipe };
+  const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, () => row), log, recipe };
   inner = await (parts[tab] || curves)();
 
   // ---- live
@@ -83,10 +81,19 @@ export async function page(body, { run, tab = "curves" }) {
   const reload = later(300, async () => {
     try { details = await get("/api/run", { run, excerpt: true }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
   });
-  const gone = () => { replace(head, h("h1", {}, run), h("div.note.bad", {}, t("The folder of this run was removed."))); events.close(); };
+  const gone = () => {
+    row = { ...row, state: "gone" };
+    replace(head, h("h1", {}, run), h("div.note.bad", { role: "alert" }, t("The folder of this run was removed.")));
+    replace(unanswered);
+    events.close();
+  };
   events.addEventListener("error", async () => {
-    try { await get("/api/run", { run, excerpt: true }); } catch (error) { if (error.status === 404) gone(); } // else it connects again by itself
+    try { await get("/api/run", { run, excerpt: true }); } catch (error) {
+      if (error.status === 404) gone(); // else it connects again by itself
+      else if (isOpen) redraw(unanswered, h("div.note.bad", { role: "alert" }, t("The board does not answer: {why}", { why: error.message })));
+    }
   });
+  events.addEventListener("hello", () => replace(unanswered));
   events.addEventListener("state", (event) => {
     const now = JSON.parse(event.data);
     if (now.state === "gone") { gone(); return; }
@@ -204,7 +211,7 @@ export async function page(body, { run, tab = "curves" }) {
       if (isAtEnd) text.scrollTop = text.scrollHeight;
     }
     await refresh();
-    const timer = setInterval(() => refresh().catch(() => {}), 2000);
+    const timer = setInterval(() => { if (row.state !== "gone") refresh().catch(() => {}); }, 2000);
     return { close: () => clearInterval(timer) };
   }
 

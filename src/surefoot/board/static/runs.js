@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { ago, bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { badge } from "./state.js";
@@ -22,7 +22,7 @@ const EVERY = 3000;
 
 export async function page(body) {
   const view = { sort: "changed", down: false, filter: "", chosen: new Set(), metric: "loss", log: false };
-  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false;
+  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
   const search = h("input", {
     type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
@@ -56,7 +56,7 @@ export async function page(body) {
     const isSorted = view.sort === column.key;
     const turn = () => { view.down = isSorted && !view.down; view.sort = column.key; table(); };
     return h(column.num ? "th.num" : "th", { "aria-sort": isSorted ? (view.down ? "descending" : "ascending") : null },
-      h("button", { onclick: turn }, t(column.label), isSorted ? (view.down ? " ↓" : " ↑") : ""));
+      h("button", { "data-key": column.key, onclick: turn }, t(column.label), isSorted ? (view.down ? " ↓" : " ↑") : ""));
   }));
 
   const line = (run) => {
@@ -88,10 +88,8 @@ export async function page(body) {
       replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("br"), h("code", {}, "surefoot train recipe.yaml")));
       return;
     }
-    const focused = document.activeElement?.closest?.("tr")?.dataset.run;
-    replace(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))));
-    if (isCut) list.append(h("div.note", {}, t("There may be more runs: the search ended at its limit.")));
-    if (focused) list.querySelector(`tr[data-run="${CSS.escape(focused)}"] input`)?.focus();
+    redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))),
+      isCut ? h("div.note", {}, t("There may be more runs: the search ended at its limit.")) : null);
   }
 
   // A later call replaces an earlier one that still waits for its answers.
@@ -135,7 +133,8 @@ export async function page(body) {
     replace(part, isPart ? t("Curves are of some lines of long files at first; all lines are being read.") : "");
     const isRead = wasPart && !isPart;
     wasPart = isPart;
-    if (isPart) setTimeout(() => curves(names), 250);
+    clearTimeout(again);
+    if (isPart) again = setTimeout(() => curves(names), 250);
     if (isRead) { drawn = ""; compare(); } // with metrics that are logged rarely
   }
 
@@ -157,7 +156,7 @@ export async function page(body) {
   }
 
   await refresh();
-  return () => { isOpen = false; clearTimeout(timer); chart?.close(); };
+  return () => { isOpen = false; clearTimeout(timer); clearTimeout(again); chart?.close(); };
 }
 
 // A table of the settings in which the recipes of two runs differ.

@@ -132,6 +132,8 @@ export const ZH = {
   "Search all settings": "搜索所有设置",
   "Seed": "随机种子",
   "Select": "选择",
+  "Select the command and copy it.": "请选中命令后复制。",
+  "Skip to content": "跳到内容",
   "Select exactly two runs to compare their recipes.": "恰好选择两个运行以比较配置。",
   "Select one checkpoint, or two to compare.": "选择一个检查点，或选两个进行比较。",
   "Select {name}": "选择 {name}",
