@@ -40,8 +40,10 @@ def root(tmp_path_factory):
     surefoot(root, "train", "quickstart.yaml")
     slower = ["train.output_dir=runs/lower-rate", "optim.adamw.learning_rate=5e-4"]
     surefoot(root, "train", "quickstart.yaml", *slower, "train.num_epochs=1")
+    for run in ("quickstart", "lower-rate"):
+        surefoot(root, "runs", "tag", f"runs/{run}", "paper")
     keys = ["optim.adamw.learning_rate=3e-4..3e-2:log", "method.lora.rank=4,8,16"]
-    keys += ["train.global_batch_size=8..64:8", "optim.adamw.schedule=cosine,linear"]
+    keys += ["train.global_batch_size=16..64:16", "optim.adamw.schedule=cosine,linear"]
     recipe = (root / "quickstart.yaml").read_text()
     for old, new in SHORT.items():
         assert old in recipe
@@ -109,7 +111,7 @@ def test_runs(page, look):
     ready = "return document.querySelectorAll('.legend b').length === 2"
     filtered = "const e = document.querySelector('input[type=search]'); e.value = arguments[0];"
     filtered += "e.dispatchEvent(new Event('input'))"
-    look("runs", "#/runs", ready, lambda: (choose(), page.run(filtered, "complete sft")))
+    look("runs", "#/runs", ready, lambda: (choose(), page.run(filtered, "complete paper")))
 
 
 def test_run(look):

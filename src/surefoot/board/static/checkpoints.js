@@ -2,7 +2,7 @@
 import { finished, get, post } from "./api.js";
 import { to } from "./app.js";
 import { h, redraw, replace, toast } from "./dom.js";
-import { bytes, integer, NONE, number } from "./format.js";
+import { bytes, integer, moment, number } from "./format.js";
 import { t } from "./i18n.js";
 
 export async function checkpoints(content, run, now) {
@@ -47,8 +47,8 @@ export async function checkpoints(content, run, now) {
     })),
     h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), ["Checkpoint", "Saved", "Size", "Loss", "Eval loss", "State"].map((label, i) => h(i > 1 && i < 5 ? "th.num" : "th", {}, t(label))))),
       h("tbody", {}, view.all.map((c) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", "aria-label": t("Select {name}", { name: c.path }), checked: view.chosen.includes(c.path), onchange: () => choose(c.path) })),
-        h("td.whole", {}, c.path), h("td.soft.whole", {}, c.created ? new Date(c.created).toLocaleString() : NONE), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
-        h("td", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
+        h("td.whole", {}, c.path), h("td.soft.whole", {}, moment(c.created ? Date.parse(c.created) / 1000 : null)), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
+        h("td.state", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
     buttons();
   }
 
@@ -80,7 +80,7 @@ export async function checkpoints(content, run, now) {
     try {
       const job = await finished(await post("/api/checkpoints", { run, ...body }), (now) => {
         const cancel = h("button.small", { onclick: () => post("/api/cancel", {}, { number: now.job }) }, t("Cancel"));
-        replace(panel, h("div.command", {}, h("code", {}, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
+        replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
       });
       if (job.result === null && job.code !== 0) panel.append(h("div.note.bad", { style: { marginTop: "12px" } }, job.error || job.output));
       else panel.append(h("div", { style: { marginTop: "12px" } }, show(job)));
@@ -135,7 +135,7 @@ export async function checkpoints(content, run, now) {
         replace(listed);
         if (done) await load();
       } }, t("Delete {n} checkpoints", { n: going.length }));
-      replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", {}, job.command)),
+      replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", { tabindex: 0 }, job.command)),
         h("table", {}, h("tbody", {}, job.result.checkpoints.map((c) => h("tr", {}, h("td", {}, c.path.split("/").at(-1)), h("td.num", {}, bytes(c.num_bytes)),
           h("td", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), h("td.soft", {}, (c.why || []).join(", ")))))),
         h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), isTraining() ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));

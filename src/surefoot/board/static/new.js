@@ -33,7 +33,7 @@ export async function page(body, query) {
   const fields = form(schema, change);
   const name = h("input", { type: "text", "aria-label": t("File of the recipe"), style: { width: "100%" }, spellcheck: "false", oninput: () => { file = name.value; save(); check(); told(); } });
   const start = h("button.primary", { onclick: begin }, t("Start training"));
-  const shown = h("code");
+  const shown = h("code", { tabindex: 0 });
   const fate = h("span.soft");
   const tried = { plan: h("div"), preview: h("div") };
 

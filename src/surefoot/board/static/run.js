@@ -27,6 +27,8 @@ export async function page(body, { run, tab = "curves" }) {
   const tabs = h("div.tabs", { role: "navigation", "aria-label": t("Parts of the run") }, Object.entries(TABS).map(([name, label]) =>
     h("a", { href: to("run", { run, tab: name === "curves" ? null : name }), "aria-current": name === tab ? "page" : null }, t(label))));
   replace(body, head, unanswered, tabs, content);
+  const current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - tabs.offsetLeft + current.offsetWidth - tabs.clientWidth; // on a phone
 
   const change = async (body) => {
     try { const found = await post("/api/tags", { run, ...body }); row = { ...row, ...found }; top(); } catch (fault) { toast(fault.message); }
@@ -197,9 +199,9 @@ export async function page(body, { run, tab = "curves" }) {
 
   async function log() {
     const text = h("pre.log", { tabindex: 0, "aria-label": t("Log") });
-    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td", {}, moment(one.begin.time)),
-      h("td", {}, `${one.begin.host} · ${one.begin.pid}`), h("td", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td", {}, one.begin.resumed_from || t("from scratch")),
-      h("td", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
+    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td.whole", {}, moment(one.begin.time)),
+      h("td.whole", {}, `${one.begin.host} · ${one.begin.pid}`), h("td.device", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td.whole", {}, one.begin.resumed_from || t("from scratch")),
+      h("td.whole", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
       h("td.num", {}, one.end ? duration(one.end.time - one.begin.time) : NONE)));
     replace(content, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Began", "Host and process", "Device", "Resumed from", "Ended", "Took"].map((label, i) => h(i === 0 || i === 6 ? "th.num" : "th", {}, t(label))))), h("tbody", {}, rows)))
       : h("p.soft", {}, t("This run has no record of its launches."))),
