@@ -9,6 +9,7 @@ from board.pages import show
 from board.runs import COMPLETE, RECIPE, write_run
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
+MOST = 400
 FOCUSED = "const e = document.activeElement; return e.getAttribute('aria-label') || e.innerText"
 
 
@@ -17,6 +18,7 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     write_run(root / "runs/one", steps=300, end=COMPLETE)
     write_run(root / "runs/two", steps=200)
+    (root / "runs/two/.heartbeat.json").write_text(f'{{"step": 200, "max_steps": {MOST}}}')
     (root / "mine.yaml").write_text(RECIPE.replace("runs/one", "runs/mine"))
     return root
 
@@ -59,10 +61,14 @@ def test_a_control_stays_while_the_figures_of_its_run_change(page, server, root)
         ".find(e => e.innerText === 'Resume'); before.focus()"
     )
     tag = "document.querySelector('input[aria-label=\"Add a tag\"]')"
+    page.errors()
     page.run(f"{tag}.value = 'half a t'; window.tag = {tag}")
     log_step(root, "runs/two", 201)
     page.wait("return document.querySelector('.figures').innerText.includes('201')")
     assert page.run("return before.isConnected && document.activeElement === before")
+    bar = "return document.querySelector('[role=progressbar] i').style.width"
+    assert page.run(bar) == f"{100 * 201 / MOST:g}%"
+    assert page.errors() == []
     assert page.run(f"return tag === {tag} && tag.value") == "half a t"
 
 

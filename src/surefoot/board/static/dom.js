@@ -45,7 +45,10 @@ function merge(old, fresh) {
     else if (there instanceof Text) there.data = node.data;
     else {
       for (const { name } of [...there.attributes]) if (!node.hasAttribute(name)) there.removeAttribute(name);
-      for (const { name, value } of node.attributes) if (there.getAttribute(name) !== value) there.setAttribute(name, value);
+      for (const { name, value } of node.attributes) {
+        if (name === "style") there.style.cssText = value; // the attribute is forbidden by our Content-Security-Policy
+        else if (there.getAttribute(name) !== value) there.setAttribute(name, value);
+      }
       merge(there, node);
     }
   });
