@@ -12,7 +12,8 @@ from board.runs import COMPLETE, RECIPE, write_run
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
 PAGES = ["#/runs", "#/run?run=runs/one", "#/run?run=runs/one&tab=samples", "#/data", "#/chat"]
 PAGES += ["#/run?run=runs/one&tab=checkpoints", "#/run?run=runs/one&tab=log"]
-PAGES += ["#/run?run=runs/one&tab=recipe", "#/new?file=mine.yaml"]
+LONG = "recipes/one-with-a-name-that-is-longer-than-a-phone-is-wide.yaml"
+PAGES += ["#/run?run=runs/one&tab=recipe", f"#/new?file={LONG}"]
 EVIL = "<img src=x onerror=alert(1)>"
 
 
@@ -22,6 +23,8 @@ def root(tmp_path_factory):
     one = write_run(root / "runs/one", steps=300, end=COMPLETE)
     write_run(root / "runs/two", steps=200, offset=0.5, recipe=RECIPE.replace("100", "200"))
     (root / "mine.yaml").write_text(RECIPE.replace("runs/one", "runs/mine"))
+    (root / LONG).parent.mkdir()
+    (root / LONG).write_text(RECIPE + "# and so on\n" * 20)
     row = {"origin": EVIL, "prompt": EVIL, "reference": "4", "answer": EVIL, "match": False}
     (one / "generations-base.jsonl").write_text(json.dumps(row) + "\n")
     return root

@@ -13,7 +13,7 @@ const last = (key) => key.split(".").at(-1);
 export const shown = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value));
 
 export async function page(body, { sweep }) {
-  let isOpen = true, timer = 0, before = "";
+  let isOpen = true, isGone = false, timer = 0, before = "";
   const head = h("div.stack"), note = h("div"), bars = h("div"), list = h("div.panel.flush");
   const lines = new Parallel((trial) => { if (trial.run) location.hash = to("run", { run: trial.run }); }, mark);
   replace(body, head, note, lines.element, bars, list);
@@ -84,9 +84,10 @@ export async function page(body, { sweep }) {
       }
     } catch (error) {
       if (!before) throw error;
-      if (isOpen) replace(note, h("div.note.bad", { role: "alert" }, error.status === 404 ? t("The folder of this sweep was removed.") : t("The board does not answer: {why}", { why: error.message })));
+      isGone = error.status === 404;
+      if (isOpen) replace(note, h("div.note.bad", { role: "alert" }, isGone ? t("The folder of this sweep was removed.") : t("The board does not answer: {why}", { why: error.message })));
     }
-    if (isOpen) timer = setTimeout(refresh, EVERY);
+    if (isOpen && !isGone) timer = setTimeout(refresh, EVERY);
   }
 
   await refresh();
