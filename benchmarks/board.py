@@ -1,19 +1,26 @@
-"""The board: start, first paint, bytes, live latency, 200 runs, a million points.
+"""The board: start, first paint, bytes, live latency, 200 runs, a million points; LLaMA Board.
 
     python benchmarks/board.py
+    python benchmarks/board.py --llama-board benchmarks/.venv-peers/bin/llamafactory-cli
 
-Needs chromium and chromedriver for what a browser shows. Runs are folders as training leaves them.
+Needs chromium for what a browser shows. Runs are folders as training leaves them. The environment
+of LLaMA-Factory is made by ``python -c "import peers; peers.ensure()"`` in ``benchmarks``.
 """
 
+import argparse
 import json
+import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import httpx
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from board import browser
@@ -26,6 +33,10 @@ POINTS = 1_000_000
 
 def main():
     """Measure all of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama-board", help="llamafactory-cli, to measure its webui beside")
+    other = parser.parse_args().llama_board
+    print(f"load average: {os.getloadavg()}")
     root = Path(tempfile.mkdtemp(prefix="board"))
     try:
         for number in range(200):
@@ -41,7 +52,12 @@ def main():
             print(browser.MISSING)
         else:
             in_a_browser(servers[0], root)
+            first_look(root)
+            first_form(root)
+            if other:
+                beside(other)
         servers[0].close()
+        print(f"load average: {os.getloadavg()}")
     finally:
         shutil.rmtree(root)
 
@@ -98,13 +114,118 @@ def painted(page, server, name):
     page.wait("return document.querySelector('#main h1')")
     page.wait("return performance.getEntriesByName('first-contentful-paint').length")
     page.run("return new Promise(done => setTimeout(done, 800))")
-    return page.run(
-        "const all = performance.getEntriesByType('resource');"
-        "const sum = (is) => all.filter(is).reduce((n, e) => n + e.decodedBodySize, 0);"
-        "const own = performance.getEntriesByType('navigation')[0].decodedBodySize;"
-        "return [performance.getEntriesByName('first-contentful-paint')[0].startTime,"
-        " [own + sum(e => e.name.includes('/static/')), sum(e => e.name.includes('/api/'))]]"
-    )
+    return page.run(PAINT), page.run(BYTES)
+
+
+PAINT = "return performance.getEntriesByName('first-contentful-paint')[0].startTime"
+BYTES = """
+const all = performance.getEntriesByType('resource');
+const sum = (is) => all.filter(is).reduce((n, e) => n + e.decodedBodySize, 0);
+const own = performance.getEntriesByType('navigation')[0].decodedBodySize;
+return [own + sum(e => !e.name.includes('/api/')), sum(e => e.name.includes('/api/'))];
+"""
+SEEN = """
+window.seen = {};
+performance.setResourceTimingBufferSize(5000);
+const look = () => {
+  if (document.querySelectorAll("input, select").length > 5) window.seen.form ||= performance.now();
+  const note = document.querySelector('b[role=status]');
+  if (document.querySelector('canvas')) {
+    window.seen.curve ||= performance.now();
+    if (note?.hidden) window.seen.all ||= performance.now();
+  }
+  requestAnimationFrame(look);
+};
+look();
+"""
+
+
+def first_form(root):
+    """Milliseconds until a new page of a server shows the form of a new run."""
+    server, found = started(root), []
+    try:
+        for _ in range(ROUNDS):
+            page = browser.Browser()
+            page.cdp("Page.addScriptToEvaluateOnNewDocument", source=SEEN)
+            page.open(f"{server.address}#/new")
+            page.wait("return window.seen.form", seconds=60)
+            found.append(page.run("return window.seen.form"))
+            page.close()
+    finally:
+        server.close()
+    show("#/new: its form is there, ms", found)
+
+
+def first_look(root):
+    """Milliseconds until a new server and a new page show a million points."""
+    found = {"curve": [], "all": []}
+    for _ in range(ROUNDS):
+        server, page = started(root), browser.Browser()
+        try:
+            page.cdp("Page.addScriptToEvaluateOnNewDocument", source=SEEN)
+            httpx.get(server.address)
+            page.open(f"{server.address}#/run?run=long")
+            page.wait("return window.seen.all", seconds=120)
+            for name, values in found.items():
+                values.append(page.run(f"return window.seen.{name}"))
+        finally:
+            page.close()
+            server.close()
+    show(f"{POINTS:,} points of a new server: first curve, ms", found["curve"])
+    show("the same: curves of all lines, ms", found["all"])
+
+
+def beside(command):
+    """The same of LLaMA Board: its start, its first paint and its bytes."""
+    rows = {"starts": [], "work": [], "paints": [], "forms": [], "bytes": []}
+    names = {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_ANALYTICS_ENABLED": "False"}
+    names |= {"DISABLE_VERSION_CHECK": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    for number in range(ROUNDS):
+        address = f"http://127.0.0.1:{17860 + number}/"
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment |= {**names, "GRADIO_SERVER_PORT": str(17860 + number)}
+        began, folder = time.perf_counter(), tempfile.mkdtemp(prefix="llama")
+        words = [str(Path(command).absolute()), "webui"]
+        options = {"cwd": folder, "env": environment, "stdout": subprocess.DEVNULL}
+        process = subprocess.Popen(words, stderr=subprocess.DEVNULL, **options)
+        page = browser.Browser()
+        try:
+            wait_for(address, process)
+            rows["starts"].append(time.perf_counter() - began)
+            rows["work"].append(cpu_seconds(process))
+            page.cdp("Page.addScriptToEvaluateOnNewDocument", source=SEEN)
+            page.open(address)
+            page.wait("return window.seen.form", seconds=60)
+            page.run("return new Promise(done => setTimeout(done, 2000))")
+            rows["paints"].append(page.run(PAINT))
+            rows["forms"].append(page.run("return window.seen.form"))
+            rows["bytes"].append(page.run(BYTES)[0])
+        finally:
+            page.close()
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+            shutil.rmtree(folder, ignore_errors=True)
+    show("LLaMA Board: start until it answers, wall s", rows["starts"])
+    show("the same, CPU s", rows["work"])
+    show("first contentful paint, ms", rows["paints"])
+    show("its form is there, ms", rows["forms"])
+    show("bytes of its page, not compressed", rows["bytes"])
+
+
+def cpu_seconds(process):
+    """Processor time of a server so far."""
+    return sum(psutil.Process(process.pid).cpu_times()[:2])
+
+
+def wait_for(address, process):
+    """Until a server answers."""
+    while process.poll() is None:
+        try:
+            httpx.get(address, timeout=60)
+            return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise RuntimeError("it has ended")
 
 
 def live(page, server, root):

@@ -22,7 +22,7 @@ LATER, LATER_FILES = (
     {"batch", "optim/adamw", "data/text/collation"},
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
-LATER_FILES |= {"recipe/from_llamafactory/given"}
+LATER_FILES |= {"recipe/from_llamafactory/given", "board/metrics/thinning"}
 LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8

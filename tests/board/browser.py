@@ -1,19 +1,18 @@
-"""A headless Chromium, driven through WebDriver with the standard library alone."""
+"""A headless Chromium, driven through a pipe (DevTools Protocol) by the standard library alone."""
 
 import base64
 import json
-import re
+import os
+import select
 import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-MISSING = None if CHROMIUM and DRIVER else "needs chromium and chromedriver (Debian's packages)"
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
+CHROMIUM = shutil.which("chromium")
+MISSING = None if CHROMIUM else "needs chromium (Debian's package)"
+SECONDS = 60  # for one answer of the browser
 
 
 class Browser:
@@ -21,22 +20,34 @@ class Browser:
 
     def __init__(self, width=1280, height=900):
         self.folder = tempfile.mkdtemp(prefix="chromium")
-        self.driver = subprocess.Popen(
-            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        (asked, self.asking), (self.hearing, said) = os.pipe(), os.pipe()
+        words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        words += ["--disable-dev-shm-usage", f"--user-data-dir={self.folder}", "--lang=en-US"]
+        words += ["--no-first-run", "--remote-debugging-pipe", "about:blank"]
+        self.process = subprocess.Popen(  # the browser's ends of the pipes are 3 and 4
+            ["/bin/bash", "-c", f'exec "$0" "$@" 3<&{asked} 4>&{said}', CHROMIUM, *words],
+            pass_fds=(asked, said),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        for line in self.driver.stdout:
-            if found := re.search(r"on port (\d+)\.", line):
-                break
-        self.address = f"http://127.0.0.1:{found[1]}"
-        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        arguments += ["--disable-dev-shm-usage", f"--user-data-dir={self.folder}", "--lang=en-US"]
-        options = {"binary": CHROMIUM, "args": arguments}
-        wanted = {
-            "alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        }
-        session = self._ask("POST", "/session", {"capabilities": wanted})
-        self.session = f"/session/{session['sessionId']}"
+        os.close(asked)
+        os.close(said)
+        self.number, self.rest, self.session, self.severe = 0, b"", None, []
+        self.loads = 0
+        page = next(t for t in self._targets() if t["type"] == "page")
+        attached = self.cdp("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+        self.session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.cdp(f"{domain}.enable")
+        self.cdp("Emulation.setFocusEmulationEnabled", enabled=True)
         self.size(width, height)
+
+    def _targets(self):
+        end = time.monotonic() + SECONDS
+        while not (found := self.cdp("Target.getTargets")["targetInfos"]):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return found
 
     def size(self, width, height, *, phone=False):
         self.cdp(
@@ -48,29 +59,71 @@ class Browser:
         )
 
     def cdp(self, method, **params):
-        return self._ask(
-            "POST", f"{self.session}/goog/cdp/execute", {"cmd": method, "params": params}
-        )
+        """The result of a command."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self.asking, data) :]
+        while (found := self._hear()).get("id") != self.number:
+            self._note(found)
+        assert "error" not in found, f"{method}: {found['error']}"
+        return found["result"]
+
+    def _hear(self):
+        end = time.monotonic() + SECONDS
+        while b"\0" not in self.rest:
+            ready, _, _ = select.select([self.hearing], [], [], max(0, end - time.monotonic()))
+            assert ready, "the browser does not answer"
+            data = os.read(self.hearing, 1 << 20)
+            assert data, "the browser has ended"
+            self.rest += data
+        message, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event):
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Page.loadEventFired":
+            self.loads += 1
+        elif method == "Runtime.exceptionThrown":
+            details = params["exceptionDetails"]
+            thrown = details.get("exception", {}).get("description", "")
+            self.severe.append(f"{details['text']} {thrown}")
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.severe.append(f"{params['entry'].get('url', '')} {params['entry']['text']}")
+        elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
+            self.severe.append(" ".join(str(one.get("value")) for one in params["args"]))
 
     def open(self, url):
-        self._ask("POST", f"{self.session}/url", {"url": url})
+        """Go there, and wait until the page is loaded."""
+        before = self.loads
+        found = self.cdp("Page.navigate", url=url)
+        assert "errorText" not in found, found
+        while "loaderId" in found and self.loads == before:  # else only the part after # differs
+            self._note(self._hear())
 
     def run(self, script, *values):
         """The value of a script's ``return``."""
-        return self._ask(
-            "POST", f"{self.session}/execute/sync", {"script": script, "args": list(values)}
-        )
+        call = f"(function () {{ {script} }}).apply(null, {json.dumps(values)})"
+        options = {"returnByValue": True, "awaitPromise": True, "userGesture": True}
+        found = self.cdp("Runtime.evaluate", expression=call, **options)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
 
     def text(self):
         return self.run("return document.body.innerText")
 
     def wait(self, script, *values, seconds=20):
-        """The first true value of a script."""
+        """The first value of a script that is true in JavaScript; an element is None."""
+        inner = f"const v = (function () {{ {script} }}).apply(null, arguments);"
+        inner += "return [Boolean(v), v instanceof Node ? null : v]"
         end = time.monotonic() + seconds
-        while not (found := self.run(script, *values)):
+        while not (found := self.run(inner, *values))[0]:
             assert time.monotonic() < end, f"not within {seconds} s: {script}\n{self.text()}"
             time.sleep(0.1)
-        return found
+        return found[1]
 
     def wait_for(self, words, seconds=20):
         self.wait("return document.body.innerText.includes(arguments[0])", words, seconds=seconds)
@@ -87,8 +140,9 @@ class Browser:
 
     def errors(self):
         """What the console has of errors since the last time."""
-        found = self._ask("POST", f"{self.session}/se/log", {"type": "browser"})
-        return [one["message"] for one in found if one["level"] == "SEVERE"]
+        self.run("return 1")  # what was said before is heard before
+        found, self.severe = self.severe, []
+        return found
 
     def picture(self, path, *, whole=False):
         """Write a PNG of the window, or of the whole page."""
@@ -101,20 +155,14 @@ class Browser:
 
     def close(self):
         try:
-            self._ask("DELETE", self.session)
+            self.session = None
+            self.cdp("Browser.close")
         finally:
-            self.driver.terminate()
-            self.driver.wait(10)
-            self.driver.stdout.close()
+            os.close(self.asking)
+            os.close(self.hearing)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
             shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _ask(self, method, path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        request = Request(
-            self.address + path, data, {"Content-Type": "application/json"}, method=method
-        )
-        try:
-            with urlopen(request, timeout=60) as answer:
-                return json.load(answer)["value"]
-        except HTTPError as error:
-            raise AssertionError(json.load(error)["value"]["message"]) from None

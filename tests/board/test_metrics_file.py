@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from surefoot.board.metrics_file import Column, MetricsFile, smoothed, thinned
-from surefoot.callbacks.follower import Follower
+from surefoot.board.metrics.metrics_file import MetricsFile
+from surefoot.board.metrics.thinning import Column, smoothed, thinned
+from surefoot.callbacks.follower import BLOCK, Follower
 
 
 def column(values):
@@ -88,15 +89,29 @@ def test_smoothing_is_a_centred_mean_and_so_never_late():
     bump = [0.0] * 101
     bump[50] = 1.0
     even = list(smoothed(column(bump), 10).values)
+    assert list(smoothed(column([5.0, 1.0]), 3).values) == [5.0, 1.0], "no window at an end"
     assert even == even[::-1], "as far before the bump as after it"
     assert even[50] == pytest_close(1 / 21)
     holes = smoothed(column([1.0, math.nan, 3.0]), 1).values
     assert math.isnan(holes[1])
 
 
-def pytest_close(value):
-    import pytest
+def test_a_follower_that_begins_at_the_end_reads_what_comes_after_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert Follower(path).at_end().read() == ([], False)
+    for there in ("", "half", "a\nhalf", "a\n", "x" * (BLOCK + 5) + "\nhalf", "y" * (BLOCK + 5)):
+        path.write_text(there)
+        found = Follower(path).at_end()
+        assert found.read() == ([], False)
+        with path.open("a") as file:
+            file.write("\nb\n")
+        rest = there.rpartition("\n")[2].encode()
+        assert found.read() == ([rest, b"b"], False)
+        path.write_text("other\n")
+        assert found.read() == ([b"other"], True)
 
+
+def pytest_close(value):
     return pytest.approx(value, abs=1e-9)
 
 

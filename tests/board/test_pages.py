@@ -12,7 +12,8 @@ from board.runs import COMPLETE, RECIPE, write_run
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
 PAGES = ["#/runs", "#/run?run=runs/one", "#/run?run=runs/one&tab=samples", "#/data", "#/chat"]
 PAGES += ["#/run?run=runs/one&tab=checkpoints", "#/run?run=runs/one&tab=log"]
-PAGES += ["#/run?run=runs/one&tab=recipe", "#/new?file=mine.yaml"]
+LONG = "recipes/one-with-a-name-that-is-longer-than-a-phone-is-wide.yaml"
+PAGES += ["#/run?run=runs/one&tab=recipe", f"#/new?file={LONG}"]
 EVIL = "<img src=x onerror=alert(1)>"
 
 
@@ -22,6 +23,8 @@ def root(tmp_path_factory):
     one = write_run(root / "runs/one", steps=300, end=COMPLETE)
     write_run(root / "runs/two", steps=200, offset=0.5, recipe=RECIPE.replace("100", "200"))
     (root / "mine.yaml").write_text(RECIPE.replace("runs/one", "runs/mine"))
+    (root / LONG).parent.mkdir()
+    (root / LONG).write_text(RECIPE + "# and so on\n" * 20)
     row = {"origin": EVIL, "prompt": EVIL, "reference": "4", "answer": EVIL, "match": False}
     (one / "generations-base.jsonl").write_text(json.dumps(row) + "\n")
     return root
@@ -84,6 +87,42 @@ def test_curves_are_live_zoomed_and_on_a_log_scale(page, server, root):
     page.wait_for("1 line is not a record")
 
 
+EXCERPT = """
+const real = window.fetch; let count = 0; window.excerpts = [];
+window.fetch = async (address, options) => {
+  const path = String(address), answer = await real(address, options);
+  if (!path.includes("/api/series") || ++count > 2) return answer;
+  window.excerpts.push(path.includes("excerpt=true"));
+  const data = await answer.json();
+  return new Response(JSON.stringify({ ...data, excerpt: { lines: 20, read: count / 4 } }));
+};
+location.hash = arguments[0];
+"""
+
+
+@pytest.mark.parametrize("hash_", ["#/run?run=runs/one", "#/runs"])
+def test_curves_of_some_lines_say_so_until_all_lines_are_read(page, server, hash_):
+    page.open(f"{server.address}static/icon.svg")
+    page.open(f"{server.address}#/data")
+    page.wait_for("Data")
+    page.run(
+        "window.told = []; new MutationObserver(() => window.told.push(document.body.innerText))"
+        ".observe(document.body, { subtree: true, childList: true, attributes: true })"
+    )
+    page.run(EXCERPT, hash_)
+    if hash_ == "#/runs":
+        page.wait("return document.querySelector('tbody input')")
+        page.run("document.querySelector('tbody input').click()")
+    page.wait("return window.excerpts.length === 2 && document.querySelector('canvas')")
+    page.wait("return !document.body.innerText.includes('all lines are being read')")
+    assert page.run("return window.excerpts") == [True, True]
+    told = [text for text in page.run("return window.told") if "all lines are being" in text]
+    assert told
+    assert "Loss" in told[-1] or "loss" in told[-1], "the curve is there"
+    if hash_ != "#/runs":
+        assert "These curves are of 20 lines; all lines are being read: 25 %." in "".join(told)
+
+
 def test_what_a_dataset_or_a_model_says_is_text(page, server):
     show(page, server, "#/run?run=runs/one&tab=samples")
     page.wait_for(EVIL)
@@ -127,15 +166,27 @@ def test_a_run_that_vanishes_is_shown_as_gone(page, server, root):
     page.wait_for("The folder of this run was removed.")
 
 
+@pytest.mark.parametrize("tab", ["log", "recipe"])
+def test_a_page_of_a_run_that_vanished_asks_for_nothing_more(page, server, root, tab):
+    folder = write_run(root / f"runs/left {tab}")
+    show(page, server, f"#/run?run=runs/left {tab}&tab={tab}")
+    page.wait("return document.querySelector('.tabs')")
+    page.errors()
+    folder.rename(root / f"left {tab}")
+    page.wait_for("The folder of this run was removed.")
+    page.run("return new Promise(done => setTimeout(done, 2500))")
+    assert page.errors() == []
+
+
 LATE = """
 const Real = EventSource;
 window.EventSource = class extends EventTarget {
   constructor(address) { super(); window.listen = () => {
-    const real = new Real(address);
+    const real = this.real = new Real(address);
     const pass = (name) => ({ data }) => this.dispatchEvent(new MessageEvent(name, { data }));
     for (const name of ["state", "error"]) real.addEventListener(name, pass(name));
   }; }
-  close() {}
+  close() { this.real?.close(); }
 };
 location.hash = "#/run?run=runs/soon gone";
 """
@@ -144,11 +195,13 @@ location.hash = "#/run?run=runs/soon gone";
 def test_a_run_that_vanishes_before_the_page_listens_is_shown_as_gone(page, server, root):
     folder = write_run(root / "runs/soon gone")
     page.open(server.address)
+    page.errors()
     page.run(LATE)
     page.wait("return !!window.listen")
     folder.rename(root / "no longer there")
     page.run("listen()")
     page.wait_for("The folder of this run was removed.")
+    assert page.errors() == []
 
 
 def test_tags_are_added_and_removed_and_find_runs(page, server):

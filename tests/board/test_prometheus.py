@@ -6,6 +6,7 @@ from starlette.testclient import TestClient
 from board.runs import COMPLETE, write_run
 from surefoot.board.api.prometheus import STATES, exposition
 from surefoot.board.app import create_app
+from surefoot.board.host_names import hosts_of
 
 parser = pytest.importorskip("prometheus_client.parser")
 ODD = 'a "quoted" \\ name\nof two lines {x="1"} 1'
@@ -49,7 +50,7 @@ def test_a_figure_that_is_not_known_has_no_line():
 
 
 def test_a_board_with_a_token_wants_it(root):
-    app = create_app(root, token="a-long-secret")
+    app = create_app(root, token="a-long-secret", hosts=hosts_of("0.0.0.0", ["gpu-7"]))
     with TestClient(app, base_url="http://gpu-7:7860", follow_redirects=False) as board:
         assert board.get("/metrics").status_code == 401
         wrong = board.get("/metrics", headers={"Authorization": "Bearer a-long-secre"})

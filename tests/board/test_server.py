@@ -102,6 +102,20 @@ def test_another_address_than_this_machines_needs_a_token(root):
         with httpx.Client(follow_redirects=True) as client:
             assert client.get(f"{here}?token={token}").status_code == 200
             assert client.get(f"{here}api/runs").status_code == 200
+            evil = {"Host": f"evil.example:{server.port}"}
+            assert client.get(f"{here}api/runs", headers=evil).status_code == 421
+    finally:
+        server.close()
+
+
+def test_a_name_of_a_proxy_needs_a_token_on_this_machine_too(root):
+    server = Server(root, "--host-name=board.example.org")
+    try:
+        proxied = {"Host": "board.example.org"}
+        assert httpx.get(server.address, headers=proxied).status_code == 401
+        token = re.search(r"token=(\S+)", server.said)[1]
+        bearer = {**proxied, "Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{server.address}api/runs", headers=bearer).status_code == 200
     finally:
         server.close()
 

@@ -39,11 +39,36 @@ def test_a_sweep_has_a_line_and_a_row_for_each_trial(page, server, root):
     results["trials"][5] |= {"state": "complete", "value": 1.0, "step": 20}
     (root / "sweeps/one/results.json").write_text(json.dumps({**results, "best": 5}))
     page.wait(f"{rows} === '5,3,2,1,0,4'", seconds=10)
+    page.run(
+        "document.querySelector('tr[data-trial=\"5\"]').dispatchEvent(new Event('mouseenter'))"
+    )
+    assert page.run("return document.querySelector('path.marked').dataset.trial") == "5"
     page.run("document.querySelector('path.trial.best').dispatchEvent(new Event('click'))")
     page.wait("return location.hash.includes('trial-0005')")
     show(page, server, "#/sweep?sweep=sweeps/evil")
     page.wait_for(EVIL)
     assert page.run("return document.images.length") == 0
+
+
+QUICK = "window.real = setTimeout; window.setTimeout = (call, ms) => real(call, ms / 30)"
+ASKED = (
+    "return performance.getEntriesByType('resource').filter(e => e.name.includes('/api/')).length"
+)
+
+
+def test_a_sweep_that_vanishes_is_asked_for_no_more(page, server, root):
+    folder = write_sweep(root / "sweeps/gone")
+    page.open(f"{server.address}static/icon.svg")
+    page.open(f"{server.address}#/data")
+    page.wait("return document.querySelector('h1')")
+    page.run(QUICK + "; location.hash = arguments[0]", "#/sweep?sweep=sweeps/gone")
+    page.wait("return document.querySelectorAll('path.trial').length")
+    folder.rename(root / "no longer")
+    page.wait_for("The folder of this sweep was removed.")
+    asked = page.run(ASKED)
+    page.run("return new Promise(done => real(done, 400))")
+    assert page.run(ASKED) == asked
+    assert sum("/api/sweep" in one for one in page.errors()) == 1, "what it learned it from"
 
 
 @pytest.mark.parametrize("hash_", ["#/sweeps", "#/sweep?sweep=sweeps/one"])

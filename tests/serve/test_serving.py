@@ -280,10 +280,16 @@ def test_a_key_and_this_machines_name_are_needed(folder):
         assert found.status_code == 401
         assert found.json()["error"]["code"] == "invalid_api_key"
         assert client.http.get("/health", headers={"Authorization": ""}).status_code == 200
+        for path in ("/health", "/v1/models", "/metrics"):
+            for host in ("evil.example", "127.0.0.1.evil.example", "a@127.0.0.1"):
+                found = client.http.get(path, headers={"Host": host})
+                assert found.status_code == 421
+        found = client.http.get("/v1/models", headers={"Host": "evil.example"})
+        assert "start it with --host-name evil.example" in found.json()["error"]["message"]
 
 
 def test_another_sites_name_and_long_bodies_are_refused(client):
-    assert client.http.get("/health", headers={"Host": "evil.example"}).status_code == 403
+    assert client.http.get("/health", headers={"Host": "evil.example"}).status_code == 421
     found = client.http.post(TEXT, content=b"x" * (9 << 20))
     assert found.status_code == 413
     form = {"content-type": "text/plain"}  # which another page may send

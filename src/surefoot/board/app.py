@@ -18,6 +18,7 @@ from ..errors import SurefootError
 from ..storage.address import Address
 from .api import chat, checkpoints, prometheus, recipes, runs, sweeps
 from .board import open_board
+from .host_names import Hosts
 from .run_folders import OutsideRootError
 from .security import Guard
 
@@ -28,11 +29,13 @@ def create_app(
     root: Path | Address,
     token: str | None = None,
     *,
+    hosts: Hosts | None = None,
     is_read_only: bool = False,
     folders: Sequence[Path] = (),
 ) -> ASGIApp:
-    """The board of the runs below ``root``. With a ``token``, nothing is shown without it. With
-    one, or with ``folders``, recipes name only files of ``root`` and of these folders."""
+    """The board of the runs below ``root``, reached under the names in ``hosts``: by default this
+    machine's own address. With a ``token``, nothing is shown without it. With one, or with
+    ``folders``, recipes name only files of ``root`` and of these folders."""
     board = open_board(root, is_read_only=is_read_only)
     if token is not None or folders:
         board.folders = [path.resolve() for path in folders]
@@ -56,7 +59,7 @@ def create_app(
     app.get("/", include_in_schema=False)(_page)
     app.mount("/static", StaticFiles(directory=STATIC))
     app.add_middleware(GZipMiddleware, minimum_size=2000)
-    return Guard(app, token, is_read_only=is_read_only)
+    return Guard(app, token, hosts or Hosts(), is_read_only=is_read_only)
 
 
 def _page() -> FileResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +10,12 @@ from ..errors import RunError
 from ..storage.address import Address
 from .chat import Conversations
 from .commands import ChildCommands
-from .metrics_file import MetricsFile
+from .metrics.excerpt import MetricsExcerpt
+from .metrics.known_files import KnownFiles
+from .metrics.metrics_file import MetricsFile
 from .run_folders import METRICS
 from .run_summary import Summaries
 from .stores.store_runs import StoreRuns, open_store
-
-_MAX_FILES = 24  # of metrics that are kept in memory
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Board:
     summaries: Summaries = field(init=False)
     commands: ChildCommands = field(init=False)
     conversations: Conversations = field(init=False)
-    _metrics: OrderedDict[Path, MetricsFile] = field(default_factory=OrderedDict)
+    _metrics: KnownFiles = field(default_factory=KnownFiles)
 
     def __post_init__(self) -> None:
         self.summaries = Summaries(self.root)
@@ -66,12 +65,11 @@ class Board:
 
     def metrics(self, folder: Path) -> MetricsFile:
         """The metrics of a run, as they are now."""
-        found = self._metrics.pop(folder, None) or MetricsFile(folder / METRICS)
-        self._metrics[folder] = found
-        while len(self._metrics) > _MAX_FILES:
-            self._metrics.popitem(last=False)
-        found.refresh()
-        return found
+        return self._metrics.now(folder / METRICS)
+
+    def metrics_soon(self, folder: Path) -> MetricsFile | MetricsExcerpt:
+        """The same; of a long file that is not read yet an excerpt, and another thread reads it."""
+        return self._metrics.soon(folder / METRICS)
 
     async def close(self) -> None:
         """End what belongs to the board; training does not."""

@@ -28,7 +28,7 @@ class Summaries:
     root: Path
     state_of: Callable[[Path], RunState] = state_of
     known_sizes: Callable[[], Mapping[str, int]] = dict  # of runs that are not on this disk
-    _sizes: dict[Path, tuple[float, int]] = field(default_factory=dict)
+    _sizes: dict[Path, tuple[float, int | None, int]] = field(default_factory=dict)
     _facts: dict[Path, tuple[object, dict[str, object]]] = field(default_factory=dict)
 
     def of(self, folder: Path) -> dict[str, object]:
@@ -79,9 +79,10 @@ class Summaries:
             return there
         known = self._sizes.get(folder)
         age = _SIZE_SECONDS if is_live else 10 * _SIZE_SECONDS
-        if known is None or time.monotonic() - known[0] > age:
-            known = self._sizes[folder] = time.monotonic(), disk_size(folder)
-        return known[1]
+        stamp = None if is_live else _stamp(folder)  # a live run changes all the time
+        if known is None or known[1] != stamp or time.monotonic() - known[0] > age:
+            known = self._sizes[folder] = time.monotonic(), stamp, disk_size(folder)
+        return known[2]
 
 
 def state_facts(state: RunState) -> dict[str, object]:
@@ -147,6 +148,14 @@ def _tags(folder: Path) -> dict[str, object]:
         return {"tags": read_tags(folder), "tags_problem": None}
     except RunError as error:
         return {"tags": [], "tags_problem": str(error)}
+
+
+def _stamp(folder: Path) -> int:
+    """Another number if a checkpoint or a file came or went."""
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def disk_size(folder: Path) -> int:

@@ -1,23 +1,25 @@
 """Who may ask the board: this machine's user, or whoever has the token; no page of another site.
 
-Against DNS rebinding, the Host of a request must be the board's own. Against requests that other
-pages send, anything but reading needs the board's own Origin and a header that forms cannot set.
+Against DNS rebinding, the Host of a request must be the board's own, also where there is a token.
+Against requests that other pages send, anything but reading needs the board's own Origin and a
+header that forms cannot set.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .host_names import Hosts
 
 MAX_BODY = 1 << 20
 MAX_REQUESTS = 600  # of all visitors, in the time below
@@ -40,22 +42,13 @@ _HEADERS = [
 ]
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True)
 class Guard:
     """Refuses what is not meant for the board, before any of its code runs."""
 
     app: ASGIApp
     token: str | None = None  # needed where others reach the address
+    hosts: Hosts = field(default_factory=Hosts)
     is_read_only: bool = False
     recent: deque[float] = field(default_factory=deque)  # times of requests
 
@@ -76,8 +69,8 @@ class Guard:
         host = headers.get("host", "")
         if scope["path"].startswith("/api/") and self._is_too_often():
             return _refused(429, f"more than {MAX_REQUESTS} requests in {_WINDOW:.0f} s; wait")
-        if self.token is None and not is_loopback(host_name(host)):
-            return _refused(403, f"the board is at 127.0.0.1 or localhost, not at {host[:100]!r}")
+        if why := self.hosts.refusal(headers.getlist("host"), "board"):
+            return _refused(421, why)
         is_of_page = not scope["path"].startswith("/api/") or _is_from_here(headers)
         if not is_of_page or (scope["method"] not in _READING and not _is_own(headers, host)):
             return _refused(403, "this request comes from another page")
@@ -137,7 +130,7 @@ def _size_problem(headers: Headers) -> Response | None:
 def _is_own(headers: Headers, host: str) -> bool:
     """Whether a request that changes something comes from the board's page, or from no page."""
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
     return _is_from_here(headers) and headers.get(HEADER) == "1"
 
@@ -145,14 +138,6 @@ def _is_own(headers: Headers, host: str) -> bool:
 def _is_from_here(headers: Headers) -> bool:
     """Whether no page of another site has sent a request, as browsers say it."""
     return headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
-
-
-def host_name(host: str) -> str:
-    """``Host`` without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
 
 
 def _cookie(headers: Headers) -> str:

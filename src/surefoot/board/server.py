@@ -14,7 +14,7 @@ import uvicorn
 from ..errors import RunError
 from ..storage.address import Address
 from .app import create_app
-from .security import is_loopback
+from .host_names import hosts_of
 
 PORT = 7860
 MAX_OPEN = 256  # connections at a time; a page has up to six
@@ -26,12 +26,14 @@ def serve(
     port: int,
     announce: Callable[[str], None],
     *,
+    host_names: Sequence[str] = (),
     is_read_only: bool = False,
     folders: Sequence[Path] = (),
 ) -> None:
     """Serve until Ctrl-C. Raises ``RunError`` if the address cannot be used."""
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    app = create_app(root, token, is_read_only=is_read_only, folders=folders)
+    hosts = hosts_of(host, host_names)
+    token = secrets.token_urlsafe(24) if hosts.is_open else None
+    app = create_app(root, token, hosts=hosts, is_read_only=is_read_only, folders=folders)
     listener = bound(host, port, "board")
     address = address_of(host, listener)
     announce(address + (f"?token={token}" if token else ""))

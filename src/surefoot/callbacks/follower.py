@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK = 1 << 22  # bytes read at a time
+_LONGEST = 1 << 28  # bytes of a line
 _PROOF = 256  # bytes before the position that must still be the same
 
 
@@ -22,8 +23,14 @@ class Follower:
     _stamp: tuple[int, int, int] = (0, 0, 0)
 
     def at_end(self) -> Follower:
-        """Skip what is there."""
-        self.read()
+        """Skip the whole lines that are there, without reading them all."""
+        try:
+            with self.path.open("rb") as file:
+                self.position = _end_of_lines(file.fileno())
+                start = max(0, self.position - _PROOF)
+                self.proof = os.pread(file.fileno(), self.position - start, start)
+        except OSError:
+            self.position, self.proof = 0, b""
         return self
 
     def read(self) -> tuple[list[bytes], bool]:
@@ -56,15 +63,30 @@ class Follower:
             yield b"", was_there
 
     def _blocks(self, descriptor: int) -> Iterator[bytes]:
-        while data := os.pread(descriptor, BLOCK, self.position):
+        size = BLOCK
+        while data := os.pread(descriptor, size, self.position):
             whole = data.rfind(b"\n") + 1
+            if not whole and len(data) == size < _LONGEST:
+                size *= 2
+                continue
             if not whole:  # an incomplete line, still being written
                 break
             self.position += whole
             self.proof = (self.proof + data[max(0, whole - _PROOF) : whole])[-_PROOF:]
             yield data[:whole]
-            if len(data) < BLOCK:
+            if len(data) < size:
                 break
+
+
+def _end_of_lines(descriptor: int) -> int:
+    """Where the last whole line of a file ends."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        if whole := os.pread(descriptor, end - begin, begin).rfind(b"\n") + 1:
+            return begin + whole
+        end = begin
+    return 0
 
 
 def record(line: bytes) -> dict[str, object] | None:

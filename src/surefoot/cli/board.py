@@ -21,6 +21,14 @@ from .runs.root import ROOT
     help="Address to listen on. Others than this machine's own need the token that is printed.",
 )
 @click.option(
+    "--host-name",
+    "host_names",
+    multiple=True,
+    metavar="NAME",
+    help="A name, besides this machine's own, under which browsers open the board, such as that of "
+    "a proxy; may be repeated. It needs the token, too.",
+)
+@click.option(
     "--read-only", is_flag=True, help="Show only: nothing is started, stopped, written or deleted."
 )
 @click.option(
@@ -32,7 +40,13 @@ from .runs.root import ROOT
     "With --folder or a --host that others reach, they may name no other.",
 )
 def board(
-    root: Path | Address, port: int, host: str, *, read_only: bool, folders: tuple[Path, ...]
+    root: Path | Address,
+    port: int,
+    host: str,
+    *,
+    host_names: tuple[str, ...],
+    read_only: bool,
+    folders: tuple[Path, ...],
 ) -> None:
     """Show all runs below ROOT in a browser: curves, checkpoints, new runs, data and chat.
 
@@ -52,4 +66,12 @@ def board(
     def announce(address: str) -> None:
         click.echo(f"board of {root}\n{address}  (Ctrl-C ends the board, not the runs)")
 
-    serve(root, host, port, announce, is_read_only=read_only, folders=folders)
+    serve(
+        root,
+        host,
+        port,
+        announce,
+        host_names=host_names,
+        is_read_only=read_only,
+        folders=folders,
+    )

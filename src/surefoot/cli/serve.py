@@ -21,6 +21,14 @@ _EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
     help="Address to listen on. Others than this machine's own need a key.",
 )
 @click.option(
+    "--host-name",
+    "host_names",
+    multiple=True,
+    metavar="NAME",
+    help="A name, besides this machine's own, under which requests reach the server; may be "
+    "repeated. It needs a key, too.",
+)
+@click.option(
     "--api-key",
     envvar="SUREFOOT_API_KEY",
     help="Requests must have it. Unset: none on this machine's own address, else a random one.",
@@ -74,7 +82,7 @@ _EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
     type=click.IntRange(0),
     help="For requests that have begun when the server is stopped.",
 )
-def serve(path: str, port: int, host: str, seconds_to_finish: int, **options: object) -> None:
+def serve(path: str, port: int, host: str, **options: object) -> None:
     """Serve a model through OpenAI's API.
 
     PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
@@ -82,6 +90,7 @@ def serve(path: str, port: int, host: str, seconds_to_finish: int, **options: ob
     model under its adapter (base), or an adapter. What a request leaves open of sampling is as in
     `surefoot chat`: the run's section generate, or greedy.
     """
+    start_options = {name: options.pop(name) for name in ("host_names", "seconds_to_finish")}
     options["adapters"] = tuple(map(_adapter, options["adapters"]))  # type: ignore[call-overload]
     try:
         with loading():
@@ -99,7 +108,7 @@ def serve(path: str, port: int, host: str, seconds_to_finish: int, **options: ob
         click.echo(f"serving {path}\n{address}v1{shown}  (Ctrl-C ends the server)")
 
     settings = ServeSettings(path=path, **options)  # type: ignore[arg-type]
-    start(settings, host, port, seconds_to_finish=seconds_to_finish, announce=announce)
+    start(settings, host, port, announce=announce, **start_options)  # type: ignore[arg-type]
 
 
 def _adapter(text: str) -> tuple[str, str]:

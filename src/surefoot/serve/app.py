@@ -44,7 +44,7 @@ def create_app(settings: ServeSettings) -> ASGIApp:
     def note(path: str, status: int) -> None:
         state.metrics.requests.labels(path, str(status)).inc()
 
-    return ApiGuard(app, settings.api_key, settings.max_body, note)
+    return ApiGuard(app, settings.api_key, settings.hosts, settings.max_body, note)
 
 
 _REFUSALS: dict[int | str, dict[str, object]] = {
@@ -52,6 +52,7 @@ _REFUSALS: dict[int | str, dict[str, object]] = {
     401: {"description": "The key is missing"},
     404: {"description": "There is no such model"},
     413: {"description": "The request is too large"},
+    421: {"description": "The request is for another host"},
     429: {"description": "Too many requests are waiting"},
 }
 

@@ -1,7 +1,7 @@
 """Who may use the server: this machine, or whoever has the key; and how much may be sent.
 
-Without a key, the Host of a request must be this machine's own, so that no page of another site
-reaches the server under a name of its own.
+The Host of a request must be a name of this machine or one that was given at the start, so that no
+page of another site reaches the server under a name of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..board.security import LimitedBody, host_name, is_loopback
+from ..board.host_names import Hosts
+from ..board.security import LimitedBody
 from .errors import ApiError
 
 _OPEN = ("/health",)  # for whoever watches over the server
@@ -25,6 +26,7 @@ class ApiGuard:
 
     app: ASGIApp
     api_key: str | None
+    hosts: Hosts
     max_body: int
     note: Callable[[str, int], None]  # gets the address and the status of each request
 
@@ -42,11 +44,8 @@ class ApiGuard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self.api_key is None and not is_loopback(host_name(host)):
-            return ApiError(
-                f"this server is at 127.0.0.1 or localhost, not at {host[:100]!r}", status=403
-            )
+        if why := self.hosts.refusal(headers.getlist("host"), "server"):
+            return ApiError(why, status=421)
         length = headers.get("content-length", "0")
         if not (length.isascii() and length.isdigit()):
             return ApiError("content-length: expected digits")

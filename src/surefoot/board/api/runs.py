@@ -18,7 +18,7 @@ from ..board import Board
 from ..commands import stop
 from ..reports import recipes
 from ..reports import runs as reports
-from ..run_folders import METRICS, run_inside
+from ..run_folders import METRICS, OutsideRootError, run_inside
 
 POLL = 0.3  # seconds between looks at the files of a run that is watched
 _LIVE = ("changed", "size", "broken_metrics")
@@ -71,9 +71,9 @@ def _table(board: Board) -> Callable[..., object]:
 
 
 def _details(board: Board) -> Callable[..., object]:
-    def details(run: Name) -> dict[str, object]:
+    def details(run: Name, *, excerpt: bool = False) -> dict[str, object]:
         """One run: its row, recipe, launches and files."""
-        return reports.details(board, run)
+        return reports.details(board, run, may_be_excerpt=excerpt)
 
     return details
 
@@ -86,11 +86,19 @@ def _series(board: Board) -> Callable[..., object]:
         first: float = -math.inf,
         last: float = math.inf,
         smooth: Annotated[int, Query(ge=0, le=10_000)] = 0,
+        *,
+        excerpt: bool = False,
     ) -> dict[str, object]:
-        """Curves of a run between two steps."""
-        chosen = names.split(",")
+        """Curves of a run between two steps; with ``excerpt`` at once, of some lines at first."""
         return reports.series(
-            board, run, chosen, points=points, first=first, last=last, smooth=smooth
+            board,
+            run,
+            names.split(","),
+            points=points,
+            first=first,
+            last=last,
+            smooth=smooth,
+            may_be_excerpt=excerpt,
         )
 
     return series
@@ -99,7 +107,11 @@ def _series(board: Board) -> Callable[..., object]:
 def _live(board: Board) -> Callable[..., object]:
     async def live(run: Name, request: Request) -> AsyncIterator[ServerSentEvent]:
         """New records and the state of a run, as they come."""
-        folder = run_inside(board.root, run)
+        try:
+            folder = run_inside(board.root, run)
+        except OutsideRootError:  # it vanished before the page listened
+            yield ServerSentEvent(event="state", data={"state": "gone"})
+            return
         follower = await asyncio.to_thread(lambda: Follower(folder / METRICS).at_end())
         yield ServerSentEvent(event="hello", data={"run": run}, retry=1000)
         before = ""

@@ -16,7 +16,9 @@ from ...errors import RecipeError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...remote.listing import list_store
 from ..board import Board
-from ..metrics_file import Column, MetricsFile, smoothed, thinned
+from ..metrics.excerpt import MetricsExcerpt
+from ..metrics.metrics_file import MetricsFile
+from ..metrics.thinning import Column, smoothed, thinned
 from ..recipe_text import differences
 from ..run_folders import find_runs, name_of, run_inside
 from ..run_state import parsed, tail
@@ -44,10 +46,10 @@ def matches(row: Mapping[str, Any], words: str) -> bool:
     return all(word in text for word in words.lower().split())
 
 
-def details(board: Board, run: str) -> dict[str, object]:
+def details(board: Board, run: str, *, may_be_excerpt: bool = False) -> dict[str, object]:
     """One run: its row, recipe, launches and files."""
     folder = run_inside(board.root, run)
-    metrics = board.metrics(folder)
+    metrics, excerpt = _metrics(board, folder, may_be_excerpt)
     try:
         recipe, problem = read_text(folder / RUN_RECIPE), None
     except RecipeError as error:
@@ -60,6 +62,7 @@ def details(board: Board, run: str) -> dict[str, object]:
         "launches": launches(folder),
         "metrics": sorted(metrics.columns),
         "metrics_problem": metrics.note(),
+        "excerpt": excerpt,
         "samples": [asdict(one) for one in sample_files(folder)],
         "has_log": (folder / LOG).is_file(),
     }
@@ -74,19 +77,31 @@ def series(
     first: float = -math.inf,
     last: float = math.inf,
     smooth: int = 0,
+    may_be_excerpt: bool = False,
 ) -> dict[str, object]:
     """Curves of a run between two steps, thinned to about ``points``; with ``smooth``, also their
-    means over that many logs before and after."""
+    means over that many logs before and after. ``excerpt`` of the answer is not None if they are
+    of some lines only, which ``may_be_excerpt`` allows; these are not smoothed."""
     folder = run_inside(board.root, run)
-    metrics, machine = board.metrics(folder), of_machine(folder)
+    metrics, excerpt = _metrics(board, folder, may_be_excerpt)
+    machine = of_machine(folder)
     found: dict[str, dict[str, object]] = {}
-    for name in names[:MAX_NAMES]:
-        column = metrics.columns.get(name) or machine.columns.get(name)
-        if column is not None:
-            found[name] = _curve(column, points, first, last)
-            if smooth and len(column.steps) > 2:
-                found[name]["smooth"] = _curve(smoothed(column, smooth), points, first, last)
-    return {"series": found, "problem": metrics.note()}
+    with metrics.lock:
+        for name in names[:MAX_NAMES]:
+            column = metrics.columns.get(name) or machine.columns.get(name)
+            if column is not None:
+                found[name] = _curve(column, points, first, last)
+                if smooth and not excerpt and len(column.steps) > 2:
+                    found[name]["smooth"] = _curve(smoothed(column, smooth), points, first, last)
+    return {"series": found, "problem": metrics.note(), "excerpt": excerpt}
+
+
+def _metrics(
+    board: Board, folder: Path, may_be_excerpt: bool
+) -> tuple[MetricsFile, dict[str, object] | None]:
+    """The metrics of a run; if they are an excerpt, what is known of it."""
+    found = board.metrics_soon(folder) if may_be_excerpt else board.metrics(folder)
+    return (found.metrics, found.facts()) if isinstance(found, MetricsExcerpt) else (found, None)
 
 
 def log(board: Board, run: str) -> dict[str, object]:

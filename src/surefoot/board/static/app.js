@@ -1,6 +1,6 @@
 // The frame: navigation, language, theme, and the page that the address names.
 import { get } from "./api.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { language, loaded, setLanguage, t } from "./i18n.js";
 
 const PAGES = {
@@ -36,14 +36,17 @@ function frame(current) {
   for (const [name, value] of Object.entries({ d: "M2 17h4v-4h4V9h4V5h4", fill: "none", stroke: "currentColor", "stroke-width": "2.6", "stroke-linecap": "round", "stroke-linejoin": "round" })) path.setAttribute(name, value);
   step.append(path);
   const theme = document.documentElement.dataset.theme;
-  replace(document.getElementById("top"),
+  const skip = document.querySelector("a.skip");
+  skip.textContent = t("Skip to content");
+  skip.onclick = (event) => { event.preventDefault(); document.getElementById("main").focus(); }; // the address names a page
+  redraw(document.getElementById("top"),
     h("a.brand", { href: "#/runs" }, step, "Surefoot"),
     h("nav", { "aria-label": t("Pages") }, (board.is_read_only ? SHOWN : MENU).map((name) => h("a", {
       href: to(name), "aria-current": name === current || current === { runs: "run", sweeps: "sweep" }[name] ? "page" : null,
     }, t(PAGES[name].title)))),
-    h("button.quiet", { onclick: async () => { await setLanguage(language() === "zh" ? "en" : "zh"); show(); }, lang: language() === "zh" ? "en" : "zh" }, language() === "zh" ? "English" : "中文"),
+    h("button.quiet", { "data-key": "language", onclick: async () => { await setLanguage(language() === "zh" ? "en" : "zh"); show(); }, lang: language() === "zh" ? "en" : "zh" }, language() === "zh" ? "English" : "中文"),
     h("button.quiet", {
-      "aria-label": t(theme === "dark" ? "Light theme" : "Dark theme"),
+      "data-key": "theme", "aria-label": t(theme === "dark" ? "Light theme" : "Dark theme"),
       onclick: () => {
         const next = theme === "dark" ? "light" : "dark";
         localStorage.setItem("theme", next);
@@ -69,6 +72,7 @@ async function show() {
     const closing = await module.page(body, query);
     if (number === shown) close = closing || (() => {});
     else closing?.();
+    if (number === shown && number > 1 && document.activeElement === document.body) main.focus({ preventScroll: true }); // what was in focus is gone
   } catch (error) {
     if (number === shown) replace(body, h("div.note.bad", { role: "alert" }, error.message));
   }

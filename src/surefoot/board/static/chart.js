@@ -47,7 +47,8 @@ export class Chart {
         x: { time: false, range: (_, low, high) => this.range || (low === high ? [low - 1, high + 1] : [low, high]) },
         y: log ? { distr: 3 } : {},
       },
-      axes: [{ ...axis, size: 30, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 6))) },
+      padding: [null, 24, null, null], // half of the last step's digits
+      axes: [{ ...axis, size: 30, space: 80, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 6))) },
         { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v === null ? "" : number(v, 3))) }],
       series: [{}, ...this.series.map((s) => ({
         label: s.label, stroke: s.faint ? `${s.color}44` : s.color, width: s.faint ? 1 : 1.7,

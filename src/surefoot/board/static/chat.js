@@ -1,6 +1,6 @@
 // Chat: one or two models side by side, with the same seed; probabilities of tokens on hover.
 import { get, post, stream } from "./api.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { t } from "./i18n.js";
 
 const THOUGHT = /^\s*<think>[^]*?(<\/think>|$)|^[^]*?<\/think>/; // its beginning may be in the prompt
@@ -38,17 +38,19 @@ export async function page(body, query) {
     const names = await checkpointsOf(side.run);
     const which = h("select", { "aria-label": t("Checkpoint"), hidden: !side.run, onchange: (e) => { side.checkpoint = e.target.value; } },
       h("option", { value: "" }, t("best or latest")), [...names].reverse().map((n) => h("option", { value: n, selected: n === side.checkpoint }, n)), h("option", { value: "base", selected: side.checkpoint === "base" }, t("base model")));
-    return h("div.row", { style: { marginBottom: "12px" } }, pick, which);
+    return [pick, which];
   }
 
   async function draw() {
     const heads = await Promise.all(sides.map(head));
     grid.className = `chat${sides[1].run ? " sides" : ""}`;
-    for (const side of sides) {
+    for (const [place, side] of sides.entries()) {
+      side.head ||= h("div.row", { style: { marginBottom: "12px" } });
       side.box ||= h("div.messages", { "aria-live": "polite" });
+      redraw(side.head, heads[place]);
       if (!isBusy) replace(side.box, side.messages.map(bubble)); // an answer that is on its way stays
     }
-    replace(grid, sides.map((side, place) => h("section.panel", { "aria-label": place ? "B" : "A", style: { margin: 0 } }, heads[place], side.box)));
+    if (!grid.children.length) replace(grid, sides.map((side, place) => h("section.panel", { "aria-label": place ? "B" : "A", style: { margin: 0 } }, side.head, side.box)));
   }
 
   function bubble(message) {

@@ -1,17 +1,19 @@
 // Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
 import { finished, get, post } from "./api.js";
 import { to } from "./app.js";
-import { h, replace, toast } from "./dom.js";
-import { bytes, integer, NONE, number } from "./format.js";
+import { h, redraw, replace, toast } from "./dom.js";
+import { bytes, integer, moment, number } from "./format.js";
 import { t } from "./i18n.js";
 
-export async function checkpoints(content, run, row) {
+export async function checkpoints(content, run, now) {
   const view = { chosen: [], all: [], pinned: new Set(), isBusy: false };
   const line = h("div");
   const actions = h("div.row.writes");
   const result = h("div.stack");
-  const pruning = h("div.panel.writes");
+  const pruning = h("div.panel.writes"), listed = h("div");
   replace(content, h("div.panel", {}, h("h2", {}, t("Checkpoints")), line, actions), result, pruning);
+
+  const isTraining = () => now().state === "running";
 
   async function load() {
     const answer = await get("/api/checkpoints", { run });
@@ -31,10 +33,10 @@ export async function checkpoints(content, run, row) {
     if (!view.all.length) { replace(line, h("p.soft", {}, t("No checkpoint has been saved yet."))); replace(actions); pruning.hidden = true; return; }
     pruning.hidden = false;
     const steps = view.all.map((c) => c.step ?? 0);
-    const most = Math.max(...steps, row.max_steps || 0, 1);
+    const most = Math.max(...steps, now().max_steps || 0, 1);
     const far = (step) => 2 + 96 * (step / most);
     let last = -20;
-    replace(line, h("div.timeline", {}, view.all.map((c) => {
+    redraw(line, h("div.timeline", {}, view.all.map((c) => {
       const place = far(c.step ?? 0);
       const isNamed = place - last > 7;
       if (isNamed) last = place;
@@ -45,8 +47,8 @@ export async function checkpoints(content, run, row) {
     })),
     h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), ["Checkpoint", "Saved", "Size", "Loss", "Eval loss", "State"].map((label, i) => h(i > 1 && i < 5 ? "th.num" : "th", {}, t(label))))),
       h("tbody", {}, view.all.map((c) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", "aria-label": t("Select {name}", { name: c.path }), checked: view.chosen.includes(c.path), onchange: () => choose(c.path) })),
-        h("td.whole", {}, c.path), h("td.soft.whole", {}, c.created ? new Date(c.created).toLocaleString() : NONE), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
-        h("td", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
+        h("td.whole", {}, c.path), h("td.soft.whole", {}, moment(c.created ? Date.parse(c.created) / 1000 : null)), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
+        h("td.state", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
     buttons();
   }
 
@@ -60,10 +62,11 @@ export async function checkpoints(content, run, row) {
     const [one, other] = found;
     if (!one) { replace(actions, h("span.soft", {}, t("Select one checkpoint, or two to compare."))); return; }
     const isPinned = view.pinned.has(one.step);
-    const act = (label, call, options = {}) => h("button", { disabled: view.isBusy, ...options, onclick: call }, t(label));
-    replace(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
+    // listeners are of these checkpoints, so others need other buttons
+    const act = (label, call, key = label) => h("button", { disabled: view.isBusy, "data-key": key, "data-of": view.chosen.join(), onclick: call }, t(label));
+    redraw(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
       act("Verify", () => command({ command: "verify", checkpoint: one.path }, verified)),
-      one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned)) : null,
+      one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned), "Pin") : null,
       act("Export", () => exported(one)),
       h("a.button", { href: to("chat", { run, a: one.path, b: "base" }) }, t("Chat beside the base model")),
       h("a.button", { href: to("new", { run, checkpoint: one.path }) }, t("New run from here"))]);
@@ -77,7 +80,7 @@ export async function checkpoints(content, run, row) {
     try {
       const job = await finished(await post("/api/checkpoints", { run, ...body }), (now) => {
         const cancel = h("button.small", { onclick: () => post("/api/cancel", {}, { number: now.job }) }, t("Cancel"));
-        replace(panel, h("div.command", {}, h("code", {}, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
+        replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
       });
       if (job.result === null && job.code !== 0) panel.append(h("div.note.bad", { style: { marginTop: "12px" } }, job.error || job.output));
       else panel.append(h("div", { style: { marginTop: "12px" } }, show(job)));
@@ -105,6 +108,7 @@ export async function checkpoints(content, run, row) {
   async function pin(one, isPinned) {
     try {
       view.pinned = new Set((await post("/api/pin", { run, step: one.step, is_pinned: isPinned })).pinned);
+      replace(listed); // a dry run of other pins
       draw();
     } catch (error) { toast(error.message); }
   }
@@ -117,7 +121,6 @@ export async function checkpoints(content, run, row) {
   // Deleting comes after a dry run, and only of what it has listed.
   function pruner() {
     const field = (name, label) => [h("label.soft", { for: `p-${name}` }, t(label)), h("input", { id: `p-${name}`, type: "number", min: 1, style: { width: "84px" } })];
-    const listed = h("div");
     const keeps = () => Object.fromEntries(["keep", "keep_every", "keep_best"].map((name) => [name, Number(pruning.querySelector(`#p-${name}`).value) || null]));
     const dry = h("button", { onclick: async () => {
       const chosen = keeps();
@@ -126,16 +129,16 @@ export async function checkpoints(content, run, row) {
       if (!job?.result) return;
       const going = job.result.checkpoints.filter((c) => !c.stays);
       replace(result);
-      const remove = h("button.danger", { disabled: row.state === "running", onclick: async () => {
+      const remove = h("button.danger", { disabled: isTraining(), onclick: async () => {
         if (!confirm(t("Delete {n} checkpoints for good?", { n: going.length }))) return;
         const done = await command({ command: "prune", ...chosen }, ({ result: r }) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
         replace(listed);
         if (done) await load();
       } }, t("Delete {n} checkpoints", { n: going.length }));
-      replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", {}, job.command)),
+      replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", { tabindex: 0 }, job.command)),
         h("table", {}, h("tbody", {}, job.result.checkpoints.map((c) => h("tr", {}, h("td", {}, c.path.split("/").at(-1)), h("td.num", {}, bytes(c.num_bytes)),
           h("td", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), h("td.soft", {}, (c.why || []).join(", ")))))),
-        h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), row.state === "running" ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
+        h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), isTraining() ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
     } }, t("Dry run"));
     replace(pruning, h("h2", {}, t("Delete old checkpoints")), h("p.soft", { style: { marginTop: 0 } }, t("The latest, the best and pinned checkpoints always stay. Empty fields are as the recipe says.")),
       h("div.row", {}, field("keep", "the latest"), field("keep_every", "every … steps"), field("keep_best", "the best"), dry), listed);
@@ -143,6 +146,6 @@ export async function checkpoints(content, run, row) {
 
   pruner();
   await load();
-  const timer = setInterval(() => { if (row.state === "running" && !view.isBusy) load().catch(() => {}); }, 5000);
-  return { changed: load, close: () => clearInterval(timer) };
+  const timer = setInterval(() => { if (isTraining() && !view.isBusy) load().catch(() => {}); }, 5000);
+  return { changed: () => { replace(listed); load().catch(() => {}); }, close: () => clearInterval(timer) };
 }

@@ -20,6 +20,45 @@ export function replace(element, ...children) {
   return element;
 }
 
+const CONTROLS = "a[href],button,input,select,textarea,[tabindex]";
+const isControl = (node) => node instanceof Element && node.matches("a,button,input,select,textarea");
+const nameOf = (e) => [e.tagName, e.dataset.key || e.id || e.getAttribute("aria-label") || e.getAttribute("href") || e.textContent].join();
+
+// The same for what changes as time goes by: what looks as before stays, and with it a click that
+// has begun, the focus, a selection and a scrolled table. Listeners belong to controls, which are
+// replaced where they differ; elsewhere a listener may only use what its element's attributes say.
+export function redraw(element, ...children) {
+  const focused = element.contains(document.activeElement) ? document.activeElement : null;
+  const name = focused && nameOf(focused);
+  merge(element, replace(h("div"), ...children));
+  if (focused && !focused.isConnected) [...element.querySelectorAll(CONTROLS)].find((e) => nameOf(e) === name)?.focus({ preventScroll: true });
+  return element;
+}
+
+function merge(old, fresh) {
+  const nodes = [...fresh.childNodes];
+  nodes.forEach((node, place) => {
+    const there = old.childNodes[place];
+    if (!there) old.append(node);
+    else if (isControl(there) || isControl(node) || there.nodeName !== node.nodeName) { if (!isSame(there, node)) there.replaceWith(node); }
+    else if (there.isEqualNode(node) && !node.querySelector?.("input,select,textarea")) return;
+    else if (there instanceof Text) there.data = node.data;
+    else {
+      for (const { name } of [...there.attributes]) if (!node.hasAttribute(name)) there.removeAttribute(name);
+      for (const { name, value } of node.attributes) {
+        if (name === "style") there.style.cssText = value; // the attribute is forbidden by our Content-Security-Policy
+        else if (there.getAttribute(name) !== value) there.setAttribute(name, value);
+      }
+      merge(there, node);
+    }
+  });
+  while (old.childNodes.length > nodes.length) old.lastChild.remove();
+}
+
+// What a person types is left alone: in the field that is in focus, and in one that shows no value of ours.
+const isTheirs = (there) => there === document.activeElement || there.dataset.own !== undefined;
+const isSame = (there, node) => there.isEqualNode(node) && there.checked === node.checked && (there.value === node.value || isTheirs(there));
+
 export function toast(text) {
   document.querySelectorAll(".toast").forEach((old) => old.remove());
   const box = h("div.toast", { role: "status" }, text);

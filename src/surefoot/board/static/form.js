@@ -1,5 +1,5 @@
 // A form of all settings, made from the JSON schema of recipes. It changes the YAML, never the reverse.
-import { h, marked, replace } from "./dom.js";
+import { h, marked, redraw } from "./dom.js";
 import { t } from "./i18n.js";
 
 const isSection = (schema) => schema.properties !== undefined;
@@ -15,7 +15,7 @@ export function form(schema, change) {
 
   function draw() {
     const top = box.scrollTop;
-    replace(box, Object.entries(schema.properties).map(([name, field]) => section(name, field)));
+    redraw(box, Object.entries(schema.properties).map(([name, field]) => section(name, field)));
     box.scrollTop = top;
   }
 
@@ -25,7 +25,8 @@ export function form(schema, change) {
     if (!fields.length) return null;
     const value = data?.[name];
     const count = value && typeof value === "object" ? Object.keys(choice ? Object.values(value)[0] || {} : value).length : value === undefined ? 0 : 1;
-    const details = h("details", { open: Boolean(words) || opened.has(name), ontoggle: (e) => { if (!words) opened[e.target.open ? "add" : "delete"](name); } },
+    const toggled = ({ target }) => { if (!words) opened[target.open ? "add" : "delete"](target.dataset.name); };
+    const details = h("details", { open: Boolean(words) || opened.has(name), "data-name": name, ontoggle: toggled },
       h("summary", {}, name, h("small", {}, count ? t("{n} set", { n: count }) : "")), fields);
     return details;
   }
@@ -86,7 +87,6 @@ export function form(schema, change) {
     show(now, problems) {
       data = now && typeof now === "object" ? now : {};
       bad = new Map(problems.flatMap((p) => { const found = p.message.match(/^([\w.]+): ([^]*)$/); return found ? [[found[1], found[2]]] : []; }));
-      if (box.contains(document.activeElement) && document.activeElement.tagName === "INPUT") return; // not under the hands of a person
       draw();
     },
   };

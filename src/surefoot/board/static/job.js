@@ -6,7 +6,7 @@ import { t } from "./i18n.js";
 export async function run(panel, starting, show) {
   const seen = (job) => {
     const cancel = h("button.small", { onclick: () => post("/api/cancel", {}, { number: job.job }) }, t("Cancel"));
-    replace(panel, h("div.command", {}, h("code", {}, job.command), job.code === null ? cancel : null),
+    replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command), job.code === null ? cancel : null),
       job.code === null ? h("p.soft", { role: "status", style: { margin: "10px 2px" } }, t("Running for {n} s …", { n: Math.round(job.seconds ?? 0) })) : null);
   };
   try {

@@ -33,7 +33,7 @@ export async function page(body, query) {
   const fields = form(schema, change);
   const name = h("input", { type: "text", "aria-label": t("File of the recipe"), style: { width: "100%" }, spellcheck: "false", oninput: () => { file = name.value; save(); check(); told(); } });
   const start = h("button.primary", { onclick: begin }, t("Start training"));
-  const shown = h("code");
+  const shown = h("code", { tabindex: 0 });
   const fate = h("span.soft");
   const tried = { plan: h("div"), preview: h("div") };
 
@@ -70,7 +70,6 @@ export async function page(body, query) {
       const found = await post("/api/edit", { text: text.value, file: file || "recipe.yaml", keys, value });
       if (mine !== number) return;
       text.value = found.text;
-      document.activeElement?.blur?.();
       show(found);
       save();
     } catch (error) { toast(error.message); }
@@ -95,6 +94,13 @@ export async function page(body, query) {
     }
   }
 
+  // The clipboard is there on this machine's own address, and not elsewhere without HTTPS.
+  async function copy() {
+    getSelection().selectAllChildren(shown);
+    const isCopied = navigator.clipboard ? await navigator.clipboard.writeText(shown.textContent).then(() => true, () => false) : document.execCommand("copy");
+    toast(t(isCopied ? "Copied." : "Select the command and copy it."));
+  }
+
   const from = h("select", { "aria-label": t("Begin with"), onchange: (e) => { location.hash = to("new", { file: e.target.value }); } },
     h("option", { value: "" }, t("Begin with a file …")), files.map((one) => h("option", { value: one, selected: one === query.file }, one)));
   const search = h("input", { type: "search", placeholder: t("Search all settings"), "aria-label": t("Search all settings"), style: { width: "100%" }, oninput: (e) => fields.search(e.target.value) });
@@ -104,7 +110,7 @@ export async function page(body, query) {
     h("div.two", {}, h("div", {}, h("div", { style: { marginBottom: "8px" } }, search), fields.element), h("div", {}, h("div", { style: { marginBottom: "8px" } }, name), text.element)),
     h("div.row", {}, h("button", { onclick: attempt("plan", plan) }, t("Plan: steps, memory, disk")), h("button", { onclick: attempt("preview", datasets) }, t("Preview: what is trained on"))),
     tried.plan, tried.preview,
-    h("div.panel", {}, h("div.row", {}, h("div.grow.command", {}, shown, h("button.quiet.small", { onclick: () => { navigator.clipboard?.writeText(shown.textContent); toast(t("Copied.")); } }, t("Copy"))), start), h("p.small", { style: { margin: "8px 2px 0" } }, fate,
+    h("div.panel", {}, h("div.row", {}, h("div.grow.command", {}, shown, h("button.quiet.small", { onclick: copy }, t("Copy"))), start), h("p.small", { style: { margin: "8px 2px 0" } }, fate,
       h("span.soft", {}, ` ${t("Training is a process of its own: you may close this page and the board.")}`))));
 
   check();

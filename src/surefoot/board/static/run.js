@@ -3,7 +3,7 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { checkpoints } from "./checkpoints.js";
-import { h, later, replace, toast } from "./dom.js";
+import { h, later, redraw, replace, toast } from "./dom.js";
 import { bytes, duration, integer, moment, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./runs.js";
@@ -19,27 +19,29 @@ const LABELS = {
 };
 
 export async function page(body, { run, tab = "curves" }) {
-  let details = await get("/api/run", { run });
+  if (!TABS[tab] || tab === "curves") loadPlots().catch(() => {}); // while the rest is on its way
+  let details = await get("/api/run", { run, excerpt: true });
   let row = details.row, isOpen = true, inner = null;
-  const head = h("div.stack");
+  const head = h("div.stack"), unanswered = h("div");
   const content = h("div.stack");
   const tabs = h("div.tabs", { role: "navigation", "aria-label": t("Parts of the run") }, Object.entries(TABS).map(([name, label]) =>
     h("a", { href: to("run", { run, tab: name === "curves" ? null : name }), "aria-current": name === tab ? "page" : null }, t(label))));
-  replace(body, head, tabs, content);
+  replace(body, head, unanswered, tabs, content);
+  const current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - tabs.offsetLeft + current.offsetWidth - tabs.clientWidth; // on a phone
 
   const change = async (body) => {
-    try { row = { ...row, ...await post("/api/tags", { run, ...body }) }; top(); } catch (fault) { toast(fault.message); }
+    try { const found = await post("/api/tags", { run, ...body }); row = { ...row, ...found }; top(); } catch (fault) { toast(fault.message); }
   };
-  const tag = h("input.tag.writes", { type: "text", maxlength: 40, size: 9, placeholder: t("add a tag"), "aria-label": t("Add a tag"), onkeydown: (e) => {
-    if (e.key !== "Enter" || !tag.value.trim()) return;
-    change({ add: tag.value.trim().split(/\s+/) });
-    tag.value = "";
+  const tag = () => h("input.tag.writes", { type: "text", maxlength: 40, size: 9, placeholder: t("add a tag"), "aria-label": t("Add a tag"), "data-own": "", onkeydown: ({ key, target }) => {
+    if (key !== "Enter" || !target.value.trim()) return;
+    change({ add: target.value.trim().split(/\s+/) });
+    target.value = "";
   } });
   const tags = () => h("div.tags", {}, row.tags.map((name) => h("span.tag", {}, name,
-    h("button.quiet.writes", { "aria-label": t("Remove the tag {tag}", { tag: name }), onclick: () => change({ remove: [name] }) }, "×"))), tag);
+    h("button.quiet.writes", { "aria-label": t("Remove the tag {tag}", { tag: name }), onclick: () => change({ remove: [name] }) }, "×"))), tag());
 
   function top() {
-    const isTyping = document.activeElement === tag; // the page is drawn anew with each step
     const part = row.step !== null && row.max_steps ? Math.min(1, row.step / row.max_steps) : null;
     const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
     const error = row.state === "failed" && row.end?.error;
@@ -52,8 +54,8 @@ export async function page(body, { run, tab = "curves" }) {
       e.target.disabled = true;
       try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Resume"));
-    replace(head,
-      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run), badge(row), tags()),
+    redraw(head,
+      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row), tags()),
         h("div.row", {}, row.state === "running" ? stopping : null,
           ["died", "stopped", "failed", "ended"].includes(row.state) ? resume : null,
           h("a.button.writes", { href: to("chat", { run }) }, t("Chat")), h("a.button.writes", { href: to("new", { run }) }, t("New run like this")))),
@@ -70,22 +72,30 @@ export async function page(body, { run, tab = "curves" }) {
         cell("Loss", number(row.loss)), row.metric.value === null ? null : cell(row.metric.name, number(row.metric.value)), cell("Tokens/s", integer(row.speed)),
         row.state === "running" ? cell("Time left", duration(row.seconds_left)) : null,
         cell("Size", bytes(row.size)), cell("Launches", details.launches.length || NONE)));
-    if (isTyping) tag.focus();
   }
 
   top();
-  const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, row), log, recipe };
+  const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, () => row), log, recipe };
   inner = await (parts[tab] || curves)();
 
   // ---- live
   const events = new EventSource(`/api/live?${new URLSearchParams({ run })}`);
   const reload = later(300, async () => {
-    try { details = await get("/api/run", { run }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
+    try { details = await get("/api/run", { run, excerpt: true }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
   });
-  const gone = () => { replace(head, h("h1", {}, run), h("div.note.bad", {}, t("The folder of this run was removed."))); events.close(); };
+  const gone = () => {
+    row = { ...row, state: "gone" };
+    replace(head, h("h1", {}, run), h("div.note.bad", { role: "alert" }, t("The folder of this run was removed.")));
+    replace(unanswered);
+    events.close();
+  };
   events.addEventListener("error", async () => {
-    try { await get("/api/run", { run }); } catch (error) { if (error.status === 404) gone(); } // else it connects again by itself
+    try { await get("/api/run", { run, excerpt: true }); } catch (error) {
+      if (error.status === 404) gone(); // else it connects again by itself
+      else if (isOpen) redraw(unanswered, h("div.note.bad", { role: "alert" }, t("The board does not answer: {why}", { why: error.message })));
+    }
   });
+  events.addEventListener("hello", () => replace(unanswered));
   events.addEventListener("state", (event) => {
     const now = JSON.parse(event.data);
     if (now.state === "gone") { gone(); return; }
@@ -106,10 +116,11 @@ export async function page(body, { run, tab = "curves" }) {
     const keep = () => localStorage.setItem("curves", JSON.stringify({ log: view.log, half: view.half }));
     const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
+    const share = h("b.small", { role: "status", hidden: true });
     const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
-    replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
+    replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), share, h("div.grow"), whole,
       h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), grid);
-    let isBusy = false, isStale = false, found = {};
+    let isBusy = false, isStale = false, found = {}, part = null;
 
     function zoom(low, high) {
       view.range = low === undefined ? null : [low, high];
@@ -125,14 +136,29 @@ export async function page(body, { run, tab = "curves" }) {
         const answer = { series: {} };
         for (let at = 0; at < names.length; at += 30) {
           const [first, last] = view.range || [];
-          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last });
+          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last, excerpt: true });
           Object.assign(answer.series, one.series);
+          answer.excerpt ||= one.excerpt;
         }
         found = answer.series;
-        if (isOpen) draw();
+        if (isOpen) { reading(answer.excerpt); draw(); }
       } catch (error) { if (isOpen && !charts.size) replace(grid, h("div.note.bad", {}, error.message)); }
       isBusy = false;
       if (isStale && isOpen) { isStale = false; setTimeout(fetchAll, 300); }
+    }
+
+    // Of a long file, the first curves are of some lines only. They say so until all are there.
+    async function reading(excerpt) {
+      const isDone = part && !excerpt;
+      part = excerpt;
+      share.hidden = !excerpt;
+      if (excerpt) {
+        share.textContent = t("These curves are of {n} lines; all lines are being read: {p} %.", { n: integer(excerpt.lines), p: Math.floor(100 * excerpt.read) });
+        setTimeout(() => { if (isOpen) fetchAll(); }, 250);
+      }
+      if (!isDone) return;
+      try { details = await get("/api/run", { run }); } catch { return; } // the state says so
+      if (isOpen) { top(); fetchAll(); } // with rare metrics, and a note on broken lines
     }
 
     function groups() {
@@ -173,9 +199,9 @@ export async function page(body, { run, tab = "curves" }) {
 
   async function log() {
     const text = h("pre.log", { tabindex: 0, "aria-label": t("Log") });
-    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td", {}, moment(one.begin.time)),
-      h("td", {}, `${one.begin.host} · ${one.begin.pid}`), h("td", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td", {}, one.begin.resumed_from || t("from scratch")),
-      h("td", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
+    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td.whole", {}, moment(one.begin.time)),
+      h("td.whole", {}, `${one.begin.host} · ${one.begin.pid}`), h("td.device", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td.whole", {}, one.begin.resumed_from || t("from scratch")),
+      h("td.whole", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
       h("td.num", {}, one.end ? duration(one.end.time - one.begin.time) : NONE)));
     replace(content, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Began", "Host and process", "Device", "Resumed from", "Ended", "Took"].map((label, i) => h(i === 0 || i === 6 ? "th.num" : "th", {}, t(label))))), h("tbody", {}, rows)))
       : h("p.soft", {}, t("This run has no record of its launches."))),
@@ -187,7 +213,7 @@ export async function page(body, { run, tab = "curves" }) {
       if (isAtEnd) text.scrollTop = text.scrollHeight;
     }
     await refresh();
-    const timer = setInterval(() => refresh().catch(() => {}), 2000);
+    const timer = setInterval(() => { if (row.state !== "gone") refresh().catch(() => {}); }, 2000);
     return { close: () => clearInterval(timer) };
   }
 

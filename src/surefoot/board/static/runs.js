@@ -2,7 +2,7 @@
 import { get } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { ago, bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { badge } from "./state.js";
@@ -22,14 +22,14 @@ const EVERY = 3000;
 
 export async function page(body) {
   const view = { sort: "changed", down: false, filter: "", chosen: new Set(), metric: "loss", log: false };
-  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0;
+  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
   const search = h("input", {
     type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
   });
   const count = h("span.soft");
   const list = h("div.panel.flush");
-  const note = h("div");
+  const note = h("div"), part = h("p.soft", { role: "status" });
   const below = h("div.stack");
   replace(body, h("div.row.between", {}, h("h1", {}, t("Runs")), h("a.button.writes", { href: to("new") }, t("New run"))),
     note, h("div.row", {}, h("div.grow", {}, search), count), list, below);
@@ -56,7 +56,7 @@ export async function page(body) {
     const isSorted = view.sort === column.key;
     const turn = () => { view.down = isSorted && !view.down; view.sort = column.key; table(); };
     return h(column.num ? "th.num" : "th", { "aria-sort": isSorted ? (view.down ? "descending" : "ascending") : null },
-      h("button", { onclick: turn }, t(column.label), isSorted ? (view.down ? " ↓" : " ↑") : ""));
+      h("button", { "data-key": column.key, onclick: turn }, t(column.label), isSorted ? (view.down ? " ↓" : " ↑") : ""));
   }));
 
   const line = (run) => {
@@ -88,10 +88,8 @@ export async function page(body) {
       replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("br"), h("code", {}, "surefoot train recipe.yaml")));
       return;
     }
-    const focused = document.activeElement?.closest?.("tr")?.dataset.run;
-    replace(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))));
-    if (isCut) list.append(h("div.note", {}, t("There may be more runs: the search ended at its limit.")));
-    if (focused) list.querySelector(`tr[data-run="${CSS.escape(focused)}"] input`)?.focus();
+    redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))),
+      isCut ? h("div.note", {}, t("There may be more runs: the search ended at its limit.")) : null);
   }
 
   // A later call replaces an earlier one that still waits for its answers.
@@ -104,7 +102,7 @@ export async function page(body) {
     if (isOld()) return;
     if (!chart || drawn !== names.join("\n")) {
       const known = new Set();
-      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run })));
+      const details = await Promise.allSettled(names.map((run) => get("/api/run", { run, excerpt: true })));
       details.forEach((d) => d.value?.metrics.forEach((name) => known.add(name)));
       const differing = h("div");
       if (names.length === 2) replace(differing, await recipesOf(...names));
@@ -118,19 +116,26 @@ export async function page(body) {
         [...known].filter((name) => name !== "epoch").sort().map((name) => h("option", { value: name, selected: name === view.metric }, name)));
       const log = h("button", { "aria-pressed": String(view.log), onclick: (e) => { view.log = !view.log; e.target.setAttribute("aria-pressed", view.log); curves(names); } }, t("Log scale"));
       replace(below, h("div.row.between", {}, h("h2", { style: { margin: "8px 0 0" } }, t("{n} selected", { n: names.length })), h("div.row", {}, select, log,
-        h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), chart.element, differing);
+        h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), part, chart.element, differing);
     }
     await curves(names);
   }
 
   async function curves(names) {
     const [first, last] = view.range || [];
-    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last })));
+    const found = await Promise.allSettled(names.map((run) => get("/api/series", { run, names: view.metric, points: 1500, first, last, excerpt: true })));
     if (!isOpen || !chart || drawn !== names.join("\n")) return;
     const series = names.map((run, place) => ({ run, place, one: found[place].value?.series[view.metric] }))
       .filter(({ one }) => one)
       .map(({ run, place, one }) => ({ label: run, steps: one.steps, values: one.values, color: color(place) }));
     chart.draw(series, { log: view.log, range: view.range });
+    const isPart = found.some((one) => one.value?.excerpt);
+    replace(part, isPart ? t("Curves are of some lines of long files at first; all lines are being read.") : "");
+    const isRead = wasPart && !isPart;
+    wasPart = isPart;
+    clearTimeout(again);
+    if (isPart) again = setTimeout(() => curves(names), 250);
+    if (isRead) { drawn = ""; compare(); } // with metrics that are logged rarely
   }
 
   async function refresh() {
@@ -151,7 +156,7 @@ export async function page(body) {
   }
 
   await refresh();
-  return () => { isOpen = false; clearTimeout(timer); chart?.close(); };
+  return () => { isOpen = false; clearTimeout(timer); clearTimeout(again); chart?.close(); };
 }
 
 // A table of the settings in which the recipes of two runs differ.

@@ -1,7 +1,7 @@
 // One sweep: parallel coordinates, importance of each setting, and a table of all trials.
 import { get } from "./api.js";
 import { to } from "./app.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { Parallel } from "./parallel.js";
@@ -13,7 +13,7 @@ const last = (key) => key.split(".").at(-1);
 export const shown = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value));
 
 export async function page(body, { sweep }) {
-  let isOpen = true, timer = 0, before = "";
+  let isOpen = true, isGone = false, timer = 0, before = "";
   const head = h("div.stack"), note = h("div"), bars = h("div"), list = h("div.panel.flush");
   const lines = new Parallel((trial) => { if (trial.run) location.hash = to("run", { run: trial.run }); }, mark);
   replace(body, head, note, lines.element, bars, list);
@@ -27,7 +27,7 @@ export async function page(body, { sweep }) {
     const { row } = found;
     const { metric, direction, sentence } = row.objective;
     const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
-    replace(head, h("div.row.between", {}, h("div.row", {}, h("h1", {}, row.sweep), badge(row)),
+    redraw(head, h("div.row.between", {}, h("div.row", {}, h("h1", {}, row.sweep), badge(row)),
       found.best_file ? h("a.button", { href: to("new", { file: found.best_file }) }, t("New run from the best recipe")) : null),
     sentence ? h("p.soft", {}, sentence) : null,
     row.problem ? h("div.note.bad", {}, row.problem) : null,
@@ -58,12 +58,12 @@ export async function page(body, { sweep }) {
       if (one.live) return h("td.state", {}, badge(one.live), one.live.step === null ? null : h("small.soft", {}, ` ${integer(one.live.step)} / ${integer(one.live.max_steps)}`));
       return h("td.state", {}, h(`span.badge.${one.state}`, { title: one.reason || null }, t(`trial:${one.state}`)), one.reason ? h("small.soft", {}, one.reason) : null);
     };
-    const line = (one) => h(one.number === found.best ? "tr.best" : "tr", { "data-trial": one.number, onmouseenter: () => lines.mark(one.number), onmouseleave: () => lines.mark(null) },
+    const line = (one) => h(one.number === found.best ? "tr.best" : "tr", { "data-trial": one.number, onmouseenter: (e) => lines.mark(Number(e.currentTarget.dataset.trial)), onmouseleave: () => lines.mark(null) },
       h("td.name", {}, one.run ? h("a", { href: to("run", { run: one.run }) }, `${t("Trial")} ${one.number}`) : `${t("Trial")} ${one.number}`),
       state(one), h("td.num", { "data-label": found.row.objective.metric }, number(one.value)),
       h("td.num", { "data-label": t("Step") }, one.step === null ? NONE : integer(one.step)),
       keys.map((key, i) => h("td.num", { "data-label": titles[i] }, shown(one.values[key]))));
-    replace(list, h("div.scroll", {}, h("table.runs.trials", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Trial")), h("th", {}, t("State")), h("th.num", {}, found.row.objective.metric), h("th.num", {}, t("Step")), titles.map((title, i) => h("th.num", { title: keys[i] }, title)))), h("tbody", {}, sorted.map(line)))));
+    redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs.trials", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Trial")), h("th", {}, t("State")), h("th.num", {}, found.row.objective.metric), h("th.num", {}, t("Step")), titles.map((title, i) => h("th.num", { title: keys[i] }, title)))), h("tbody", {}, sorted.map(line)))));
   }
 
   async function refresh() {
@@ -84,9 +84,10 @@ export async function page(body, { sweep }) {
       }
     } catch (error) {
       if (!before) throw error;
-      if (isOpen) replace(note, h("div.note.bad", { role: "alert" }, error.status === 404 ? t("The folder of this sweep was removed.") : t("The board does not answer: {why}", { why: error.message })));
+      isGone = error.status === 404;
+      if (isOpen) replace(note, h("div.note.bad", { role: "alert" }, isGone ? t("The folder of this sweep was removed.") : t("The board does not answer: {why}", { why: error.message })));
     }
-    if (isOpen) timer = setTimeout(refresh, EVERY);
+    if (isOpen && !isGone) timer = setTimeout(refresh, EVERY);
   }
 
   await refresh();

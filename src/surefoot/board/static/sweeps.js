@@ -1,7 +1,7 @@
 // Sweeps: the list of them.
 import { get } from "./api.js";
 import { to } from "./app.js";
-import { h, replace } from "./dom.js";
+import { h, redraw, replace } from "./dom.js";
 import { integer, number } from "./format.js";
 import { t } from "./i18n.js";
 import { badge } from "./state.js";
@@ -32,8 +32,8 @@ export async function page(body) {
         replace(note);
         if (!sweeps.length) replace(list, h("div.empty", {}, t("No sweeps below {root} yet.", { root }), h("br"), h("code.wrapped", {}, COMMAND)));
         else {
-          replace(list, h("div.scroll", {}, h("table.runs.sweeps", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Sweep")), h("th", {}, t("State")), h("th.num", {}, t("Trials")), h("th.num", {}, t("Best")), h("th", {}, t("Results")))), h("tbody", {}, sweeps.map(line)))));
-          if (isCut) list.append(h("div.note", {}, t("There may be more sweeps: the search ended at its limit.")));
+          redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs.sweeps", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Sweep")), h("th", {}, t("State")), h("th.num", {}, t("Trials")), h("th.num", {}, t("Best")), h("th", {}, t("Results")))), h("tbody", {}, sweeps.map(line)))),
+            isCut ? h("div.note", {}, t("There may be more sweeps: the search ended at its limit.")) : null);
         }
       }
     } catch (error) {

@@ -11,7 +11,8 @@ from ...callbacks.launches import NAME as LAUNCHES
 from ...checkpoint.disk.commit import committed, step_of
 from ...errors import RunError, SurefootError, counted
 from ...storage.address import Address, default_cache, is_address
-from ..metrics_file import MetricsFile, thinned
+from ..metrics.metrics_file import MetricsFile
+from ..metrics.thinning import thinned
 from ..run_folders import METRICS, find_runs, is_run
 from ..run_state import parsed, tail
 from ..run_summary import Summaries, last_rows

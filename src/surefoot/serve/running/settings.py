@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...board.host_names import Hosts
 from ...inference.model_loading import Dtype
 
 
@@ -24,3 +25,4 @@ class ServeSettings:
     max_body: int = 8 << 20  # bytes of a request
     sampled_logprobs: bool = False  # log-probabilities after penalties and temperature
     api_key: str | None = field(default=None, repr=False)
+    hosts: Hosts = field(default_factory=Hosts)  # under which requests are answered

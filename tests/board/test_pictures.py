@@ -1,0 +1,168 @@
+"""The pictures of ``docs/how-to/board.md``, of the demo's runs: ``PICTURES=docs/img`` writes them.
+
+``PICTURES=docs/img pytest -m proof tests/board/test_pictures.py`` takes some minutes.
+"""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from board import browser
+from board.pages import show
+from board.serving import SOURCE
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING)),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMMITTED = Path(__file__).parents[2] / "docs/img"
+MAX_BYTES = 120_000
+COLORS = 64
+TRIALS = 12
+SHORT = {"num_epochs: 3": "max_steps: 12", "eval_epoch: true": "eval_steps: 6"}
+SHORT |= {"log_steps: 20": "log_steps: 2", "save_steps: 100": "save_steps: 12"}
+ORDER = "Write this order as a record.\nTwo silk jars for Ada Brandt in Rome, please."
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """The demo, a run of it with another rate, and a short sweep."""
+    root = tmp_path_factory.mktemp("root")
+    for name in ("base-model", "data"):
+        shutil.copytree(EXAMPLES / name, root / name)
+    shutil.copy(EXAMPLES / "quickstart.yaml", root)
+    surefoot(root, "train", "quickstart.yaml")
+    slower = ["train.output_dir=runs/lower-rate", "optim.adamw.learning_rate=5e-4"]
+    surefoot(root, "train", "quickstart.yaml", *slower, "train.num_epochs=1")
+    for run in ("quickstart", "lower-rate"):
+        surefoot(root, "runs", "tag", f"runs/{run}", "paper")
+    keys = ["optim.adamw.learning_rate=3e-4..3e-2:log", "method.lora.rank=4,8,16"]
+    keys += ["train.global_batch_size=16..64:16", "optim.adamw.schedule=cosine,linear"]
+    recipe = (root / "quickstart.yaml").read_text()
+    for old, new in SHORT.items():
+        assert old in recipe
+        recipe = recipe.replace(old, new)
+    (root / "short.yaml").write_text(recipe)
+    options = [f"--trials={TRIALS}", "--jobs=2", "--output=runs/orders-sweep"]
+    surefoot(root, "sweep", "short.yaml", *keys, *options)
+    return root
+
+
+def surefoot(root, *words):
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-m", "surefoot", *words]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def look(page, server):
+    """Show a page, wait for a text, and write its picture; looked at on a phone and in the dark."""
+
+    def looking(name, hash_, ready, prepare=lambda: None, size=(1280, 800)):
+        page.size(*size)
+        show(page, server, hash_)
+        prepare()
+        page.wait(ready, seconds=120)
+        page.run("return new Promise(done => setTimeout(done, 400))")
+        page.run(
+            "document.activeElement?.classList.contains('tok') || document.activeElement?.blur()"
+        )
+        picture(page, f"board-{name}")
+        page.size(390, 844, phone=True)
+        page.run("document.documentElement.dataset.theme = 'dark'")
+        page.run("return new Promise(done => setTimeout(done, 400))")
+        assert page.run("return document.documentElement.scrollWidth") == 390
+        if folder := os.environ.get("PHONES"):
+            page.picture(Path(folder) / f"phone-{name}.png")
+        page.size(1280, 800)
+
+    return looking
+
+
+def picture(page, name):
+    """A palette PNG that is small enough for the repository."""
+    from PIL import Image
+
+    folder = os.environ.get("PICTURES")
+    with io.BytesIO() as data:
+        page.picture(raw := Path(page.folder) / f"{name}.png")
+        image = Image.open(raw).convert("RGB")
+        palette = image.quantize(COLORS, dither=Image.Dither.NONE)
+        palette.save(data, "PNG", optimize=True)
+        found = data.getvalue()
+    assert 8_000 < len(found) < MAX_BYTES
+    if folder:
+        (Path(folder) / f"{name}.png").write_bytes(found)
+
+
+def test_runs(page, look):
+    def choose():
+        page.wait("return document.querySelectorAll('tbody tr').length > 2")
+        for name in ("runs/quickstart", "runs/lower-rate"):
+            page.run(f"document.querySelector('tr[data-run=\"{name}\"] input').click()")
+
+    ready = "return document.querySelectorAll('.legend b').length === 2"
+    filtered = "const e = document.querySelector('input[type=search]'); e.value = arguments[0];"
+    filtered += "e.dispatchEvent(new Event('input'))"
+    look("runs", "#/runs", ready, lambda: (choose(), page.run(filtered, "complete paper")))
+
+
+def test_run(look):
+    ready = "return document.querySelectorAll('canvas').length > 3"
+    look("run", "#/run?run=runs/quickstart", ready, size=(1280, 1000))
+
+
+def test_new(page, look):
+    ready = "return document.body.innerText.includes('Memory of a process at its peak')"
+    prepare = lambda: page.click("Plan: steps, memory, disk")  # noqa: E731
+    look("new", "#/new?file=quickstart.yaml", ready, prepare, (1280, 1200))
+
+
+def test_data(page, look):
+    def prepare():
+        page.wait_for("masked: read, not trained on", seconds=120)
+        page.click("Check all rows")
+
+    ready = "return document.body.innerText.includes('Check of all rows')"
+    look("data", "#/data?run=runs/quickstart", ready, prepare, (1280, 1000))
+
+
+def test_sweep(look):
+    ready = f"return document.querySelectorAll('path.trial').length === {TRIALS}"
+    look("sweep", "#/sweep?sweep=runs/orders-sweep", ready, size=(1280, 1000))
+
+
+def test_chat(page, look):
+    def prepare():
+        page.wait("return document.querySelector('textarea[aria-label=Message]')")
+        page.run(
+            "const e = document.querySelector('textarea[aria-label=Message]');"
+            "e.value = arguments[0];"
+            "[...document.querySelectorAll('button')].find(b => b.innerText === 'Send').click()",
+            ORDER,
+        )
+        page.wait("return document.querySelectorAll('.messages .bubble').length > 3", seconds=120)
+        page.wait("return document.querySelector('.tok')", seconds=120)
+        page.run("document.querySelectorAll('.messages')[1].querySelectorAll('.tok')[3].focus()")
+
+    look(
+        "chat",
+        "#/chat?run=runs/quickstart&b=base",
+        "return document.querySelector('.tok')",
+        prepare,
+    )
+
+
+def test_the_committed_pictures_are_small_and_those_of_the_pages():
+    pages = [(COMMITTED.parent / f"how-to/{name}.md").read_text() for name in ("board", "sweep")]
+    for path in COMMITTED.glob("board-*.png"):
+        assert any(f"img/{path.name}" in page for page in pages)
+        assert path.stat().st_size < MAX_BYTES
+        assert path.read_bytes()[25] == 3, "a palette"
