@@ -229,7 +229,7 @@ def test_layer_by_layer_the_model_computes_the_same(kind, tmp_path):
     rows = [[5, 6, 7, 8, 9, 10], [40, 3]]
     hidden, calls = model.record(rows)
     for place in range(len(model.layers)):
-        with model.loaded(place) as layer:
+        with model.loaded(place) as (_, layer):
             hidden = [run(layer, *both) for both in zip(hidden, calls[place], strict=True)]
     assert all(p.is_meta for p in model.model.parameters())
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -6,11 +6,12 @@ Each layer gets the hidden states that the layers before it, already quantized, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,121 +19,202 @@ from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.joined import JoinedSource
 from ...checkpoint.sources.source import Renamed, TensorsInMemory, TensorSource
-from ...data.text.pairs import with_chosen
 from ...errors import ModelError
-from ...recipe.recipe_data import prepared
-from ..held_out_set import own_codec
-from ..model_loading import ModelFolders, codec_of
+from ...model.pretrained.weights import place
+from .awq import round_to_nearest, scales_of
+from .foldings import find_foldings
 from .gptq import output_error, round_by_gptq
+from .inputs import InputStatistics, Matrix, Place, matrices_of, statistics_of
 from .layerwise import Call, LayerwiseModel, run
 from .linear_layers import LinearLayers
 from .quantized_source import QuantizedSource
 from .schemes import WeightScheme
 
 logger = logging.getLogger(__name__)
-LONGEST = 2048  # tokens of a row
+Calibration = Literal["gptq", "awq"]
+FEWEST = 128  # tokens of an expert; of fewer, GPTQ would learn only these
 
 
-def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
-    """The token ids of ``count`` rows of the run's training data, evenly spaced. Raises
-    ``ModelError`` if there is no run."""
-    if parts.recipe is None:
-        raise ModelError(
-            f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
-            "run, or use --algorithm rtn"
-        )
-    if parts.recipe.data.streaming:
-        raise ModelError(
-            f"{parts.folder}: its run streams its data (data.streaming), of which no rows are "
-            "chosen; use --algorithm rtn"
-        )
-    data = prepared(parts.recipe, own_codec(parts.recipe, codec_of(parts))).train
-    chosen = np.unique(np.linspace(0, len(data) - 1, min(count, len(data))).astype(int))
-    found = []
-    for index in chosen:
-        item = with_chosen(data[int(index)])
-        name = next(name for name in item if name.endswith("input_ids"))
-        found.append([int(i) for i in item[name][:LONGEST]])
-    return found
+@dataclass
+class CalibrationReport:
+    """What was not done as asked."""
+
+    num_experts: int = 0  # their weights
+    rounded: list[str] = field(default_factory=list)  # weights of experts with few tokens
+    unscaled: Counter[str] = field(default_factory=Counter)  # kinds of layers, by AWQ
+    num_scaled: int = 0  # weights, by AWQ
+
+    def as_settings(self) -> dict[str, int]:
+        """For the receipt."""
+        found = {"num_rounded_experts": len(self.rounded)} if self.rounded else {}
+        return found | ({"num_unscaled": self.unscaled.total()} if self.unscaled else {})
+
+    def log(self) -> None:
+        """Say it."""
+        if self.rounded:
+            logger.warning(
+                "%d of %d weights of experts got fewer than %d tokens of the calibration rows, and "
+                "are rounded to nearest (%s, for example)",
+                *(len(self.rounded), self.num_experts, FEWEST, self.rounded[0]),
+            )
+        if self.unscaled:
+            kinds = ", ".join(f"{name} ({count})" for name, count in sorted(self.unscaled.items()))
+            logger.warning(
+                "AWQ: %d weights are scaled; rounded as they are, because no layer before them can "
+                "be divided without a change of what the model computes: %s",
+                *(self.num_scaled, kinds),
+            )
 
 
-def calibrated(
-    model: LayerwiseModel,
-    layers: LinearLayers,
-    scheme: WeightScheme,
-    rows: Sequence[Sequence[int]],
-    scratch: Path,
-) -> TensorSource:
-    """The tensors of the quantized model: those of decoder layers chosen by GPTQ on ``rows``, and
-    stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
-    hidden, calls = model.record(rows)
-    count, chosen = len(model.layers), []
-    for place in range(count):
-        with model.loaded(place) as layer:
-            prefix = next(n for n, m in model.model.named_modules() if m is layer)
-            own = {
-                module: layers.weights[f"{prefix}.{name}"]
-                for name, module in layer.named_modules()
-                if f"{prefix}.{name}" in layers.weights
-            }
-            tensors = _layer(layer, own, hidden, calls[place], scheme, model.source.dtypes())
-            hidden = [run(layer, one, call) for one, call in zip(hidden, calls[place], strict=True)]
-        copy(TensorsInMemory(tensors), scratch / str(place))
-        chosen.append(("", open_folder(scratch / str(place))))
-        calls[place] = []
-        logger.info("calibrated layer %d of %d", place + 1, count)
-    done = {name for _, source in chosen for name in source.shapes()}
-    plain = QuantizedSource(model.source, scheme, frozenset(layers.weights.values()))
-    left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
-    return JoinedSource([("", left), *chosen])
+@dataclass(frozen=True)
+class _Layer:
+    """A decoder layer with its weights in memory."""
+
+    module: nn.Module
+    prefix: str
+    matrices: Sequence[Matrix]
+    hidden: Sequence[torch.Tensor]
+    calls: Sequence[Call]
 
 
-def _layer(
-    layer: nn.Module,
-    own: Mapping[nn.Module, str],
-    hidden: Sequence[torch.Tensor],
-    calls: Sequence[Call],
-    scheme: WeightScheme,
-    dtypes: Mapping[str, torch.dtype],
-) -> dict[str, torch.Tensor]:
-    """The tensors of one layer, whose weights become those that they stand for."""
-    hessians = _hessians(layer, own, hidden, calls)
-    found: dict[str, torch.Tensor] = {}
-    for module, name in own.items():
-        weight = module.get_parameter("weight")
-        stored = weight.detach().to(dtypes[name])
+@dataclass(frozen=True)
+class Calibrator:
+    """Chooses the quantized weights of a model."""
+
+    model: LayerwiseModel
+    layers: LinearLayers
+    scheme: WeightScheme
+    algorithm: Calibration
+    report: CalibrationReport = field(default_factory=CalibrationReport)
+
+    @torch.no_grad()
+    def run(
+        self,
+        rows: Sequence[Sequence[int]],
+        scratch: Path,
+        progress: Callable[[int, int], None] = lambda _done, _total: None,
+    ) -> TensorSource:
+        """The tensors of the quantized model: those of decoder layers chosen on ``rows``, and
+        stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them.
+        ``progress`` gets the number of layers, and of all."""
+        hidden, calls = self.model.record(rows)
+        count, chosen = len(self.model.layers), []
+        for index in range(count):
+            progress(index, count)
+            with self.model.loaded(index) as (prefix, module):
+                matrices = matrices_of(module, prefix, self.layers)
+                layer = _Layer(module, prefix, matrices, hidden, calls[index])
+                tensors = self._gptq(layer) if self.algorithm == "gptq" else self._awq(layer)
+                pairs = zip(hidden, calls[index], strict=True)
+                hidden = [run(module, one, call) for one, call in pairs]
+            copy(TensorsInMemory(tensors), scratch / str(index))
+            chosen.append(("", open_folder(scratch / str(index))))
+            calls[index] = []
+        progress(count, count)
+        self.report.log()
+        done = {name for _, source in chosen for name in source.shapes()}
+        plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)
+        left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
+        return JoinedSource([("", left), *chosen])
+
+    def _gptq(self, layer: _Layer) -> dict[str, torch.Tensor]:
+        """The tensors of a layer, whose weights become those that they stand for."""
+        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        found: dict[str, torch.Tensor] = {}
+        for matrix in layer.matrices:
+            inputs = self._enough(matrix, statistics)
+            stored = self._stored(matrix)
+            if inputs is None:
+                values = round_to_nearest(stored.float(), self.scheme, stored.dtype)
+            else:
+                values = round_by_gptq(stored, inputs.gram, self.scheme)
+                error = output_error(matrix.weight, values, inputs.gram)
+                logger.debug("%s: error of outputs %.2e", matrix.name, error)
+            found |= self._packed(matrix, values, stored)
+        return found
+
+    def _awq(self, layer: _Layer) -> dict[str, torch.Tensor]:
+        """The same, and the norms and biases that have changed."""
+        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        changed = self._scale(layer, statistics)
+        found: dict[str, torch.Tensor] = {}
+        for matrix in layer.matrices:
+            stored = self._stored(matrix)
+            values = round_to_nearest(matrix.weight, self.scheme, stored.dtype)
+            found |= self._packed(matrix, values, stored)
+        dtypes = self.model.source.dtypes()
+        for name, parameter in layer.module.named_parameters():
+            if id(parameter) in changed:
+                in_files = self.model.names[f"{layer.prefix}.{name}"]
+                values = parameter.detach().to(dtypes[in_files])
+                parameter.copy_(values)
+                found[in_files] = values.cpu()
+        return found
+
+    def _scale(self, layer: _Layer, statistics: Mapping[Place, InputStatistics]) -> set[int]:
+        """Fold the best scales into the weights of a layer; the ids of norms and biases that
+        changed."""
+        dtypes = self._dtypes(layer)
+        longest = max(range(len(layer.hidden)), key=lambda i: layer.hidden[i].shape[1])
+        row = layer.hidden[longest], layer.calls[longest]
+        found = find_foldings(layer.module, *row, self.model.head_size, self._quantized(layer))
+        chosen = [(one, scales_of(one, statistics, self.scheme, dtypes)) for one in found]
+        changed = set[int]()
+        for folding, scales in chosen:
+            if scales is not None:
+                folding.fold(scales, dtypes[id(folding.producer)])
+                changed |= {id(folding.producer)} if folding.is_norm else set()
+                changed |= {id(folding.bias)} if folding.bias is not None else set()
+        read = {id(weight) for folding in found for weight in folding.consumers}
+        self._count(layer, read)
+        return changed
+
+    def _dtypes(self, layer: _Layer) -> dict[int, torch.dtype]:
+        """In the files, by the id of each parameter."""
+        own = layer.module.named_parameters()
+        return {id(p): self.model.dtype_of(f"{layer.prefix}.{name}") for name, p in own}
+
+    def _quantized(self, layer: _Layer) -> set[int]:
+        """The ids of parameters that contain weights to quantize."""
+        places = {matrix.place[0] for matrix in layer.matrices}
+        return {id(p) for p in layer.module.parameters() if place(p.detach())[0] in places}
+
+    def _count(self, layer: _Layer, read: set[int]) -> None:
+        places = {place(p.detach())[0] for p in layer.module.parameters() if id(p) in read}
+        for matrix in layer.matrices:
+            if matrix.place[0] in places:
+                self.report.num_scaled += 1
+            else:
+                kind = matrix.name.removesuffix(".weight").rpartition(".")[2]
+                self.report.unscaled[kind] += 1
+
+    def _enough(
+        self, matrix: Matrix, statistics: Mapping[Place, InputStatistics]
+    ) -> InputStatistics | None:
+        """Those of a matrix, unless it is an expert's with too few."""
+        found = statistics.get(matrix.place)
+        if not matrix.is_expert:
+            return found
+        self.report.num_experts += 1
+        if found is not None and found.num_tokens >= FEWEST:
+            return found
+        self.report.rounded.append(matrix.name)
+        return None
+
+    def _stored(self, matrix: Matrix) -> torch.Tensor:
+        """The weight in the type of the files."""
+        stored = matrix.weight.to(self.model.source.dtypes()[matrix.name])
         if not stored.isfinite().all():
-            raise ModelError(f"{name}: it contains NaN or infinite values; nothing was written")
-        values = round_by_gptq(stored, hessians[module], scheme)
-        scales, zeros = scheme.scales(stored)
-        logger.debug(
-            "%s: error of outputs %.2e", name, output_error(weight, values, hessians[module])
-        )
-        weight.data = values
-        packed = scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
-        found |= {f"{name.removesuffix('weight')}{role}": t for role, t in packed.items()}
-    return found
+            raise ModelError(
+                f"{matrix.name}: it contains NaN or infinite values; nothing was written"
+            )
+        return stored
 
-
-def _hessians(
-    layer: nn.Module,
-    own: Mapping[nn.Module, str],
-    hidden: Sequence[torch.Tensor],
-    calls: Sequence[Call],
-) -> dict[nn.Module, torch.Tensor]:
-    """X'X of the inputs of each linear layer."""
-    found: dict[nn.Module, torch.Tensor] = {}
-
-    def add(module: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs_NI = args[0].detach().flatten(0, -2).float()
-        product_II = inputs_NI.T @ inputs_NI
-        found[module] = found[module] + product_II if module in found else product_II
-
-    hooks = [module.register_forward_pre_hook(add) for module in own]
-    try:
-        for one, call in zip(hidden, calls, strict=True):
-            run(layer, one, call)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+    def _packed(
+        self, matrix: Matrix, values: torch.Tensor, stored: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a weight, which becomes ``values``."""
+        scales, zeros = self.scheme.scales(stored)
+        matrix.weight.copy_(values)
+        packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
+        return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...checkpoint.sources.source import TensorSource, read_whole
 from ...errors import ModelError
 from ...model import FullWeights
+from ...model.fused_parameters import FusedPlacement, places
 from ...model.pretrained.loading import device
 from ...model.pretrained.meta import fill_buffers
 from ...model.pretrained.weights import names_in_files
@@ -52,11 +53,24 @@ class LayerwiseModel:
     model: PreTrainedModel
     source: TensorSource
     names: Mapping[str, str]  # of parameters: those in the source
+    experts: Mapping[str, FusedPlacement]  # by name in the source, of what is no parameter there
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
         return layer_list(self.model)
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head of attention."""
+        config = self.model.config.get_text_config()
+        size = getattr(config, "head_dim", None)
+        return int(size or config.hidden_size // config.num_attention_heads)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter in the source."""
+        parts = [n for n, at in self.experts.items() if at.fused == name]
+        return self.source.dtypes()[parts[0] if parts else self.names[name]]
 
     @torch.no_grad()
     def record(self, rows: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[list[Call]]]:
@@ -80,12 +94,12 @@ class LayerwiseModel:
         return recorders[0].inputs, [one.calls for one in recorders]
 
     @contextmanager
-    def loaded(self, place: int) -> Iterator[nn.Module]:
-        """A layer with its weights, while the block lasts."""
+    def loaded(self, place: int) -> Iterator[tuple[str, nn.Module]]:
+        """The name of a layer, and the layer with its weights, while the block lasts."""
         layer = self.layers[place]
         prefix = next(name for name, module in self.model.named_modules() if module is layer)
         with self._loaded([f"{prefix}.{name}" for name, _ in layer.named_parameters()]):
-            yield layer
+            yield prefix, layer
 
     @contextmanager
     def _loaded(self, names: Sequence[str]) -> Iterator[None]:
@@ -94,13 +108,23 @@ class LayerwiseModel:
             parent, _, leaf = name.rpartition(".")
             module = self.model.get_submodule(parent)
             before[name] = module, leaf, module._parameters[leaf]
-            values = read_whole(self.source, self.names[name]).to(device(), torch.float32)
-            module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+            module._parameters[leaf] = nn.Parameter(self._values(name), requires_grad=False)
         try:
             yield
         finally:
             for module, leaf, parameter in before.values():
                 module._parameters[leaf] = parameter
+
+    def _values(self, name: str) -> torch.Tensor:
+        """Of a parameter, in float32."""
+        parts = [(n, at) for n, at in self.experts.items() if at.fused == name]
+        if not parts:
+            return read_whole(self.source, self.names[name]).to(device(), torch.float32)
+        found = torch.empty(parts[0][1].whole, device=device())
+        for part, at in parts:
+            expert, row, _ = at.start
+            found[expert, row : row + at.shape[0]] = read_whole(self.source, part).to(device())
+        return found
 
 
 def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) -> LayerwiseModel:
@@ -108,17 +132,22 @@ def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) 
     it cannot be run layer by layer."""
     found = CONFIG_MAPPING[config["model_type"]].from_dict({**config, "dtype": "float32"})
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(found)
+        # experts one after another, so that the inputs of each are seen
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            found, experts_implementation="eager"
+        )
     if odd := fill_buffers(model):
         raise ModelError(f"{where}: nothing initializes {odd}; use --algorithm rtn")
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device())
-    names = names_in_files(model, FullWeights(model).state_dict())
-    if missing := sorted(set(names.values()) - source.shapes().keys()):
+    names, experts = names_in_files(model, FullWeights(model).state_dict()), places(model)
+    joined = {at.fused for at in experts.values()}
+    names = {name: in_files for name, in_files in names.items() if name not in joined}
+    if missing := sorted({*names.values(), *experts} - source.shapes().keys()):
         raise ModelError(f"{where}: has no {missing[0]}, which the model needs")
-    return LayerwiseModel(model.eval(), source, names)
+    return LayerwiseModel(model.eval(), source, names, experts)
 
 
 @torch.no_grad()
