@@ -340,12 +340,6 @@ def test_calibration_needs_a_run_and_integers(base, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_are_refused_by_name(tmp_path):
-    save_model(tmp_path / "base", "mixtral")
-    with pytest.raises(ModelError, match=r"experts\..* several experts; .*use --to gguf"):
-        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8")
-
-
 def test_the_command_refuses_types_of_other_formats(base, tmp_path):
     def run(*options):
         return CliRunner().invoke(main, ["export", str(base), str(tmp_path / "o"), *options])

@@ -195,10 +195,11 @@ def _from_norms(events: Sequence[_Linear | _Norm]) -> Iterator[list[Folding]]:
             continue
         stop = next((i for i, e in enumerate(after) if isinstance(e, _Norm)), len(after))
         until = {id(e) for e in after[:stop]}
-        experts = [e for e in linear if id(e) in until and e.weight.ndim == 3]
+        experts = _weights([e for e in linear if id(e) in until and e.weight.ndim == 3])
+        own = _weights(direct)
         yield [
-            Folding(norm.weight, norm.bias, _weights(group), has_one=has_one)
-            for group in (direct, [*direct, *experts])
+            Folding(norm.weight, norm.bias, (*own, *experts[:count]), has_one=has_one)
+            for count in range(len(experts) + 1)
             for has_one in (False, True)
         ]
 
