@@ -55,12 +55,16 @@ def best_scales(
     folding: Folding,
     scheme: WeightScheme,
     dtype: torch.dtype,
+    *,
+    in_powers_of_two: bool = False,
 ) -> torch.Tensor | None:
     """The scales [n] of least error among powers of the mean magnitudes; None if those are 1."""
     found, least = None, float("inf")
     for step in range(GRID + 1):
         scales_n = magnitudes_n.clamp(min=_SMALLEST) ** (step / GRID)
         scales_n = scales_n / (scales_n.max() * scales_n.min()).sqrt()
+        if in_powers_of_two:
+            scales_n = scales_n.log2().round().exp2()
         spread_I = folding.spread(scales_n)
         error = sum(error_of(reader, spread_I, scheme, dtype) for reader in readers)
         if error < least:
@@ -108,4 +112,12 @@ def _best(
     tokens = sum(inputs.num_tokens for *_, inputs in known)
     magnitudes_I = torch.stack([inputs.magnitudes for *_, inputs in known]).sum(0) / tokens
     dtype = dtypes[id(known[0][0])]
-    return best_scales(readers, folding.gather(magnitudes_I), folding, scheme, dtype)
+    is_exact = any(id(weight) not in dtypes for weight in folding.consumers)  # a router, stored
+    return best_scales(
+        readers,
+        folding.gather(magnitudes_I),
+        folding,
+        scheme,
+        dtype,
+        in_powers_of_two=is_exact,
+    )

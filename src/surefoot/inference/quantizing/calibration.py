@@ -134,7 +134,7 @@ class Calibrator:
         return found
 
     def _awq(self, layer: _Layer) -> dict[str, torch.Tensor]:
-        """The same, and the norms and biases that have changed."""
+        """The same, and the norms, biases and routers that have changed."""
         statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
         changed = self._scale(layer, statistics)
         found: dict[str, torch.Tensor] = {}
@@ -152,19 +152,19 @@ class Calibrator:
         return found
 
     def _scale(self, layer: _Layer, statistics: Mapping[Place, InputStatistics]) -> set[int]:
-        """Fold the best scales into the weights of a layer; the ids of norms and biases that
-        changed."""
-        dtypes = self._dtypes(layer)
+        """Fold the best scales into the weights of a layer; the ids of parameters that are
+        not quantized and have changed."""
+        dtypes, quantized = self._dtypes(layer), self._quantized(layer)
+        own = {key: dtype for key, dtype in dtypes.items() if key in quantized}
         longest = max(range(len(layer.hidden)), key=lambda i: layer.hidden[i].shape[1])
         row = layer.hidden[longest], layer.calls[longest]
-        found = find_foldings(layer.module, *row, self.model.head_size, self._quantized(layer))
-        chosen = [(one, scales_of(one, statistics, self.scheme, dtypes)) for one in found]
+        found = find_foldings(layer.module, *row, self.model.head_size, quantized)
+        chosen = [(one, scales_of(one, statistics, self.scheme, own)) for one in found]
         changed = set[int]()
         for folding, scales in chosen:
             if scales is not None:
                 folding.fold(scales, dtypes[id(folding.producer)])
-                changed |= {id(folding.producer)} if folding.is_norm else set()
-                changed |= {id(folding.bias)} if folding.bias is not None else set()
+                changed |= {id(one) for one in folding.touched} - quantized
         read = {id(weight) for folding in found for weight in folding.consumers}
         self._count(layer, read)
         return changed

@@ -42,6 +42,12 @@ class Folding:
         return self.producer.ndim == 1
 
     @property
+    def touched(self) -> list[nn.Parameter]:
+        """All that it changes."""
+        bias = [] if self.bias is None else [self.bias]
+        return [self.producer, *bias, *self.consumers]
+
+    @property
     def num_scales(self) -> int:
         """Of each expert."""
         return int(self.producer[self.rows].shape[0] if self.is_norm else self._rows().shape[-2])
