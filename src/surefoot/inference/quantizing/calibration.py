@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -88,19 +88,12 @@ class Calibrator:
     report: CalibrationReport = field(default_factory=CalibrationReport)
 
     @torch.no_grad()
-    def run(
-        self,
-        rows: Sequence[Sequence[int]],
-        scratch: Path,
-        progress: Callable[[int, int], None] = lambda _done, _total: None,
-    ) -> TensorSource:
+    def run(self, rows: Sequence[Sequence[int]], scratch: Path) -> TensorSource:
         """The tensors of the quantized model: those of decoder layers chosen on ``rows``, and
-        stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them.
-        ``progress`` gets the number of layers, and of all."""
+        stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
         hidden, calls = self.model.record(rows)
         count, chosen = len(self.model.layers), []
         for index in range(count):
-            progress(index, count)
             with self.model.loaded(index) as (prefix, module):
                 matrices = matrices_of(module, prefix, self.layers)
                 layer = _Layer(module, prefix, matrices, hidden, calls[index])
@@ -110,7 +103,7 @@ class Calibrator:
             copy(TensorsInMemory(tensors), scratch / str(index))
             chosen.append(("", open_folder(scratch / str(index))))
             calls[index] = []
-        progress(count, count)
+            logger.info("calibrated layer %d of %d", index + 1, count)
         self.report.log()
         done = {name for _, source in chosen for name in source.shapes()}
         plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
-from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.sources.copying import DtypeName, copy
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError
@@ -21,7 +20,7 @@ from ...recipe.run_checkpoint import Damaged
 from ...storage import files
 from ..exporting.base_model import meta_model
 from ..exporting.exported import counting, num_bytes, num_weights, whole_model
-from ..model_loading import ModelFolders, find_parts, with_valid
+from ..model_loading import ModelFolders, find_parts, is_reward, with_valid
 from ..receipts.card import card_text
 from ..receipts.receipt import CARD, Artefact, write_receipt
 from .calibration import Calibrator
@@ -45,8 +44,6 @@ class QuantizeOptions:
     """Inputs that share a scale, of w4a16; unset, 128."""
     algorithm: Algorithm = "rtn"
     """``rtn`` rounds to nearest; ``gptq`` and ``awq`` calibrate on the run's training data."""
-    on_layer: Callable[[int, int], None] = lambda _done, _total: None
-    """Called with the number of decoder layers that are calibrated, and of all."""
 
     def check(self, quantize: str, scheme: WeightScheme) -> None:
         """Raise ``ModelError`` for a scheme that the algorithm does not calibrate."""
@@ -110,7 +107,7 @@ def export_quantized(
                 model = open_layerwise(source.source, config, str(parts.folder))
                 rows = calibration_rows(parts, _ROWS)
                 calibrator = Calibrator(model, layers, scheme, options.algorithm)
-                found = calibrator.run(rows, folder / _SCRATCH, options.on_layer)
+                found = calibrator.run(rows, folder / _SCRATCH)
                 settings |= calibrator.report.as_settings()
             advance = counting(num_bytes(found), progress)
             copy(found, folder, max_shard_size=max_shard_size, progress=advance)
@@ -130,8 +127,7 @@ def _quantized(
 ) -> tuple[QuantizedSource, dict[str, bytes], LinearLayers]:
     """The tensors to write, the small files beside them, and the layers that are quantized."""
     where = str(parts.folder)
-    is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
-    if is_reward or any(is_sequence_classification(folder) for folder in parts.all):
+    if is_reward(parts):
         raise ModelError(f"{where}: is a reward model; only models that write text are quantized")
     whole, small = whole_model(parts, dtype=dtype)
     layers = find_linear_layers(meta_model(parts.model, False), whole.shapes(), where)
