@@ -6,7 +6,7 @@ Weights go from file to file rows by rows; memory does not grow with the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -73,8 +73,8 @@ def export_quantized(
     ``out``.
 
     Args:
-        path: a run, checkpoint or model; an adapter is merged into its base first.
-        out: a folder that does not exist or is empty.
+        path: a run, checkpoint or model; an adapter is merged into its base.
+        out: a new or empty folder.
         quantize: one of ``PRESETS``.
         options: how the weights are rounded.
         base: the base of an adapter, if it is not where the adapter says.
@@ -96,15 +96,11 @@ def export_quantized(
 
     def write(parts: ModelFolders) -> None:
         source, small, layers = _quantized(parts, scheme, dtype)
-        settings: dict[str, Any] = {
-            "algorithm": options.algorithm,
-            "group_size": scheme.args.group_size,
-        }
+        settings = {"algorithm": options.algorithm, "group_size": scheme.args.group_size}
         with new_folder(target, may_be_empty=True) as folder:
             found: TensorSource = source
             if options.algorithm != "rtn":
-                config = {**json.loads(small["config.json"]), "quantization_config": None}
-                model = open_layerwise(source.source, config, str(parts.folder))
+                model = open_layerwise(source.source, _config(small), str(parts.folder))
                 rows = calibration_rows(parts, _ROWS)
                 calibrator = Calibrator(model, layers, scheme, options.algorithm)
                 found = calibrator.run(rows, folder / _SCRATCH)
@@ -120,6 +116,11 @@ def export_quantized(
 
     with_valid(find, write)
     return target
+
+
+def _config(small: Mapping[str, bytes]) -> dict[str, Any]:
+    """``config.json`` of the model before it is quantized."""
+    return {**json.loads(small["config.json"]), "quantization_config": None}
 
 
 def _quantized(

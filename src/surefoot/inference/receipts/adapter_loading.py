@@ -16,6 +16,8 @@ from transformers import PretrainedConfig
 from ...errors import ModelError
 
 _A, _B = ".lora_a", ".lora_b"
+_FIELDS = ("adapter.type", "general.architecture", "adapter.lora.alpha")
+_KIND = "lora"  # of adapters
 _PERMUTED = ("llama", "mistral")  # rows of a head of q and k are pairs in the file
 
 
@@ -26,12 +28,12 @@ def add_adapter(model: Any, path: Path) -> None:
     from gguf import GGUFReader
 
     file = GGUFReader(path)
-    found = file.get_field("adapter.lora.alpha")
-    kind = file.get_field("adapter.type")
-    if found is None or kind is None or kind.contents() != "lora":
+    fields = [file.get_field(name) for name in _FIELDS]
+    kind, architecture, alpha = (None if one is None else one.contents() for one in fields)
+    if kind != _KIND or architecture is None or alpha is None:
         raise ModelError(f"{path}: is not a LoRA adapter")
     factors = {tensor.name: _values(tensor) for tensor in file.tensors}
-    layers = _layers(model, str(file.get_field("general.architecture").contents()))
+    layers = _layers(model, str(architecture))
     names = {name.removesuffix(_A).removesuffix(_B) for name in factors}
     if odd := sorted(name for name in names if name not in layers):
         raise ModelError(f"{path}: {odd[0]} is not a linear layer of its base")
@@ -44,7 +46,7 @@ def add_adapter(model: Any, path: Path) -> None:
             raise ModelError(
                 f"{path}: {name} does not fit the {tuple(layer.weight.shape)} of its base"
             )
-        update_OI = float(found.contents()) / len(a_rI) * (b_Or @ a_rI)
+        update_OI = float(alpha) / len(a_rI) * (b_Or @ a_rI)
         layer.weight += update_OI.to(layer.weight)
 
 
