@@ -10,34 +10,51 @@ from transformers import AutoModelForCausalLM
 
 import surefoot
 from folders import save_data, save_model, save_recipe
+from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import ModelError
 from surefoot.inference import export, open_model
 
 pytest.importorskip("compressed_tensors")
 
 from surefoot.inference.held_out_set import held_out
-from surefoot.inference.quantizing.awq import GRID, Reader, best_scales, error_of
+from surefoot.inference.quantizing import rows as calibration_data
+from surefoot.inference.quantizing.awq import GRID, Reader, best_scales, error_of, round_to_nearest
+from surefoot.inference.quantizing.calibration import Calibrator
 from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
 from surefoot.inference.quantizing.foldings import Folding, find_foldings
+from surefoot.inference.quantizing.inputs import Matrix, matrices_of
+from surefoot.inference.quantizing.layerwise import open_layerwise, run
+from surefoot.inference.quantizing.linear_layers import find_linear_layers
 from surefoot.inference.quantizing.schemes import scheme_of
+from surefoot.inference.quantizing.trial import LayerTrial
 from surefoot.inference.receipts.verification import verify_export
+from zoo.architectures import SETTINGS, build
 
 IDS = torch.arange(60, 92)[None]
 SCHEME = scheme_of("w4a16", 32)
 AWQ = QuantizeOptions(32, "awq")
 
 
-def foldings_of(model, place=0):
-    """Of one layer of a transformers model: its layer and what may be folded in it."""
-    layer, seen = model.get_decoder().layers[place], []
+def first_layer(model, **others):
+    """Of a transformers model: the layer, the hidden states before it, and what it is called with,
+    besides ``others``."""
+    layer, seen = model.get_decoder().layers[0], []
     hook = layer.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((args[0], (args[1:], kwargs))), with_kwargs=True
+        lambda _, args, kwargs: seen.append((args[0], (args[1:], {**kwargs, **others}))),
+        with_kwargs=True,
     )
     model(IDS, use_cache=False)
     hook.remove()
+    return layer, *seen[0]
+
+
+def foldings_of(model, **others):
+    """Of one layer of a transformers model: its layer and what may be folded in it."""
+    layer, hidden, call = first_layer(model, **others)
     wanted = {id(p) for name, p in layer.named_parameters() if p.ndim > 1 and "gate." not in name}
     size = model.config.head_dim or model.config.hidden_size // model.config.num_attention_heads
-    return layer, find_foldings(layer, *seen[0], size, wanted)
+    return layer, find_foldings(layer, hidden, call, size, wanted)
 
 
 def opened(folder, kind, **changes):
@@ -111,6 +128,95 @@ def test_a_norm_that_others_read_is_left_alone(tmp_path):
     names = {id(p): name for name, p in model.model.layers[0].named_parameters()}
     read = {names[id(one)] for folding in found for one in folding.consumers}
     assert {name for name in names.values() if "mlp" in name} & read == {"mlp.down_proj.weight"}
+
+
+@torch.no_grad()
+def test_values_that_later_layers_read_are_left_alone(tmp_path):
+    """Layers of Gemma 3n without keys and values of their own read those of a layer before."""
+    model, kept = opened(tmp_path, "llama"), {}
+    layer = model.model.layers[0]
+    layer.self_attn.v_proj.register_forward_hook(lambda *given: kept.update(values=(given[2],)))
+    _, found = foldings_of(model, shared_kv_states=kept)
+    names = {id(p): name.split(".")[-2] for name, p in layer.named_parameters()}
+    assert {names[id(p)] for one in found for p in one.consumers} == EVERY - {"o_proj"}
+
+
+def trial_of(model):
+    layer, *row = first_layer(model)
+    matrices = [
+        Matrix(name, p.detach(), torch.float32, (0, 0, 0))
+        for name, p in layer.named_parameters()
+        if p.ndim == 2
+    ]
+    dtypes = {id(p): torch.float32 for p in layer.parameters()}
+    return LayerTrial(layer, matrices, [tuple(row)], SCHEME, dtypes)
+
+
+@torch.no_grad()
+def test_scales_with_which_a_layer_computes_worse_are_not_folded(tmp_path):
+    model = opened(tmp_path, "llama", hidden_size=64, head_dim=16, intermediate_size=96).float()
+    layer, found = foldings_of(model)
+    before = [p.clone() for p in layer.parameters()]
+    wild = [(one, torch.logspace(-3, 3, one.num_scales)[None]) for one in found]
+    assert trial_of(model).fold_better(wild) == []
+    assert all(map(torch.equal, before, layer.parameters()))
+
+
+@torch.no_grad()
+def test_scales_with_which_a_layer_computes_better_are_folded(tmp_path):
+    """Beside the outputs of a layer that was folded and rounded by hand."""
+    model = opened(tmp_path, "llama", hidden_size=64, head_dim=16, intermediate_size=96).float()
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.weight[:] = 1
+    norm.weight[[3, 40]] = 50
+    layer, hidden, (args, kwargs) = first_layer(model)
+    expected = layer(hidden, *args, **kwargs)
+    _, found = foldings_of(model)
+    one = next(folding for folding in found if folding.producer is norm.weight)
+    scales = norm.weight.sqrt()[None]
+    trial = trial_of(model)
+
+    def rounded_error(choices):
+        plain = [p.clone() for p in layer.parameters()]
+        for folding, factors in choices:
+            folding.fold(factors)
+        for matrix in trial.matrices:
+            matrix.weight.copy_(round_to_nearest(matrix.weight, SCHEME, torch.float32))
+        error = float((layer(hidden, *args, **kwargs) - expected).norm())
+        for parameter, values in zip(layer.parameters(), plain, strict=True):
+            parameter.copy_(values)
+        return error
+
+    assert rounded_error([(one, scales)]) < 0.9 * rounded_error([])
+    assert trial.fold_better([(one, scales), (one, 1e6**scales)]) == [(one, scales)]
+    torch.testing.assert_close(
+        norm.weight, torch.ones(64).index_fill(0, torch.tensor([3, 40]), 50**0.5)
+    )
+    torch.testing.assert_close(layer(hidden, *args, **kwargs), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_what_is_infinite_is_named(algorithm, tmp_path):
+    base = save_model(tmp_path / "base", hidden_size=64, head_dim=16, intermediate_size=96)
+    source = open_folder(base)
+    tensors = {name: read_whole(source, name) for name in source.shapes()}
+
+    def calibrate(name):
+        broken = {n: t.clone() for n, t in tensors.items()}
+        broken[name].view(-1)[7] = math.nan
+        found = TensorsInMemory(broken)
+        model = open_layerwise(found, json.loads((base / "config.json").read_text()), "base")
+        layers = find_linear_layers(model.model, found.shapes(), "base")
+        calibrator = Calibrator(model, layers, SCHEME, algorithm)
+        calibrator.run([list(range(40)), list(range(9))], tmp_path / name)
+
+    with pytest.raises(ModelError, match=r"the embeddings: .* contain NaN or infinite values"):
+        calibrate("model.embed_tokens.weight")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it contains NaN"):
+        calibrate("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"layers\.1: the outputs .* contain NaN or infinite"):
+        calibrate("model.layers.1.input_layernorm.weight")
 
 
 def by_hand(weight, inputs, step):
@@ -205,7 +311,10 @@ def test_a_trained_model_with_outliers_loses_less_than_by_rounding(run_folder, t
         p.name for p in (tmp_path / "rtn").iterdir()
     }
     receipt = json.loads((tmp_path / "awq" / "receipt.json").read_text())
-    assert receipt["artefact"]["settings"] == {"algorithm": "awq", "group_size": 32}
+    settings = receipt["artefact"]["settings"]
+    assert (settings["algorithm"], settings["group_size"]) == ("awq", 32)
+    assert settings["num_scaled"] + settings["num_unscaled"] == 7 * 3
+    assert settings["num_scaled"] > 10
 
 
 def test_awq_needs_groups_and_a_run(run_folder, tmp_path):
@@ -218,3 +327,58 @@ def test_awq_needs_groups_and_a_run(run_folder, tmp_path):
     with pytest.raises(ModelError, match="has no recipe, so no data to calibrate on"):
         export_quantized(plain, tmp_path / "o", quantize="w4a16", options=AWQ)
     assert [one.name for one in tmp_path.iterdir()] == ["plain"]
+
+
+def test_too_little_data_is_refused(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_data, "FEWEST", 10**6)
+    with pytest.raises(
+        ModelError, match=r"18 rows of its training data have \d+ tokens in all, too"
+    ):
+        export_quantized(run_folder, tmp_path / "o", quantize="w4a16", options=AWQ)
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_that_share_their_weights_are_refused():
+    config = build("zamba2").config.to_dict()
+    with pytest.raises(ModelError, match=r"layers\..* is used in several places.*--algorithm rtn"):
+        open_layerwise(TensorsInMemory({}), config, "base")
+
+
+@torch.no_grad()
+@pytest.mark.proof
+@pytest.mark.parametrize("name", SETTINGS)
+def test_folded_scales_leave_the_logits_of_every_architecture(name, tmp_path):
+    """All layers of a model are folded at random; transformers then computes the same."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    source = open_folder(tmp_path)
+    try:
+        config = json.loads((tmp_path / "config.json").read_text())
+        found = open_layerwise(source, {**config, "dtype": "float32"}, name)
+        layers = find_linear_layers(found.model, source.shapes(), name)
+        hidden, calls = found.record([list(range(5, 45))])
+    except ModelError as error:
+        pytest.skip(str(error))
+    folded, generator = 0, torch.Generator().manual_seed(0)
+    changed = {}
+    for place in range(len(found.layers)):
+        with found.loaded(place) as (prefix, layer):
+            matrices = matrices_of(layer, prefix, layers, source.dtypes())
+            wanted = {
+                id(p)
+                for p in layer.parameters()
+                if p.untyped_storage()._cdata in {one.place[0] for one in matrices}
+            }
+            for one in find_foldings(layer, hidden[0], calls[place][0], found.head_size, wanted):
+                shape = one.num_experts, one.num_scales
+                one.fold(0.5 + torch.rand(shape, generator=generator))
+                folded += 1
+            hidden = [run(layer, hidden[0], calls[place][0])]
+            changed |= {f"{prefix}.{n}": p.detach().clone() for n, p in layer.named_parameters()}
+    ids = torch.randint(5, 60, (3, 40), generator=generator)
+    expected = model(ids).logits
+    for parameter, values in changed.items():
+        model.get_parameter(parameter).copy_(values)
+    error = (model(ids).logits - expected).norm() / expected.norm()
+    print(name, folded, float(error))
+    assert error < 1e-4

@@ -93,7 +93,7 @@ def test_each_expert_is_calibrated_on_the_tokens_it_gets(tmp_path):
     layers = find_linear_layers(meta_model(base, False), source.shapes(), "base")
     hidden, calls = model.record([list(range(5, 60)), list(range(70, 90))])
     with model.loaded(0) as (prefix, layer):
-        matrices = matrices_of(layer, prefix, layers)
+        matrices = matrices_of(layer, prefix, layers, source.dtypes())
         found = statistics_of(layer, matrices, hidden, calls[0])
         seen = []
         hook = layer.mlp.register_forward_hook(lambda _, args, __: seen.append(args[0][0]))
@@ -177,12 +177,15 @@ def test_experts_with_few_tokens_are_rounded_and_counted(run_folder, tmp_path, c
         )
         found[name] = load_file(out / "model.safetensors")
     (said,) = (one.message for one in caplog.records)
-    assert "36 of 36 weights of experts got fewer than 1048576 tokens" in said
+    assert (
+        "36 of 48 weights got too few tokens of the calibration rows (an expert needs 1048576"
+        in said
+    )
     same = [n for n in found["rtn"] if torch.equal(found["rtn"][n], found["gptq"][n])]
     assert all(n in same for n in found["rtn"] if "experts" in n)
     assert any("q_proj.weight_packed" in n for n in found["rtn"].keys() - set(same))
     receipt = json.loads((tmp_path / "gptq" / "receipt.json").read_text())
-    assert receipt["artefact"]["settings"]["num_rounded_experts"] == 36
+    assert receipt["artefact"]["settings"]["num_rounded"] == 36
 
 
 def test_a_streaming_run_is_calibrated_on_the_beginning_of_its_stream(tmp_path):

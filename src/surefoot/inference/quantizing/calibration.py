@@ -22,47 +22,55 @@ from ...checkpoint.sources.source import Renamed, TensorsInMemory, TensorSource
 from ...errors import ModelError
 from ...model.pretrained.weights import place
 from .awq import round_to_nearest, scales_of
-from .foldings import find_foldings
+from .foldings import Folding, find_foldings
 from .gptq import output_error, round_by_gptq
 from .inputs import InputStatistics, Matrix, Place, matrices_of, statistics_of
 from .layerwise import Call, LayerwiseModel, run
 from .linear_layers import LinearLayers
 from .quantized_source import QuantizedSource
+from .rows import FEWEST
 from .schemes import WeightScheme
+from .trial import LayerTrial
 
 logger = logging.getLogger(__name__)
 Calibration = Literal["gptq", "awq"]
-FEWEST = 128  # tokens of an expert; of fewer, GPTQ would learn only these
+_SAMPLE = 16  # rows on which AWQ's scales are tried
 
 
 @dataclass
 class CalibrationReport:
-    """What was not done as asked."""
+    """What was done, and what was not done as asked."""
 
-    num_experts: int = 0  # their weights
-    rounded: list[str] = field(default_factory=list)  # weights of experts with few tokens
-    unscaled: Counter[str] = field(default_factory=Counter)  # kinds of layers, by AWQ
-    num_scaled: int = 0  # weights, by AWQ
+    num_weights: int = 0
+    rounded: list[str] = field(default_factory=list)  # by GPTQ, of too few tokens
+    num_scaled: int = 0  # by AWQ
+    unscaled: Counter[str] = field(default_factory=Counter)  # by AWQ: of no layer that divides
 
-    def as_settings(self) -> dict[str, int]:
+    def as_settings(self, algorithm: Calibration) -> dict[str, int]:
         """For the receipt."""
-        found = {"num_rounded_experts": len(self.rounded)} if self.rounded else {}
-        return found | ({"num_unscaled": self.unscaled.total()} if self.unscaled else {})
+        if algorithm == "gptq":
+            return {"num_rounded": len(self.rounded)} if self.rounded else {}
+        return {"num_scaled": self.num_scaled, "num_unscaled": self.num_weights - self.num_scaled}
 
-    def log(self) -> None:
+    def log(self, algorithm: Calibration) -> None:
         """Say it."""
         if self.rounded:
             logger.warning(
-                "%d of %d weights of experts got fewer than %d tokens of the calibration rows, and "
-                "are rounded to nearest (%s, for example)",
-                *(len(self.rounded), self.num_experts, FEWEST, self.rounded[0]),
+                "%d of %d weights got too few tokens of the calibration rows (an expert needs %d), "
+                "and are rounded to nearest (%s, for example)",
+                *(len(self.rounded), self.num_weights, FEWEST, self.rounded[0]),
+            )
+        if algorithm == "awq":
+            logger.info(
+                "AWQ: %d of %d weights are scaled; the others lose less as they are",
+                *(self.num_scaled, self.num_weights),
             )
         if self.unscaled:
             kinds = ", ".join(f"{name} ({count})" for name, count in sorted(self.unscaled.items()))
             logger.warning(
-                "AWQ: %d weights are scaled; rounded as they are, because no layer before them can "
-                "be divided without a change of what the model computes: %s",
-                *(self.num_scaled, kinds),
+                "AWQ: rounded as they are, because no layer before them can be divided without a "
+                "change of what the model computes: %s",
+                kinds,
             )
 
 
@@ -73,7 +81,7 @@ class _Layer:
     module: nn.Module
     prefix: str
     matrices: Sequence[Matrix]
-    hidden: Sequence[torch.Tensor]
+    hidden: Sequence[torch.Tensor]  # [1, T, D] of each row
     calls: Sequence[Call]
 
 
@@ -92,19 +100,22 @@ class Calibrator:
         """The tensors of the quantized model: those of decoder layers chosen on ``rows``, and
         stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
         hidden, calls = self.model.record(rows)
-        count, chosen = len(self.model.layers), []
+        _refuse_infinite(hidden, "the embeddings")
+        count, chosen, dtypes = len(self.model.layers), [], self.model.source.dtypes()
         for index in range(count):
             with self.model.loaded(index) as (prefix, module):
-                matrices = matrices_of(module, prefix, self.layers)
+                matrices = matrices_of(module, prefix, self.layers, dtypes)
                 layer = _Layer(module, prefix, matrices, hidden, calls[index])
                 tensors = self._gptq(layer) if self.algorithm == "gptq" else self._awq(layer)
-                pairs = zip(hidden, calls[index], strict=True)
-                hidden = [run(module, one, call) for one, call in pairs]
+                self.report.num_weights += len(matrices)
+                for row, call in enumerate(calls[index]):
+                    hidden[row] = run(module, hidden[row], call)
+            _refuse_infinite(hidden, prefix)
             copy(TensorsInMemory(tensors), scratch / str(index))
             chosen.append(("", open_folder(scratch / str(index))))
             calls[index] = []
             logger.info("calibrated layer %d of %d", index + 1, count)
-        self.report.log()
+        self.report.log(self.algorithm)
         done = {name for _, source in chosen for name in source.shapes()}
         plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)
         left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
@@ -152,15 +163,13 @@ class Calibrator:
         longest = max(range(len(layer.hidden)), key=lambda i: layer.hidden[i].shape[1])
         row = layer.hidden[longest], layer.calls[longest]
         found = find_foldings(layer.module, *row, self.model.head_size, quantized)
-        chosen = [(one, scales_of(one, statistics, self.scheme, own)) for one in found]
-        changed = set[int]()
-        for folding, scales in chosen:
-            if scales is not None:
-                folding.fold(scales, dtypes[id(folding.producer)])
-                changed |= {id(one) for one in folding.touched} - quantized
-        read = {id(weight) for folding in found for weight in folding.consumers}
-        self._count(layer, read)
-        return changed
+        scaled = [(one, scales_of(one, statistics, self.scheme, own)) for one in found]
+        step = -(-len(layer.hidden) // _SAMPLE)
+        rows = list(zip(layer.hidden[::step], layer.calls[::step], strict=True))
+        trial = LayerTrial(layer.module, layer.matrices, rows, self.scheme, dtypes)
+        better = trial.fold_better([(one, s) for one, s in scaled if s is not None])
+        self._count(layer, found, [folding for folding, _ in better])
+        return {id(one) for folding, _ in better for one in folding.touched} - quantized
 
     def _dtypes(self, layer: _Layer) -> dict[int, torch.dtype]:
         """In the files, by the id of each parameter."""
@@ -172,31 +181,32 @@ class Calibrator:
         places = {matrix.place[0] for matrix in layer.matrices}
         return {id(p) for p in layer.module.parameters() if place(p.detach())[0] in places}
 
-    def _count(self, layer: _Layer, read: set[int]) -> None:
-        places = {place(p.detach())[0] for p in layer.module.parameters() if id(p) in read}
+    def _count(self, layer: _Layer, found: Sequence[Folding], done: Sequence[Folding]) -> None:
+        """Which weights are scaled, and which cannot be."""
+        scalable, scaled = (
+            {place(weight.detach())[0] for folding in some for weight in folding.consumers}
+            for some in (found, done)
+        )
         for matrix in layer.matrices:
-            if matrix.place[0] in places:
+            if matrix.place[0] in scaled:
                 self.report.num_scaled += 1
-            else:
+            elif matrix.place[0] not in scalable:
                 kind = matrix.name.removesuffix(".weight").rpartition(".")[2]
                 self.report.unscaled[kind] += 1
 
     def _enough(
         self, matrix: Matrix, statistics: Mapping[Place, InputStatistics]
     ) -> InputStatistics | None:
-        """Those of a matrix, unless it is an expert's with too few."""
+        """Those of a matrix, unless there are none, or an expert has few."""
         found = statistics.get(matrix.place)
-        if not matrix.is_expert:
-            return found
-        self.report.num_experts += 1
-        if found is not None and found.num_tokens >= FEWEST:
+        if found is not None and (found.num_tokens >= FEWEST or not matrix.is_expert):
             return found
         self.report.rounded.append(matrix.name)
         return None
 
     def _stored(self, matrix: Matrix) -> torch.Tensor:
         """The weight in the type of the files."""
-        stored = matrix.weight.to(self.model.source.dtypes()[matrix.name])
+        stored = matrix.weight.to(matrix.dtype)
         if not stored.isfinite().all():
             raise ModelError(
                 f"{matrix.name}: it contains NaN or infinite values; nothing was written"
@@ -211,3 +221,12 @@ class Calibrator:
         matrix.weight.copy_(values)
         packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
         return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
+
+
+def _refuse_infinite(hidden: Sequence[torch.Tensor], where: str) -> None:
+    """Raise ``ModelError`` for what no weight can be calibrated on."""
+    if not all(one.isfinite().all() for one in hidden):
+        raise ModelError(
+            f"{where}: the outputs for rows of the training data contain NaN or infinite values; "
+            "nothing was written"
+        )

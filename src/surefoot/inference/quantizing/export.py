@@ -104,7 +104,7 @@ def export_quantized(
                 rows = calibration_rows(parts, _ROWS)
                 calibrator = Calibrator(model, layers, scheme, options.algorithm)
                 found = calibrator.run(rows, folder / _SCRATCH)
-                settings |= calibrator.report.as_settings()
+                settings |= calibrator.report.as_settings(options.algorithm)
             advance = counting(num_bytes(found), progress)
             copy(found, folder, max_shard_size=max_shard_size, progress=advance)
             files.remove_tree(folder / _SCRATCH)

@@ -10,7 +10,7 @@ Legend of shapes: E experts (1 without), O outputs, I inputs, n scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -130,7 +130,7 @@ def find_foldings(
     """The foldings of a loaded ``layer`` that change nothing on the row ``hidden`` [1, T, D], those
     with a consumer whose id is in ``wanted``."""
     events = _trace(layer, hidden, call)
-    expected = run(layer, hidden, call)
+    expected = _computed(layer, hidden, call)
     found, done = list[Folding](), set[int]()
     for candidates in chain(_from_norms(events), _from_linear(events, head_size, wanted)):
         for one in candidates:
@@ -252,7 +252,11 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _is_exact(
-    folding: Folding, layer: nn.Module, hidden: torch.Tensor, call: Call, expected: torch.Tensor
+    folding: Folding,
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    call: Call,
+    expected: Sequence[torch.Tensor],
 ) -> bool:
     """Whether the layer computes ``expected`` with any scales."""
     generator = torch.Generator().manual_seed(0)
@@ -261,10 +265,34 @@ def _is_exact(
     scales = scales.to(hidden.device)
     kept = [(t, t.detach().clone()) for t in (folding.producer, folding.bias) if t is not None]
     real = folding.fold(scales)
-    found = run(layer, hidden, call)
+    found = _computed(layer, hidden, call)
     for tensor, values in kept:
         tensor.copy_(values)
     folding.multiply(1 / real)
-    error = (found - expected).double().norm()
     is_proof = bool((real != 1).any())  # a norm whose weights are all 0 cannot be divided
-    return is_proof and bool(error <= _EXACT * (expected - hidden).double().norm())
+    return is_proof and all(map(_nearly_equal, found, expected))
+
+
+def _computed(layer: nn.Module, hidden: torch.Tensor, call: Call) -> list[torch.Tensor]:
+    """What the layer adds to the hidden states, and what it may have left for others: keys and
+    values, for example, that layers without their own read from a dictionary."""
+    added = run(layer, hidden, call) - hidden
+    args, kwargs = call
+    mappings = [one for one in (*args, *kwargs.values()) if isinstance(one, Mapping)]
+    return [added, *chain.from_iterable(map(_tensors_in, mappings))]
+
+
+def _tensors_in(one: object) -> Iterator[torch.Tensor]:
+    if isinstance(one, torch.Tensor):
+        yield one
+    elif isinstance(one, Mapping):
+        yield from chain.from_iterable(map(_tensors_in, one.values()))
+    elif isinstance(one, list | tuple):
+        yield from chain.from_iterable(map(_tensors_in, one))
+
+
+def _nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if torch.equal(one, other):
+        return True
+    error = (one - other).double().norm()
+    return bool(error <= _EXACT * other.double().norm())

@@ -31,6 +31,7 @@ class Matrix:
 
     name: str  # in the files
     weight: torch.Tensor  # [O, I] in the layer's memory
+    dtype: torch.dtype  # in the files
     place: Place  # of the matrix that the layer multiplies with, of which it may be some rows
     is_expert: bool = False
 
@@ -73,19 +74,23 @@ class LinearCalls(TorchFunctionMode):
         return func(*args, **given)
 
 
-def matrices_of(layer: nn.Module, prefix: str, layers: LinearLayers) -> list[Matrix]:
-    """The weights of a loaded ``layer``, whose name is ``prefix``, that are quantized."""
+def matrices_of(
+    layer: nn.Module, prefix: str, layers: LinearLayers, dtypes: Mapping[str, torch.dtype]
+) -> list[Matrix]:
+    """The weights of a loaded ``layer``, whose name is ``prefix``, that are quantized. ``dtypes``
+    are those in the files."""
     found = []
-    for name, module in layer.named_modules():
-        if (full := f"{prefix}.{name}") in layers.weights:
-            weight = module.get_parameter("weight").detach()
-            found.append(Matrix(layers.weights[full], weight, place(weight)))
+    for inside, module in layer.named_modules():
+        if (full := f"{prefix}.{inside}") in layers.weights:
+            name, weight = layers.weights[full], module.get_parameter("weight").detach()
+            found.append(Matrix(name, weight, dtypes[name], place(weight)))
     own = dict(layer.named_parameters(prefix=prefix))
     for name, at in layers.experts.items():
         if at.fused in own:
             expert, row, _ = at.start
             whole = own[at.fused].detach()[expert]
-            found.append(Matrix(name, whole[row : row + at.shape[0]], place(whole), True))
+            part = whole[row : row + at.shape[0]]
+            found.append(Matrix(name, part, dtypes[name], place(whole), is_expert=True))
     return found
 
 

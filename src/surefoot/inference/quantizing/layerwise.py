@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,6 +139,11 @@ def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) 
         )
     if odd := fill_buffers(model):
         raise ModelError(f"{where}: nothing initializes {odd}; use --algorithm rtn")
+    if shared := _shared(model):
+        raise ModelError(
+            f"{where}: {shared} is used in several places, so it cannot be calibrated in one; use "
+            "--algorithm rtn"
+        )
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -148,6 +154,14 @@ def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) 
     if missing := sorted({*names.values(), *experts} - source.shapes().keys()):
         raise ModelError(f"{where}: has no {missing[0]}, which the model needs")
     return LayerwiseModel(model.eval(), source, names, experts)
+
+
+def _shared(model: PreTrainedModel) -> str | None:
+    """The name of a parameter of a decoder layer that other modules have, too."""
+    own = {id(p) for p in layer_list(model).parameters()}
+    every = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    names = (n for n, p in model.named_parameters() if id(p) in own and every[id(p)] > 1)
+    return next(names, None)
 
 
 @torch.no_grad()

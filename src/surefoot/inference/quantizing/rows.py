@@ -17,11 +17,12 @@ from ..held_out_set import own_codec
 from ..model_loading import ModelFolders, codec_of
 
 LONGEST = 2048  # tokens of a row
+FEWEST = 128  # tokens of all rows, or of an expert; of fewer, GPTQ would learn only these
 
 
 def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
     """The token ids of ``count`` rows of the run's training data: evenly spaced, or the first of a
-    stream. Raises ``ModelError`` if there is no run."""
+    stream. Raises ``ModelError`` if there is no run, or too little data."""
     recipe = parts.recipe
     if recipe is None:
         raise ModelError(
@@ -33,6 +34,11 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
         chat = with_chosen(item)
         name = next(name for name in chat if name.endswith("input_ids"))
         found.append([int(i) for i in chat[name][:LONGEST]])
+    if (tokens := sum(map(len, found))) < FEWEST:
+        raise ModelError(
+            f"{parts.folder}: {len(found)} rows of its training data have {tokens} tokens in all, "
+            f"too few to calibrate on (at least {FEWEST}); use --algorithm rtn"
+        )
     return found
 
 
