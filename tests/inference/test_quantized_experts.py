@@ -89,7 +89,7 @@ def test_each_expert_is_calibrated_on_the_tokens_it_gets(tmp_path):
     """Beside a loop over the tokens, with the router's own choice."""
     base = save_model(tmp_path / "base", "mixtral", **SIZES)
     source = open_folder(base)
-    model = open_layerwise(source, json.loads((base / "config.json").read_text()), "base")
+    model = open_layerwise(source, (base / "config.json").read_text(), "base")
     layers = find_linear_layers(meta_model(base, False), source.shapes(), "base")
     hidden, calls = model.record([list(range(5, 60)), list(range(70, 90))])
     with model.loaded(0) as (prefix, layer):

@@ -223,9 +223,7 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest():
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 def test_layer_by_layer_the_model_computes_the_same(kind, tmp_path):
     base = save_model(tmp_path / "base", kind)
-    model = open_layerwise(
-        open_folder(base), json.loads((base / "config.json").read_text()), "base"
-    )
+    model = open_layerwise(open_folder(base), (base / "config.json").read_text(), "base")
     rows = [[5, 6, 7, 8, 9, 10], [40, 3]]
     hidden, calls = model.record(rows)
     for place in range(len(model.layers)):

@@ -123,7 +123,7 @@ class Calibrator:
 
     def _gptq(self, layer: _Layer) -> dict[str, torch.Tensor]:
         """The tensors of a layer, whose weights become those that they stand for."""
-        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        statistics = self._statistics(layer)
         found: dict[str, torch.Tensor] = {}
         for matrix in layer.matrices:
             inputs = self._enough(matrix, statistics)
@@ -139,7 +139,7 @@ class Calibrator:
 
     def _awq(self, layer: _Layer) -> dict[str, torch.Tensor]:
         """The same, and the norms, biases and routers that have changed."""
-        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        statistics = self._statistics(layer)
         changed = self._scale(layer, statistics)
         found: dict[str, torch.Tensor] = {}
         for matrix in layer.matrices:
@@ -153,6 +153,14 @@ class Calibrator:
                 values = parameter.detach().to(dtypes[in_files])
                 parameter.copy_(values)
                 found[in_files] = values.cpu()
+        return found
+
+    def _statistics(self, layer: _Layer) -> Mapping[Place, InputStatistics]:
+        """Of the inputs. Raises ``ModelError`` for weights and inputs that are not finite."""
+        for matrix in layer.matrices:
+            self._stored(matrix)
+        found = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        _refuse_infinite([one.gram for one in found.values()], layer.prefix)
         return found
 
     def _scale(self, layer: _Layer, statistics: Mapping[Place, InputStatistics]) -> set[int]:
@@ -223,10 +231,10 @@ class Calibrator:
         return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
 
 
-def _refuse_infinite(hidden: Sequence[torch.Tensor], where: str) -> None:
+def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:
     """Raise ``ModelError`` for what no weight can be calibrated on."""
-    if not all(one.isfinite().all() for one in hidden):
+    if not all(one.isfinite().all() for one in values):
         raise ModelError(
-            f"{where}: the outputs for rows of the training data contain NaN or infinite values; "
+            f"{where}: what it computes of the training data contains NaN or infinite values; "
             "nothing was written"
         )

@@ -6,10 +6,10 @@ Weights go from file to file rows by rows; memory does not grow with the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
@@ -100,7 +100,7 @@ def export_quantized(
         with new_folder(target, may_be_empty=True) as folder:
             found: TensorSource = source
             if options.algorithm != "rtn":
-                model = open_layerwise(source.source, _config(small), str(parts.folder))
+                model = open_layerwise(source.source, small["config.json"], str(parts.folder))
                 rows = calibration_rows(parts, _ROWS)
                 calibrator = Calibrator(model, layers, scheme, options.algorithm)
                 found = calibrator.run(rows, folder / _SCRATCH)
@@ -116,11 +116,6 @@ def export_quantized(
 
     with_valid(find, write)
     return target
-
-
-def _config(small: Mapping[str, bytes]) -> dict[str, Any]:
-    """``config.json`` of the model before it is quantized."""
-    return {**json.loads(small["config.json"]), "quantization_config": None}
 
 
 def _quantized(

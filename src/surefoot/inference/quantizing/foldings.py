@@ -22,6 +22,7 @@ from ...model.pretrained.weights import place
 from .inputs import LinearCalls, Place
 from .layerwise import Call, run
 
+_NEAREST = 4  # linear layers that are tried: queries, keys, values and a gate
 _EXACT = 1e-4  # of what the layer adds to the hidden states; where it is not exact, it is about 1
 
 
@@ -213,14 +214,14 @@ def _from_norms(events: Sequence[_Linear | _Norm]) -> Iterator[list[Folding]]:
 def _from_linear(
     events: Sequence[_Linear | _Norm], head_size: int, wanted: set[int]
 ) -> Iterator[list[Folding]]:
-    """For each linear layer the linear layers before it, the nearest first."""
+    """For each linear layer some of those before it, the nearest first."""
     linear = [e for e in events if isinstance(e, _Linear)]
     first = {id(e.weight): i for i, e in reversed(list(enumerate(linear)))}
     for consumer in _weights(linear):
-        before = _weights(linear[: first[id(consumer)]])[::-1]
+        before = [w for w in _weights(linear[: first[id(consumer)]]) if id(w) in wanted]
         found = list[Folding]()
-        for producer in before:
-            if id(producer) not in wanted or producer.shape[:-2] != consumer.shape[:-2]:
+        for producer in before[: -_NEAREST - 1 : -1]:
+            if producer.shape[:-2] != consumer.shape[:-2]:
                 continue
             bias = next(e.bias for e in linear if e.weight is producer)
             found += _of_rows(Folding(producer, bias, (consumer,)), head_size)

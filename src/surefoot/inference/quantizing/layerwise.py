@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,25 @@ from ...model import FullWeights
 from ...model.fused_parameters import FusedPlacement, places
 from ...model.pretrained.loading import device
 from ...model.pretrained.meta import fill_buffers
-from ...model.pretrained.weights import names_in_files
+from ...model.pretrained.weights import names_in_files, place
 from ...model.targets import layer_list
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets besides the hidden states
 
 
+_OF_MODELS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)  # that do not fit
+
+
+class _AllCalledError(Exception):
+    """All layers were called; what comes after them is not computed."""
+
+
 class _Recorder(nn.Module):
     """Takes the place of a layer, and keeps what it was called with."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, is_last: bool) -> None:
         super().__init__()
+        self.is_last = is_last
         self.layer = [layer]  # in a list, so that it is no submodule
         self.inputs: list[torch.Tensor] = []
         self.calls: list[Call] = []
@@ -44,6 +53,8 @@ class _Recorder(nn.Module):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.inputs.append(hidden)
         self.calls.append((args, kwargs))
+        if self.is_last:
+            raise _AllCalledError
         return hidden
 
 
@@ -79,25 +90,27 @@ class LayerwiseModel:
         called with besides."""
         places = self.layers
         layers = list(places)
-        recorders = [_Recorder(layer) for layer in layers]
-        for place, recorder in enumerate(recorders):
-            places[place] = recorder
-        decoder = self.model.get_decoder()
+        recorders = [_Recorder(layer, layer is layers[-1]) for layer in layers]
+        for index, recorder in enumerate(recorders):
+            places[index] = recorder
+        decoder = self.model.base_model
         others = {id(p) for p in decoder.parameters()}
         names = [name for name, p in self.model.named_parameters() if id(p) in others]
         try:
-            with self._loaded(names):
+            with self._loaded(names), _unfit():
                 for row in rows:
-                    decoder(input_ids=torch.tensor([list(row)], device=device()), use_cache=False)
+                    with suppress(_AllCalledError):
+                        ids = torch.tensor([list(row)], device=device())
+                        decoder(input_ids=ids, use_cache=False)
         finally:
-            for place, layer in enumerate(layers):
-                places[place] = layer
+            for index, layer in enumerate(layers):
+                places[index] = layer
         return recorders[0].inputs, [one.calls for one in recorders]
 
     @contextmanager
-    def loaded(self, place: int) -> Iterator[tuple[str, nn.Module]]:
+    def loaded(self, index: int) -> Iterator[tuple[str, nn.Module]]:
         """The name of a layer, and the layer with its weights, while the block lasts."""
-        layer = self.layers[place]
+        layer = self.layers[index]
         prefix = next(name for name, module in self.model.named_modules() if module is layer)
         with self._loaded([f"{prefix}.{name}" for name, _ in layer.named_parameters()]):
             yield prefix, layer
@@ -128,10 +141,12 @@ class LayerwiseModel:
         return found
 
 
-def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) -> LayerwiseModel:
-    """The model that ``config`` describes with the weights of ``source``. Raises ``ModelError`` if
-    it cannot be run layer by layer."""
-    found = CONFIG_MAPPING[config["model_type"]].from_dict({**config, "dtype": "float32"})
+def open_layerwise(source: TensorSource, config: str | bytes, where: str) -> LayerwiseModel:
+    """The model that ``config``, the text of ``config.json``, describes, with the weights of
+    ``source``. Raises ``ModelError`` if it cannot be run layer by layer."""
+    known = json.loads(config, object_hook=_special_float)
+    known |= {"dtype": "float32", "quantization_config": None}
+    found = CONFIG_MAPPING[known["model_type"]].from_dict(known)
     with torch.device("meta"):
         # experts one after another, so that the inputs of each are seen
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -144,16 +159,40 @@ def open_layerwise(source: TensorSource, config: Mapping[str, Any], where: str) 
             f"{where}: {shared} is used in several places, so it cannot be calibrated in one; use "
             "--algorithm rtn"
         )
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device())
-    names, experts = names_in_files(model, FullWeights(model).state_dict()), places(model)
+    stored = FullWeights(model).state_dict()
+    names, experts = names_in_files(model, stored), places(model)
     joined = {at.fused for at in experts.values()}
     names = {name: in_files for name, in_files in names.items() if name not in joined}
-    if missing := sorted({*names.values(), *experts} - source.shapes().keys()):
+    if missing := sorted(
+        {*names.values(), *experts, *_buffers(model, stored)} - source.shapes().keys()
+    ):
         raise ModelError(f"{where}: has no {missing[0]}, which the model needs")
+    for in_files, (module, name) in _buffers(model, stored).items():
+        values = read_whole(source, in_files)
+        module._buffers[name] = values.to(module.get_buffer(name).dtype)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device())
     return LayerwiseModel(model.eval(), source, names, experts)
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """transformers writes infinity as an object."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def _buffers(
+    model: PreTrainedModel, stored: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[nn.Module, str]]:
+    """The buffers that are in the files, by their name there."""
+    known = {place(tensor): name for name, tensor in stored.items()}
+    return {
+        known[place(buffer)]: (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta
+    }
 
 
 def _shared(model: PreTrainedModel) -> str | None:
@@ -164,10 +203,23 @@ def _shared(model: PreTrainedModel) -> str | None:
     return next(names, None)
 
 
+@contextmanager
+def _unfit() -> Iterator[None]:
+    """A block in which a model's own errors say that it does not fit."""
+    try:
+        yield
+    except _OF_MODELS as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"the model cannot be run layer by layer: {said}; use --algorithm rtn"
+        ) from error
+
+
 @torch.no_grad()
 def run(layer: nn.Module, hidden: torch.Tensor, call: Call) -> torch.Tensor:
     """The output of a layer."""
     args, kwargs = call
-    found = layer(hidden, *args, **kwargs)
+    with _unfit():
+        found = layer(hidden, *args, **kwargs)
     output: torch.Tensor = found[0] if isinstance(found, tuple) else found
     return output
