@@ -19,6 +19,7 @@ from .inputs import Matrix
 from .layerwise import Call, run
 from .schemes import WeightScheme
 
+_TINY = 1e-30
 Choice = tuple[Folding, torch.Tensor]  # with its scales [E, n]
 
 
@@ -69,8 +70,10 @@ class LayerTrial:
             matrix.weight.copy_(round_to_nearest(matrix.weight, self.scheme, matrix.dtype))
 
     def _distance(self, expected: Sequence[torch.Tensor]) -> float:
-        """The squared difference of the outputs."""
-        return sum(
-            float((run(self.module, *row) - one).double().square().sum())
-            for row, one in zip(self.rows, expected, strict=True)
-        )
+        """The squared difference of the outputs, relative to their squares at each token: what
+        reads them normalizes them."""
+        total = 0.0
+        for row, one in zip(self.rows, expected, strict=True):
+            change_T = (run(self.module, *row) - one).square().sum(-1)
+            total += float((change_T / one.square().sum(-1).clamp(min=_TINY)).double().sum())
+        return total
