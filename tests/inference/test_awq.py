@@ -352,9 +352,20 @@ def test_layers_that_share_their_weights_are_refused(tmp_path, monkeypatch):
         open_layerwise(open_folder(base), (base / "config.json").read_text(), "base")
 
 
+ODD = {
+    "deepseek_v3": "routers have buffers that are in the files",
+    "codegen": "layers return tuples",
+    "mamba2": "config.json has an infinite limit",
+    "modernbert-decoder": "what transformers calls its decoder is its output head",
+    "gemma3n_text": "layers read the keys and values of others",
+}
+
+
 @torch.no_grad()
-@pytest.mark.proof
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ODD else pytest.param(name, marks=pytest.mark.proof) for name in SETTINGS],
+)
 def test_folded_scales_leave_the_logits_of_every_architecture(name, tmp_path):
     """All layers of a model are folded at random; transformers then computes the same."""
     model = build(name)
@@ -365,6 +376,7 @@ def test_folded_scales_leave_the_logits_of_every_architecture(name, tmp_path):
         layers = find_linear_layers(found.model, source.shapes(), name)
         hidden, calls = found.record([list(range(5, 45))])
     except ModelError as error:
+        assert name not in ODD
         pytest.skip(str(error))
     folded, generator = 0, torch.Generator().manual_seed(0)
     changed = {}
@@ -387,5 +399,5 @@ def test_folded_scales_leave_the_logits_of_every_architecture(name, tmp_path):
     for parameter, values in changed.items():
         model.get_parameter(parameter).copy_(values)
     error = (model(ids).logits - expected).norm() / expected.norm()
-    print(name, folded, float(error))
     assert error < 1e-4
+    assert folded or name not in ODD
