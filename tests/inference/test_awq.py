@@ -23,7 +23,7 @@ from surefoot.inference.quantizing.awq import GRID, Reader, best_scales, error_o
 from surefoot.inference.quantizing.calibration import Calibrator
 from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
 from surefoot.inference.quantizing.foldings import Folding, find_foldings
-from surefoot.inference.quantizing.inputs import Matrix, matrices_of
+from surefoot.inference.quantizing.inputs import QuantizedMatrix, matrices_of
 from surefoot.inference.quantizing.layerwise import open_layerwise, run
 from surefoot.inference.quantizing.linear_layers import find_linear_layers
 from surefoot.inference.quantizing.schemes import scheme_of
@@ -144,7 +144,7 @@ def test_values_that_later_layers_read_are_left_alone(tmp_path):
 def trial_of(model):
     layer, *row = first_layer(model)
     matrices = [
-        Matrix(name, p.detach(), torch.float32, (0, 0, 0))
+        QuantizedMatrix(name, p.detach(), torch.float32, (0, 0, 0))
         for name, p in layer.named_parameters()
         if p.ndim == 2
     ]

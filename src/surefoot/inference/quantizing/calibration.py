@@ -24,7 +24,7 @@ from ...model.pretrained.weights import place
 from .awq import round_to_nearest, scales_of
 from .foldings import Folding, find_foldings
 from .gptq import output_error, round_by_gptq
-from .inputs import InputStatistics, Matrix, Place, matrices_of, statistics_of
+from .inputs import InputStatistics, Place, QuantizedMatrix, matrices_of, statistics_of
 from .layerwise import Call, LayerwiseModel, run
 from .linear_layers import LinearLayers
 from .quantized_source import QuantizedSource
@@ -80,7 +80,7 @@ class _Layer:
 
     module: nn.Module
     prefix: str
-    matrices: Sequence[Matrix]
+    matrices: Sequence[QuantizedMatrix]
     hidden: Sequence[torch.Tensor]  # [1, T, D] of each row
     calls: Sequence[Call]
 
@@ -203,7 +203,7 @@ class Calibrator:
                 self.report.unscaled[kind] += 1
 
     def _enough(
-        self, matrix: Matrix, statistics: Mapping[Place, InputStatistics]
+        self, matrix: QuantizedMatrix, statistics: Mapping[Place, InputStatistics]
     ) -> InputStatistics | None:
         """Those of a matrix, unless there are none, or an expert has few."""
         found = statistics.get(matrix.place)
@@ -212,7 +212,7 @@ class Calibrator:
         self.report.rounded.append(matrix.name)
         return None
 
-    def _stored(self, matrix: Matrix) -> torch.Tensor:
+    def _stored(self, matrix: QuantizedMatrix) -> torch.Tensor:
         """The weight in the type of the files."""
         stored = matrix.weight.to(matrix.dtype)
         if not stored.isfinite().all():
@@ -222,7 +222,7 @@ class Calibrator:
         return stored
 
     def _packed(
-        self, matrix: Matrix, values: torch.Tensor, stored: torch.Tensor
+        self, matrix: QuantizedMatrix, values: torch.Tensor, stored: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The tensors of a weight, which becomes ``values``."""
         scales, zeros = self.scheme.scales(stored)

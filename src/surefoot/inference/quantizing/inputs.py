@@ -26,7 +26,7 @@ _LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)
-class Matrix:
+class QuantizedMatrix:
     """A weight that is quantized."""
 
     name: str  # in the files
@@ -76,27 +76,27 @@ class LinearCalls(TorchFunctionMode):
 
 def matrices_of(
     layer: nn.Module, prefix: str, layers: LinearLayers, dtypes: Mapping[str, torch.dtype]
-) -> list[Matrix]:
+) -> list[QuantizedMatrix]:
     """The weights of a loaded ``layer``, whose name is ``prefix``, that are quantized. ``dtypes``
     are those in the files."""
     found = []
     for inside, module in layer.named_modules():
         if (full := f"{prefix}.{inside}") in layers.weights:
             name, weight = layers.weights[full], module.get_parameter("weight").detach()
-            found.append(Matrix(name, weight, dtypes[name], place(weight)))
+            found.append(QuantizedMatrix(name, weight, dtypes[name], place(weight)))
     own = dict(layer.named_parameters(prefix=prefix))
     for name, at in layers.experts.items():
         if at.fused in own:
             expert, row, _ = at.start
             whole = own[at.fused].detach()[expert]
             part = whole[row : row + at.shape[0]]
-            found.append(Matrix(name, part, dtypes[name], place(whole), is_expert=True))
+            found.append(QuantizedMatrix(name, part, dtypes[name], place(whole), is_expert=True))
     return found
 
 
 def statistics_of(
     layer: nn.Module,
-    matrices: Sequence[Matrix],
+    matrices: Sequence[QuantizedMatrix],
     hidden: Sequence[torch.Tensor],
     calls: Sequence[Call],
 ) -> Mapping[Place, InputStatistics]:

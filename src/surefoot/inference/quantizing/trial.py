@@ -15,7 +15,7 @@ from torch import nn
 from ...model.pretrained.weights import place
 from .awq import round_to_nearest
 from .foldings import Folding
-from .inputs import Matrix
+from .inputs import QuantizedMatrix
 from .layerwise import Call, run
 from .schemes import WeightScheme
 
@@ -28,7 +28,7 @@ class LayerTrial:
     """A loaded layer, and some rows with what it is called with."""
 
     module: nn.Module
-    matrices: Sequence[Matrix]
+    matrices: Sequence[QuantizedMatrix]
     rows: Sequence[tuple[torch.Tensor, Call]]
     scheme: WeightScheme
     dtypes: Mapping[int, torch.dtype]  # in the files, by the id of each parameter

@@ -73,7 +73,7 @@ def _layers(model: Any, architecture: str) -> dict[str, Any]:
 
 def _in_halves(rows: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Rows of queries or keys in the order of transformers, which rotates the first half of a head
-    against the second, where llama.cpp rotates neighbours."""
+    against the second, where llama.cpp rotates neighbors."""
     if config.model_type not in _PERMUTED:
         return rows
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -95,7 +95,7 @@ _OPENERS: Mapping[str, Callable[[Path, Path | None], Any]] = {
     "reward": _reward,
     "adapter": _reward_adapter,
 }
-"""By ``to``; anything else is a folder or a GGUF file of a whole model."""
+"""By ``to``; anything else is a folder or a GGUF file of a complete model."""
 
 
 @contextmanager

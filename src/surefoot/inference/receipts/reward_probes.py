@@ -22,7 +22,7 @@ from .comparison import bound_of
 from .probes import PROMPTS
 from .receipt import Artefact
 
-_RESPONSES = ("Paris lies on the Seine; the sum is 42.", "I do not know.")
+_RESPONSES = ("Paris is on the Seine; the sum is 42.", "I do not know.")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RewardComparison:
         )
 
 
-def reward_probes(opened: LoadedModel) -> list[list[int]]:
+def encoded_probes(opened: LoadedModel) -> list[list[int]]:
     """The token ids of the conversations that fit the model's positions, up to the end token of the
     response. Raises ``ModelError`` if there are none."""
     limit = context_length(opened.model)

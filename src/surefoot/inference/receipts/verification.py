@@ -27,7 +27,7 @@ from .reward_probes import (
     RewardComparison,
     artefact_rewards,
     compare_rewards,
-    reward_probes,
+    encoded_probes,
     rewards_of,
 )
 
@@ -134,7 +134,7 @@ def _rewards(
     """Of a reward model."""
     on_phase("checkpoint")
     opened = open_model(parts.folder, base=_base(parts), dtype="float32")
-    probes = reward_probes(opened)
+    probes = encoded_probes(opened)
     expected = rewards_of(opened, probes)
     del opened
     gc.collect()
