@@ -7,6 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import tiny_tokenizers
@@ -16,7 +17,9 @@ from surefoot.data.text.pairs import with_chosen
 from surefoot.errors import ModelError
 from surefoot.inference import export
 from surefoot.inference.gguf.export import export_gguf
-from surefoot.inference.receipts import artefact_loading, verification
+from surefoot.inference.receipts import adapter_loading, artefact_loading, verification
+from surefoot.inference.receipts.adapter_loading import add_adapter
+from surefoot.inference.receipts.artefact_loading import without_bars
 from surefoot.inference.receipts.comparison import compare
 from surefoot.inference.receipts.probes import Probe, outputs_of
 from surefoot.inference.receipts.receipt import NAME, Artefact, identity_of, read_receipt
@@ -175,11 +178,73 @@ def test_gguf_is_opened_by_transformers(made, tmp_path, monkeypatch):
 
 
 def test_the_command_says_what_it_does_not_verify(made, tmp_path, monkeypatch):
-    done = run(made / "adapter", tmp_path / "a.gguf", "--to", "gguf-adapter")
-    assert (done.exit_code, "not verified: transformers opens no" in done.stderr) == (0, True)
     done = run(made / "base", tmp_path / "plain", "--no-verify")
     assert done.stdout == f"wrote {tmp_path / 'plain'}\n"
     monkeypatch.setattr(verification, "verification_cost", lambda out: Cost(36 * 10**9, 10**9))
     done = run(made / "base", tmp_path / "large")
     assert "takes 36.0 GB of memory, 1.0 GB are free" in done.stderr
     assert done.exit_code == 0
+
+
+ADAPTERS = {"f32": 1e-3, "f16": 0.02, "q8_0": 0.1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("type_", ADAPTERS)
+def test_a_gguf_adapter_is_added_to_its_base(kind, type_, tmp_path):
+    """llama has queries and keys in another order in the file."""
+    save_model(tmp_path / "base", kind, vocab_size=410)
+    tiny_tokenizers.tokenizer("qwen", chat_template=CHATML).save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "adapter", lora_alpha=16, use_rslora=True)
+    done = run(
+        *(tmp_path / "adapter", tmp_path / "a.gguf", "--to", "gguf-adapter", "--quantize", type_)
+    )
+    assert (done.exit_code, "verified: loss" in done.stdout) == (0, True), done.output
+    found = read_receipt(tmp_path / "a.gguf").verified
+    assert found["bound"] == ADAPTERS[type_]
+    exact = found["loss"] == pytest.approx(found["checkpoint_loss"], abs=1e-5)
+    assert exact or type_ != "f32"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert verify_export(tmp_path / "a.gguf").comparison.is_within
+    add_adapter(model, tmp_path / "a.gguf")
+    merged = AutoModelForCausalLM.from_pretrained(export(tmp_path / "adapter", tmp_path / "merged"))
+    changed = 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    for name, value in merged.state_dict().items():
+        if not torch.equal(value, plain[name]):
+            changed += 1
+            update = value - plain[name]
+            error = (model.state_dict()[name] - value).norm() / update.norm()
+            assert error < {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.05}[type_]
+    assert changed == 7 * 3  # seven linear layers of each decoder layer
+
+
+def test_a_gguf_adapter_that_computes_something_else_is_refused(made, tmp_path, monkeypatch):
+    out = export_gguf(made / "adapter", tmp_path / "a.gguf", quantize="f32", as_adapter=True)
+    plain = adapter_loading._values
+    monkeypatch.setattr(adapter_loading, "_values", lambda tensor: -(plain(tensor) ** 2))
+    done = run("verify", out)
+    assert (done.exit_code, "does not compute what its checkpoint does" in done.stderr) == (1, True)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="has changed since it was exported"):
+        verify_export(out)
+
+
+def test_an_adapter_of_another_base_is_named(made, tmp_path):
+    out = export_gguf(made / "adapter", tmp_path / "a.gguf", quantize="f32", as_adapter=True)
+    other = save_model(tmp_path / "other", "qwen2", vocab_size=410, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"blk\.[12]\..* is not a linear layer of its base"):
+        add_adapter(AutoModelForCausalLM.from_pretrained(other), out)
+    wide = save_model(tmp_path / "wide", "qwen2", vocab_size=410, intermediate_size=96)
+    with pytest.raises(ModelError, match=r"does not fit the \(.*\) of its base"):
+        add_adapter(AutoModelForCausalLM.from_pretrained(wide), out)
+
+
+def test_no_progress_bars_of_other_packages_are_shown(capfd):
+    with without_bars():
+        for _ in tqdm([1], disable=False):
+            pass
+    assert capfd.readouterr().err == ""
+    for _ in tqdm([1]):
+        pass
+    assert "1/1" in capfd.readouterr().err

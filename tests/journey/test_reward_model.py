@@ -7,12 +7,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from peft import AutoPeftModelForSequenceClassification
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import surefoot
 from project import Project
 from surefoot.cli.main import main
+from surefoot.inference.receipts.receipt import identity_of
 
 METHODS = {"full": "full", "lora": {"lora": {"rank": 2}}}
 
@@ -110,6 +111,28 @@ def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(traine
         "v_head.summary.bias": (1,),
     }
     assert head["v_head.summary.weight"].norm() > 0 == head["v_head.summary.bias"].norm()
+
+
+@pytest.mark.parametrize("head", ["score", "v_head", "adapter"])
+def test_rewards_of_what_is_exported_are_verified(trained, head, tmp_path):
+    made, _, _ = trained
+    if head == "adapter" and not list(made.run.glob("*/adapter_model.safetensors")):
+        return
+    out = tmp_path / "out"
+    told = run("export", made.run, out, "--reward-head", head)
+    assert "verified: the rewards of 12 fixed conversations" in told
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["verified"]["passed"]
+    assert receipt["verified"]["difference"] < 1e-4 < receipt["verified"]["largest"]
+    name = {"score": "model", "v_head": "value_head", "adapter": "adapter_model"}[head]
+    path = out / f"{name}.safetensors"
+    wrong = load_file(path)
+    key = next(k for k in wrong if k.endswith(("score.weight", "v_head.summary.weight")))
+    wrong[key] = -wrong[key]
+    save_file(wrong, path, metadata={"format": "pt"})
+    receipt["files"][path.name] = {"size": path.stat().st_size, "hash": identity_of(path).hash}
+    (out / "receipt.json").write_text(json.dumps(receipt))
+    assert "does not compute what its checkpoint does" in run("export", "verify", out, code=1)
 
 
 def test_eval_says_how_many_pairs_are_in_order_and_no_answers_are_written(trained):

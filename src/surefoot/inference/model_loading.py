@@ -277,6 +277,13 @@ def codec_of(parts: ModelFolders) -> Codec:
     return Codec(tokenizer, template, section)
 
 
+def is_reward(parts: ModelFolders) -> bool:
+    """Whether the model was trained to give rewards; see ``LoadedModel.is_reward_model``."""
+    if parts.recipe is not None:
+        return parts.recipe.stage.spec.is_reward
+    return any(is_sequence_classification(folder) for folder in parts.all)
+
+
 T = TypeVar("T")
 
 

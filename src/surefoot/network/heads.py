@@ -26,7 +26,7 @@ from ..parallel.world import World
 from .meta import Reader
 
 logger = logging.getLogger(__name__)
-_V_HEAD, _BIAS = "v_head.summary.weight", "v_head.summary.bias"  # of TRL and LLaMA-Factory
+V_HEAD, _BIAS = "v_head.summary.weight", "v_head.summary.bias"  # of TRL and LLaMA-Factory
 HEADS: Mapping[str, str] = {"values": "value_head"}  # the output: the module, its weights' file
 
 
@@ -134,12 +134,12 @@ def _stored(folder: Path, name: str) -> TensorSource | None:
     if is_sequence_classification(folder):
         return Renamed(open_folder(folder), {own: SCORE})
     source = open_role(folder, name)
-    if source is None or _V_HEAD not in source.shapes():
+    if source is None or V_HEAD not in source.shapes():
         return source
     bias = source.shapes().get(_BIAS) and float(read_whole(source, _BIAS).float().sum())
     if bias:
         logger.warning("%s: %s adds %.4g to every reward, and is dropped", folder, _BIAS, bias)
-    return Renamed(source, {own: _V_HEAD})
+    return Renamed(source, {own: V_HEAD})
 
 
 def _listed(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -72,7 +72,8 @@ def export(
             files = reward_adapter(parts, dtype, trust_remote_code=trust_remote_code)
             with new_folder(target, may_be_empty=True) as folder:
                 write_small(folder, files)
-                write_receipt(folder, parts, Artefact("adapter", dtype or "float32", 0))
+                size = meta_model(parts.model, trust_remote_code).num_parameters()
+                write_receipt(folder, parts, Artefact("adapter", dtype or "float32", size))
             return
         source, small = whole_model(
             parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,7 @@ def write_adapter(
     model = meta_model(parts.model, trust_remote_code=False)
     row = architecture_of(model.config, str(parts.model))
     check_rope(model.config, row, str(parts.model))
+    size = model.num_parameters()
     settings = json.loads(read_text(parts.adapter / ADAPTER))
     alpha = float(settings.get("lora_alpha") or 0)
     _refuse_others(settings, alpha, where)
@@ -92,8 +92,7 @@ def write_adapter(
     lines = [f"FROM {parts.model}", f"ADAPTER ./{target.name}"]
     text = modelfile_text(for_ollama, lines, where)
     write_files(target, contents, source, {beside: text}, progress)
-    count = sum(prod(tensor.shape) for tensor in contents.tensors.values())
-    artefact = Artefact("gguf-adapter", format_.main.name.lower(), count)
+    artefact = Artefact("gguf-adapter", format_.main.name.lower(), size)
     write_receipt(target, parts, artefact, [beside.name])
 
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
-from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.sources.copying import DtypeName, copy
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError
@@ -21,18 +20,20 @@ from ...recipe.run_checkpoint import Damaged
 from ...storage import files
 from ..exporting.base_model import meta_model
 from ..exporting.exported import counting, num_bytes, num_weights, whole_model
-from ..model_loading import ModelFolders, find_parts, with_valid
+from ..model_loading import ModelFolders, find_parts, is_reward, with_valid
 from ..receipts.card import card_text
 from ..receipts.receipt import CARD, Artefact, write_receipt
-from .calibration import calibrated, calibration_rows
+from .calibration import Calibrator
 from .layerwise import open_layerwise
 from .linear_layers import LinearLayers, find_linear_layers
 from .quantized_source import QuantizedSource
+from .rows import calibration_rows
 from .schemes import WeightScheme, scheme_of
 
-Algorithm = Literal["rtn", "gptq"]
+Algorithm = Literal["rtn", "gptq", "awq"]
 _ROWS = 128  # of the training data, for calibration
 _SCRATCH = ".calibrated"
+_WITHOUT_EXPERTS = ("fp8-block", "w8a8")  # transformers 5 dequantizes the others' as it opens them
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,16 @@ class QuantizeOptions:
     group_size: int | None = None
     """Inputs that share a scale, of w4a16; unset, 128."""
     algorithm: Algorithm = "rtn"
-    """``rtn`` rounds to nearest; ``gptq`` calibrates on the run's training data."""
+    """``rtn`` rounds to nearest; ``gptq`` and ``awq`` calibrate on the run's training data."""
+
+    def check(self, quantize: str, scheme: WeightScheme) -> None:
+        """Raise ``ModelError`` for a scheme that the algorithm does not calibrate."""
+        if self.algorithm == "gptq" and not scheme.is_integer:
+            raise ModelError(f"--algorithm gptq: {quantize} has no integers; use w4a16 or w8a8")
+        if self.algorithm == "awq" and scheme.args.strategy != "group":
+            raise ModelError(
+                f"--algorithm awq: {quantize} has no groups of inputs that share a scale; use w4a16"
+            )
 
 
 DEFAULTS = QuantizeOptions()
@@ -63,8 +73,8 @@ def export_quantized(
     ``out``.
 
     Args:
-        path: a run, checkpoint or model; an adapter is merged into its base first.
-        out: a folder that does not exist or is empty.
+        path: a run, checkpoint or model; an adapter is merged into its base.
+        out: a new or empty folder.
         quantize: one of ``PRESETS``.
         options: how the weights are rounded.
         base: the base of an adapter, if it is not where the adapter says.
@@ -77,8 +87,7 @@ def export_quantized(
         CheckpointError: damaged weights, NaN in them, or a write that fails.
     """
     target, scheme = Path(out).expanduser().absolute(), scheme_of(quantize, options.group_size)
-    if options.algorithm == "gptq" and not scheme.is_integer:
-        raise ModelError(f"--algorithm gptq: {quantize} has no integers; use w4a16 or w8a8")
+    options.check(quantize, scheme)
 
     def find(damaged: Damaged) -> ModelFolders:
         parts = find_parts(path, base=base, damaged=damaged)
@@ -88,19 +97,20 @@ def export_quantized(
     def write(parts: ModelFolders) -> None:
         source, small, layers = _quantized(parts, scheme, dtype)
         settings = {"algorithm": options.algorithm, "group_size": scheme.args.group_size}
-        count = num_weights(source.source)
-        artefact = Artefact("compressed-tensors", scheme.name, count, settings=settings)
         with new_folder(target, may_be_empty=True) as folder:
             found: TensorSource = source
-            if options.algorithm == "gptq":
-                config = {**json.loads(small["config.json"]), "quantization_config": None}
-                model = open_layerwise(source.source, config, str(parts.folder))
+            if options.algorithm != "rtn":
+                model = open_layerwise(source.source, small["config.json"], str(parts.folder))
                 rows = calibration_rows(parts, _ROWS)
-                found = calibrated(model, layers, scheme, rows, folder / _SCRATCH)
+                calibrator = Calibrator(model, layers, scheme, options.algorithm)
+                found = calibrator.run(rows, folder / _SCRATCH)
+                settings |= calibrator.report.as_settings(options.algorithm)
             advance = counting(num_bytes(found), progress)
             copy(found, folder, max_shard_size=max_shard_size, progress=advance)
             files.remove_tree(folder / _SCRATCH)
             write_small(folder, small)
+            count = num_weights(source.source)
+            artefact = Artefact("compressed-tensors", scheme.name, count, settings=settings)
             receipt = write_receipt(folder, parts, artefact)
             write_small(folder, {CARD: card_text(receipt).encode()})
 
@@ -113,13 +123,17 @@ def _quantized(
 ) -> tuple[QuantizedSource, dict[str, bytes], LinearLayers]:
     """The tensors to write, the small files beside them, and the layers that are quantized."""
     where = str(parts.folder)
-    is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
-    if is_reward or any(is_sequence_classification(folder) for folder in parts.all):
+    if is_reward(parts):
         raise ModelError(f"{where}: is a reward model; only models that write text are quantized")
     whole, small = whole_model(parts, dtype=dtype)
     layers = find_linear_layers(meta_model(parts.model, False), whole.shapes(), where)
-    scheme.check({name: whole.shapes()[name] for name in layers.weights.values()}, where)
+    if layers.experts and scheme.name in _WITHOUT_EXPERTS:
+        raise ModelError(
+            f"{where}: has experts, which transformers does not open in {scheme.name}; use "
+            "--quantize fp8 or w4a16"
+        )
+    scheme.check({name: whole.shapes()[name] for name in layers.ordered}, where)
     config = json.loads(small["config.json"])
     config["quantization_config"] = scheme.config(layers.ignored)
     small["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    return QuantizedSource(whole, scheme, frozenset(layers.weights.values())), small, layers
+    return QuantizedSource(whole, scheme, layers.names), small, layers

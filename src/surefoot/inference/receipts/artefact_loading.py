@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ...errors import ModelError, installation
 from ...model.pretrained.loading import device
+from ...network.heads import HEADS, V_HEAD
+from .adapter_loading import add_adapter
 from .receipt import Artefact
 
-PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf"}
-UNREAD = {
-    "gguf-adapter": "transformers opens no GGUF adapters",
-    "adapter": "an adapter of a reward model writes no text",
-    "reward": "a reward model writes no text; compare its scores with `surefoot predict`",
+PACKAGES = {
+    "compressed-tensors": "compressed_tensors",
+    "gguf": "gguf",
+    "gguf-adapter": "gguf",
+    "adapter": "peft",
 }
-"""By ``to``: why nothing is computed with it."""
+_PLAIN: dict[str, Any] = {
+    "dtype": torch.float32,
+    "local_files_only": True,
+    "trust_remote_code": False,
+}
 _OF_LOADERS = (
     *(ValueError, OSError, ImportError, LookupError, RuntimeError),
     *(TypeError, AttributeError, AssertionError),
@@ -31,21 +41,74 @@ def check_package(artefact: Artefact) -> None:
     name = PACKAGES.get(artefact.to, "transformers")
     if importlib.util.find_spec(name) is None:
         raise ModelError(
-            f"the package {name.replace('_', '-')}, with which transformers opens the artefact, is "
+            f"the package {name.replace('_', '-')}, which opens the artefact, is "
             f"not installed: {installation(name)}"
         )
 
 
-def open_artefact(target: Path, artefact: Artefact) -> Any:
-    """The transformers model, in float32. Raises ``ModelError`` if it does not open."""
+def open_artefact(target: Path, artefact: Artefact, base: Path | None) -> Any:
+    """The transformers model, in float32, an adapter on its ``base``. Raises ``ModelError`` if it
+    does not open."""
     check_package(artefact)
-    named: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
-    folder = target if target.is_dir() else target.parent
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **named
-        )
+        with without_bars():
+            model = _OPENERS.get(artefact.to, _folder)(target, base)
     except _OF_LOADERS as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(f"{target}: transformers cannot open it: {said}") from None
     return model.to(device()).eval()
+
+
+def v_head_of(target: Path) -> torch.Tensor | None:
+    """The head [1, D] beside a language model; None if there is none."""
+    path = target / f"{HEADS['values']}.safetensors"
+    return load_file(path)[V_HEAD].float() if path.is_file() else None
+
+
+def _folder(target: Path, _: Path | None) -> Any:
+    named: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
+    folder = target if target.is_dir() else target.parent
+    return AutoModelForCausalLM.from_pretrained(folder, **_PLAIN, **named)
+
+
+def _gguf_adapter(target: Path, base: Path | None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, **_PLAIN)
+    add_adapter(model, target)
+    return model
+
+
+def _reward(target: Path, _: Path | None) -> Any:
+    if v_head_of(target) is not None:
+        return _folder(target, None)
+    return AutoModelForSequenceClassification.from_pretrained(target, **_PLAIN)
+
+
+def _reward_adapter(target: Path, base: Path | None) -> Any:
+    from peft import PeftModel
+
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **_PLAIN)
+    return PeftModel.from_pretrained(model, str(target))
+
+
+_OPENERS: Mapping[str, Callable[[Path, Path | None], Any]] = {
+    "gguf-adapter": _gguf_adapter,
+    "reward": _reward,
+    "adapter": _reward_adapter,
+}
+"""By ``to``; anything else is a folder or a GGUF file of a complete model."""
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """A block in which the progress bars of other packages are not shown: compressed-tensors shows
+    three for each model, and has no switch for them."""
+    plain = tqdm.__init__
+
+    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "disable": True})
+
+    tqdm.__init__ = quiet
+    try:
+        yield
+    finally:
+        tqdm.__init__ = plain

@@ -73,5 +73,10 @@ def compare(artefact: Artefact, found: ProbeOutputs, expected: ProbeOutputs) -> 
         equal,
         count,
         regret / count,
-        BOUNDS.get(artefact.type, EXACT) if artefact.is_rounded else EXACT,
+        bound_of(artefact),
     )
+
+
+def bound_of(artefact: Artefact) -> float:
+    """Of its format."""
+    return BOUNDS.get(artefact.type, EXACT) if artefact.is_rounded else EXACT

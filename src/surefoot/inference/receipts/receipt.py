@@ -32,7 +32,7 @@ class Artefact:
 
     to: str  # ``huggingface``, ``gguf``, ...
     type: str  # of the weights: ``float32``, ``q4_k_m``, ``w4a16``
-    num_weights: int
+    num_weights: int  # of the model that it opens as
     is_rounded: bool = True  # False: the weights have the checkpoint's bits
     settings: Mapping[str, Any] = field(default_factory=dict)
 

@@ -16,13 +16,20 @@ import torch
 
 from ...errors import DataError, ModelError, RecipeError
 from ...storage import files
-from ..model_loading import ModelFolders, find_parts, open_model
-from .artefact_loading import UNREAD, check_package, open_artefact
+from ..model_loading import ModelFolders, find_parts, is_reward, open_model
+from .artefact_loading import check_package, open_artefact, v_head_of, without_bars
 from .card import write_quality
 from .comparison import ProbeComparison, compare
 from .probes import outputs_of, probes_of
 from .quality import HeldOutRow, Quality, held_out_rows, quality_of, scores
 from .receipt import ExportOrigin, Receipt, changed_files, origin_of, read_receipt, update
+from .reward_probes import (
+    RewardComparison,
+    artefact_rewards,
+    compare_rewards,
+    encoded_probes,
+    rewards_of,
+)
 
 _FLOATS = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 _BYTES = 4  # of a weight in float32
@@ -34,7 +41,7 @@ _SPEED = 0.5e9  # bytes per second that load and compute together, on a laptop
 class Verification:
     """What was found."""
 
-    comparison: ProbeComparison
+    comparison: ProbeComparison | RewardComparison
     quality: Quality | None = None
     why_no_quality: str = ""
 
@@ -66,11 +73,6 @@ def verification_cost(target: Path) -> Cost:
     return Cost(int(size), memory)
 
 
-def why_unread(target: Path) -> str | None:
-    """Why nothing is computed with an artefact; None if it can be."""
-    return UNREAD.get(read_receipt(target).artefact.to)
-
-
 def verify_export(
     target: str | Path,
     *,
@@ -93,14 +95,24 @@ def verify_export(
     """
     found = Path(target).expanduser().absolute()
     receipt = read_receipt(found)
-    if reason := UNREAD.get(receipt.artefact.to):
-        raise ModelError(f"{found}: cannot be verified: {reason}")
     check_package(receipt.artefact)
     on_phase("files")
     if problems := changed_files(found, receipt):
         raise ModelError(f"{found}: {'; '.join(problems)}; export it again")
     parts = _parts(receipt, checkpoint, base)
     _refuse_changed(receipt.made_from, parts)
+    compute = _rewards if is_reward(parts) else _texts
+    result = compute(found, receipt, parts, on_phase)
+    quality = None if result.quality is None else result.quality.as_data()
+    verified = result.comparison.as_data()
+    write_quality(found, update(found, receipt, verified=verified, quality=quality))
+    return result
+
+
+def _texts(
+    target: Path, receipt: Receipt, parts: ModelFolders, on_phase: Callable[[str], None]
+) -> Verification:
+    """Of a model that writes text."""
     on_phase("checkpoint")
     rows, why = _rows(parts, receipt)
     opened = open_model(parts.folder, base=_base(parts), dtype="float32")
@@ -109,12 +121,27 @@ def verify_export(
     del opened
     gc.collect()
     on_phase("artefact")
-    model = open_artefact(found, receipt.artefact)
-    result = compare(receipt.artefact, outputs_of(model, probes), expected)
+    model = open_artefact(target, receipt.artefact, parts.model)
+    with without_bars():  # some are opened completely by the first pass
+        result = compare(receipt.artefact, outputs_of(model, probes), expected)
     quality = quality_of(scores(model, rows), before) if rows else None
-    data = None if quality is None else quality.as_data()
-    write_quality(found, update(found, receipt, verified=result.as_data(), quality=data))
     return Verification(result, quality, why)
+
+
+def _rewards(
+    target: Path, receipt: Receipt, parts: ModelFolders, on_phase: Callable[[str], None]
+) -> Verification:
+    """Of a reward model."""
+    on_phase("checkpoint")
+    opened = open_model(parts.folder, base=_base(parts), dtype="float32")
+    probes = encoded_probes(opened)
+    expected = rewards_of(opened, probes)
+    del opened
+    gc.collect()
+    on_phase("artefact")
+    model = open_artefact(target, receipt.artefact, parts.model)
+    found = artefact_rewards(model, v_head_of(target), probes)
+    return Verification(compare_rewards(receipt.artefact, found, expected))
 
 
 def _rows(parts: ModelFolders, receipt: Receipt) -> tuple[list[HeldOutRow], str]:

@@ -1,0 +1,154 @@
+"""What quantized exports of a run lose, and the memory of calibrating a random model.
+
+    .venv/bin/python benchmarks/quantize.py quality runs/quickstart/checkpoint-200
+    .venv/bin/python benchmarks/quantize.py memory --layers 3,12
+
+The quality is that on the rows that the run has held out: what `surefoot export` prints, and the
+divergence of the artefact's probabilities from the checkpoint's, in nats per token. Memory is the
+peak of the resident set of a process that exports; the rows are random. Without calibration it is
+that of Python, torch, transformers and the blocks that are copied.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SCHEMES = {
+    "fp8": ["rtn"],
+    "w8a8": ["rtn", "gptq"],
+    "w4a16": ["rtn", "gptq", "awq"],
+}
+EXPORT = """
+import random, sys
+from surefoot.inference.quantizing import export
+path, out, algorithm, count, length = sys.argv[1:]
+length, rows = int(length), range(int(count))
+export.calibration_rows = lambda *_: [random.choices(range(1000), k=length) for _ in rows]
+options = export.QuantizeOptions(128, algorithm)
+export.export_quantized(path, out, quantize="w4a16", options=options)
+print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
+"""
+TOKENIZER = Path(__file__).parent.parent / "examples" / "base-model"
+
+
+def divergence(folder: Path, run: Path) -> float:
+    """Of all tokens of the held-out rows."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from surefoot.inference import open_model
+    from surefoot.inference.model_loading import find_parts
+    from surefoot.inference.receipts.artefact_loading import without_bars
+    from surefoot.inference.receipts.quality import held_out_rows
+
+    plain, rows = open_model(run, dtype="float32").model, held_out_rows(find_parts(run))
+    total = count = 0.0
+    with torch.no_grad(), without_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for row in rows:
+            ids = torch.tensor([row.ids])
+            ours, theirs = (m(ids).logits[0].double().log_softmax(-1) for m in (model, plain))
+            total += float((theirs.exp() * (theirs - ours)).sum())
+            count += len(row.ids)
+    return total / count
+
+
+def quality(run: Path, group_sizes: list[int]) -> None:
+    """A row for each scheme and algorithm."""
+    from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
+    from surefoot.inference.receipts.verification import verify_export
+
+    print("| weights | algorithm | CPU s | perplexity | exact match | equal tokens | divergence |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    root = Path(tempfile.mkdtemp(prefix="quantize-"))
+    try:
+        for scheme, algorithms in SCHEMES.items():
+            for size in group_sizes if scheme == "w4a16" else [None]:
+                for algorithm in algorithms:
+                    out, start = root / f"{scheme}-{size}-{algorithm}", time.process_time()
+                    options = QuantizeOptions(size, algorithm)
+                    export_quantized(run, out, quantize=scheme, options=options)
+                    seconds, found = time.process_time() - start, verify_export(out).quality
+                    name = scheme if size is None else f"{scheme}, groups of {size}"
+                    print(
+                        f"| {name} | {algorithm} | {seconds:.1f} | {found.perplexity:.4f} | "
+                        f"{found.exact_match:.1%} | {found.token_agreement:.2%} | "
+                        f"{divergence(out, run):.5f} |",
+                        flush=True,
+                    )
+        print(
+            f"The checkpoint: perplexity {found.checkpoint_perplexity:.4f}, exact match "
+            f"{found.checkpoint_exact_match:.1%}; {found.num_rows} rows, {found.num_tokens} tokens."
+        )
+    finally:
+        shutil.rmtree(root)
+
+
+def save(folder: Path, layers: int) -> float:
+    """A random model in bfloat16; its megabytes."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **{"vocab_size": 100_000, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072},
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return 2 * model.num_parameters() / 1e6
+
+
+def memory(layers: list[int], rows: int, length: int) -> None:
+    """A row for each depth and algorithm."""
+    print("| layers | file MB | algorithm | wall s | peak MB |\n| --- | --- | --- | --- | --- |")
+    for count in layers:
+        root = Path(tempfile.mkdtemp(prefix="quantize-"))
+        try:
+            size = save(root / "model", count)
+            for algorithm in ("rtn", "gptq", "awq"):
+                given = [root / "model", root / algorithm, algorithm, str(rows), str(length)]
+                start = time.perf_counter()
+                done = subprocess.run(
+                    [sys.executable, "-c", EXPORT, *given],
+                    stdout=subprocess.PIPE,
+                    check=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+                wall, peak = time.perf_counter() - start, int(done.stdout.split()[-1]) * 1024 / 1e6
+                print(
+                    f"| {count} | {size:.0f} | {algorithm} | {wall:.0f} | {peak:.0f} |", flush=True
+                )
+        finally:
+            shutil.rmtree(root)
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    found = commands.add_parser("quality")
+    found.add_argument("run", type=Path)
+    found.add_argument("--group-sizes", default="32,128")
+    found = commands.add_parser("memory")
+    found.add_argument("--layers", default="3,12")
+    found.add_argument("--rows", type=int, default=16)
+    found.add_argument("--length", type=int, default=128)
+    given = parser.parse_args()
+    if given.command == "quality":
+        quality(given.run, [int(one) for one in given.group_sizes.split(",")])
+    else:
+        memory([int(one) for one in given.layers.split(",")], given.rows, given.length)
+
+
+if __name__ == "__main__":
+    main()
