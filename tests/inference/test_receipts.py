@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -241,10 +242,15 @@ def test_an_adapter_of_another_base_is_named(made, tmp_path):
 
 
 def test_no_progress_bars_of_other_packages_are_shown(capfd):
-    with without_bars():
+    def work():
+        print("a line", file=sys.stderr)
         for _ in tqdm([1], disable=False):
-            pass
-    assert capfd.readouterr().err == ""
-    for _ in tqdm([1]):
-        pass
+            for _ in tqdm([1], disable=False):
+                pass
+        print("another\n\nlast", file=sys.stderr)
+
+    with without_bars():
+        work()
+    assert capfd.readouterr().err == "a line\nanother\n\nlast\n"
+    work()
     assert "1/1" in capfd.readouterr().err

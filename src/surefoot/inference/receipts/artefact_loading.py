@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ...errors import ModelError, installation
@@ -102,13 +104,21 @@ _OPENERS: Mapping[str, Callable[[Path, Path | None], Any]] = {
 def without_bars() -> Iterator[None]:
     """A block in which the progress bars of other packages are not shown: compressed-tensors shows
     three for each model, and has no switch for them."""
-    plain = tqdm.__init__
-
-    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **{**kwargs, "disable": True})
-
-    tqdm.__init__ = quiet
-    try:
+    with redirect_stderr(_WithoutBars(sys.stderr)):
         yield
-    finally:
-        tqdm.__init__ = plain
+
+
+class _WithoutBars(io.TextIOBase):
+    """Passes on what is written, but what draws progress bars and moves between their lines."""
+
+    _MOVE = re.compile(r"(\s|\x1b\[A)*")
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_bar = False  # what was written last
+
+    def write(self, text: str) -> int:
+        """Write ``text``, unless it is part of a bar."""
+        is_move = self._is_bar and self._MOVE.fullmatch(text) is not None
+        self._is_bar = "\r" in text or is_move
+        return len(text) if self._is_bar else self._stream.write(text)
