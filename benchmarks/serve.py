@@ -24,8 +24,9 @@ from statistics import median
 
 import httpx
 import psutil
-from inputs import make_dataset, make_model
-from measure import machine, spread, table, versions
+from inputs import make_adapter, make_dataset, make_model
+from measure import machine, say, spread, table, versions
+from soak import problems, report, soaked
 
 Server = tuple[str, psutil.Process]  # its address
 SECONDS_TO_START = 180
@@ -139,6 +140,25 @@ def measured(server: Server, asked: Sequence[Mapping[str, object]]) -> tuple[flo
     return tokens / seconds, tokens / cpu, median(waits)
 
 
+def soak(minutes: float, pause: float) -> None:
+    """Mixed requests to one server; ends with an error if it keeps what it has taken."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        root = Path(name)
+        make_model(root / "model", make_dataset(root / "data", 400), hidden=64, layers=2)
+        adapters = [root / f"adapter{number}" for number in range(4)]
+        for number, folder in enumerate(adapters):
+            make_adapter(root / "model", folder, seed=number, rank=2 ** (number + 1))
+        command, own = commands(root / "model", None)["surefoot"]
+        port, log = 17_000 + os.getpid() % 1000, root / "log"
+        with started("surefoot", command, own, port, log) as (url, process):
+            moments, found = soaked(url, process, adapters, minutes, pause)
+        say(log.read_text()[-2000:])
+    print(f"{machine()}; {versions('surefoot', 'transformers', 'torch', 'peft')}.")
+    print(report(moments, found))
+    if wrong := problems(moments, found.wrong):
+        raise SystemExit("\n".join(wrong))
+
+
 def main() -> None:
     """Start the servers, let them take turns, print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -146,7 +166,12 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
     parser.add_argument("--llamafactory", help="a folder with its package")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="mixed requests for so long")
+    parser.add_argument("--pause", type=float, default=1.0, help="of a client of --soak, seconds")
     arguments = parser.parse_args()
+    if arguments.soak:
+        soak(arguments.soak, arguments.pause)
+        return
     clients = [int(one) for one in arguments.clients.split(",")]
     with tempfile.TemporaryDirectory(prefix="serve-") as name, ExitStack() as stack:
         root = Path(name)
