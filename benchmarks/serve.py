@@ -91,6 +91,12 @@ def body(name: str, model: Path, client: int, count: int) -> dict[str, object]:
     }
 
 
+def of_adapters(count: int, client: int, tokens: int) -> dict[str, object]:
+    """A greedy request to one of ``count`` adapters."""
+    asked = body("surefoot", Path("model"), client, tokens)
+    return {**asked, "model": f"adapter{client % count}"}
+
+
 def answered(url: str, asked: Mapping[str, object]) -> int:
     """The tokens of one answer."""
     found = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=600, trust_env=False)
@@ -140,6 +146,41 @@ def measured(server: Server, asked: Sequence[Mapping[str, object]]) -> tuple[flo
     return tokens / seconds, tokens / cpu, median(waits)
 
 
+def beside(counts: Sequence[int], clients: Sequence[int], arguments: argparse.Namespace) -> None:
+    """Adapters of one base, whose requests come at a time; with ``--other``, also by the code of
+    another tree. All servers are up and take turns."""
+    with tempfile.TemporaryDirectory(prefix="adapters-") as name, ExitStack() as stack:
+        root = Path(name)
+        model = root / "model"
+        make_model(model, make_dataset(root / "data", 400), hidden=256, layers=6)
+        command, _ = commands(model, None)["surefoot"]
+        for number in range(max(counts)):
+            folder = root / f"adapter{number}"
+            make_adapter(model, folder, seed=number, rank=8)
+            command = [*command, "--adapter", f"{folder.name}={folder}"]
+        environments: dict[str, dict[str, str]] = {"this tree": {}}
+        if arguments.other:
+            environments["the other"] = {"PYTHONPATH": arguments.other}
+        servers = {}
+        for number, (subject, own) in enumerate(environments.items()):
+            port, log = 18_000 + os.getpid() % 1000 * 10 + number, root / f"{number}.log"
+            server = started("surefoot", command, own, port, log)
+            servers[subject] = stack.enter_context(server)
+            answered(servers[subject][0], of_adapters(1, 0, 4))
+        found: dict[tuple[int, int, str], list[tuple[float, float, float]]] = {}
+        for _ in range(arguments.repetitions):
+            for key in ((k, n, subject) for k in counts for n in clients for subject in servers):
+                asked = [of_adapters(key[0], i, arguments.tokens) for i in range(key[1])]
+                found.setdefault(key, []).append(measured(servers[key[2]], asked))
+                say(f"{key}: {found[key][-1]}")
+    print(f"{machine()}; {versions('surefoot', 'transformers', 'torch', 'peft')}.")
+    rows = [
+        [str(key[0]), str(key[1]), key[2], *(spread([one[i] for one in values], 0) for i in (0, 1))]
+        for key, values in found.items()
+    ]
+    print(table(["adapters", "clients", "code", "tokens/s", "tokens/CPU s"], rows))
+
+
 def soak(minutes: float, pause: float) -> None:
     """Mixed requests to one server; ends with an error if it keeps what it has taken."""
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
@@ -168,11 +209,16 @@ def main() -> None:
     parser.add_argument("--llamafactory", help="a folder with its package")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="mixed requests for so long")
     parser.add_argument("--pause", type=float, default=1.0, help="of a client of --soak, seconds")
+    parser.add_argument("--adapters", help="of one base, beside each other: 1,2,4,8")
+    parser.add_argument("--other", help="the src folder of another tree, for --adapters")
     arguments = parser.parse_args()
+    clients = [int(one) for one in arguments.clients.split(",")]
     if arguments.soak:
         soak(arguments.soak, arguments.pause)
         return
-    clients = [int(one) for one in arguments.clients.split(",")]
+    if arguments.adapters:
+        beside([int(one) for one in arguments.adapters.split(",")], clients, arguments)
+        return
     with tempfile.TemporaryDirectory(prefix="serve-") as name, ExitStack() as stack:
         root = Path(name)
         model = root / "model"

@@ -197,3 +197,19 @@ def test_rows_whose_positions_change_with_the_longest_are_alone(caplog):
         theirs(network, prompt, max_new_tokens=9) for prompt in prompts
     ]
     assert caplog.text.count("answered one by one") == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_batch_size_changes_no_bit_whatever_the_number_of_threads(threads):
+    """Threads divide the rows of a product, so one of five rows may be computed alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        network, prompts = model(**WIDE), random_prompts(11, 40)
+        found = []
+        for batch_size in (1, 5, 6, 7, 11):
+            section = GenerateSection(max_new_tokens=6, batch_size=batch_size)
+            found.append(sample(network, prompts, section, stop_token_ids=[]))
+        assert all(other == found[0] for other in found)
+    finally:
+        torch.set_num_threads(before)

@@ -98,10 +98,10 @@ class SharedBase:
         and by trying (an expert may get some rows of a batch alone)."""
         if not can_be_by_row(self._module, name):
             return False
-        vocabulary = self.opened.inner.get_input_embeddings().num_embeddings
-        count = min(_TRIED, int(vocabulary))
+        vocabulary = len(self.opened.inner.get_input_embeddings().weight)
+        count = min(_TRIED, vocabulary)
         ids = torch.arange(4 * count, device=self.opened.inner.device).reshape(4, count)
-        asked = {"input_ids": ids % int(vocabulary), "use_cache": False}
+        asked = {"input_ids": ids % vocabulary, "use_cache": False}
         before, expected = self._active, []
         try:
             for one in (name, None):
@@ -138,9 +138,9 @@ class SharedBase:
 def _fits(adapter: Path, opened: LoadedModel) -> bool:
     if extension_of(adapter) or not is_addable(adapter):
         return False
-    vocabulary = opened.inner.get_input_embeddings().num_embeddings
+    vocabulary = len(opened.inner.get_input_embeddings().weight)  # PEFT's layer has no count
     tokenizer = load_tokenizer(adapter) if _has_tokenizer(adapter) else opened.tokenizer
-    return len(tokenizer) <= int(vocabulary)
+    return len(tokenizer) <= vocabulary
 
 
 def _has_tokenizer(folder: Path) -> bool:
