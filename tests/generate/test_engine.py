@@ -106,11 +106,13 @@ def processed(logits, prompt, section):
     kept = set(order[: section.top_k or len(order)])
     weights = np.exp(scores - scores.max())
     weights[[i for i in range(len(scores)) if i not in kept]] = 0
+    most = weights.max()
     shares, total = weights / weights.sum(), 0.0
     for token in order:
         if total >= section.top_p:
             weights[token] = 0
         total += shares[token]
+    weights[weights < section.min_p * most] = 0
     return weights / weights.sum(), weights.sum() / np.exp(scores - scores.max()).sum()
 
 
@@ -121,6 +123,8 @@ def processed(logits, prompt, section):
         {"top_k": 5},
         {"top_p": 0.7, "temperature": 1.5},
         {"top_p": 0.8, "top_k": 6, "repetition_penalty": 1.5},
+        {"min_p": 0.2},
+        {"min_p": 0.1, "top_p": 0.9, "temperature": 1.6},
     ],
 )
 def test_tokens_have_their_probabilities(settings):
@@ -145,7 +149,7 @@ def test_tokens_have_their_probabilities(settings):
         statistic = ((counts[is_possible] - want) ** 2 / want).sum()
         freedom = is_possible.sum() - 1
         assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 1e-9
-        if section.top_k or section.top_p < 1:
+        if section.top_k or section.top_p < 1 or section.min_p:
             assert after[0].log_masses[place] == pytest.approx(np.log(mass), abs=1e-5)
 
 
