@@ -3,10 +3,14 @@
     .venv/bin/python benchmarks/serve.py --repetitions 1
 
 The same random weights are served by ``surefoot serve``, ``transformers serve`` (as it starts, and
-with continuous batching) and LLaMA-Factory's server, where ``--llamafactory`` names a folder with
-its package. All servers are up, and take turns: one alone has requests at a time. Every client
-sends one greedy request of its own; a round is over when all are answered. Tokens are those of
-``usage``. On a busy machine only tokens per CPU second of the server say something.
+with continuous batching) and LLaMA-Factory's server (one request at a time, as it starts, and eight
+in threads), where ``--llamafactory`` names its command, in an environment of its own. All servers
+are up, and take turns: one alone has requests at a time. Every client sends one greedy request of
+its own; a round is over when all are answered. Tokens are those of ``usage``. On a busy machine only
+tokens per CPU second of the server say something.
+
+``--adapters 1,2,4,8`` measures adapters of one base beside each other, ``--soak MINUTES`` whether a
+server keeps what it has taken.
 """
 
 import argparse
@@ -43,10 +47,11 @@ def commands(model: Path, llamafactory: str | None) -> dict[str, tuple[list[str]
         "transformers, batching": ([*transformers, "--continuous-batching"], {}),
     }
     if llamafactory:
-        start = "from llamafactory.api.app import run_api; run_api()"
         options = ["--model_name_or_path", str(model), "--template", "qwen"]
-        own = {"PYTHONPATH": llamafactory, "DISABLE_VERSION_CHECK": "1"}
-        found["llamafactory"] = ([sys.executable, "-c", start, *options], own)
+        command = [llamafactory, "api", *options, "--infer_dtype", "float32"]
+        own = {"PYTHONPATH": "", "DISABLE_VERSION_CHECK": "1", "API_HOST": "127.0.0.1"}
+        found["llamafactory"] = (command, own)
+        found["llamafactory, 8 threads"] = (command, {**own, "MAX_CONCURRENT": "8"})
     return found
 
 
@@ -55,8 +60,7 @@ def started(
     name: str, command: list[str], own: Mapping[str, str], port: int, log: Path
 ) -> Iterator[Server]:
     """A server; its address once it answers. Raises ``RuntimeError`` if it does not start."""
-    is_other = name == "llamafactory"  # its port is a variable
-    options = [] if is_other else ["--port", str(port)]
+    options = [] if name.startswith("llamafactory") else ["--port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "API_PORT": str(port), **own}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -82,7 +86,7 @@ def started(
 def body(name: str, model: Path, client: int, count: int) -> dict[str, object]:
     """A greedy request of a client's own."""
     text = f"Name a reason why {WORDS[client % len(WORDS)]} matter to a town of {client} houses."
-    greedy = {"do_sample": False} if name == "llamafactory" else {"temperature": 0}
+    greedy = {"do_sample": False} if name.startswith("llamafactory") else {"temperature": 0}
     return {
         "model": model.name if name == "surefoot" else str(model),
         "messages": [{"role": "user", "content": text}],
@@ -206,7 +210,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--clients", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
-    parser.add_argument("--llamafactory", help="a folder with its package")
+    parser.add_argument("--llamafactory", help="its command: VENV/bin/llamafactory-cli")
+    parser.add_argument("--servers", help="only those whose names begin so: surefoot,llamafactory")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="mixed requests for so long")
     parser.add_argument("--pause", type=float, default=1.0, help="of a client of --soak, seconds")
     parser.add_argument("--adapters", help="of one base, beside each other: 1,2,4,8")
@@ -224,7 +229,9 @@ def main() -> None:
         model = root / "model"
         make_model(model, make_dataset(root / "data", 400), hidden=256, layers=6)
         urls = {}
-        subjects = commands(model, arguments.llamafactory).items()
+        only = tuple((arguments.servers or "").split(","))
+        every = commands(model, arguments.llamafactory).items()
+        subjects = [(subject, how) for subject, how in every if subject.startswith(only)]
         for number, (subject, (command, own)) in enumerate(subjects):
             log, port = root / f"{number}.log", 18_000 + os.getpid() % 1000 * 10 + number
             try:
