@@ -43,13 +43,13 @@ class CompletionBody(SamplingBody):
 
 @dataclass(eq=False)
 class Completion:
-    """One request: its prompts and its rows. Without rows, prompts alone are said."""
+    """One request: its prompts and its rows. Without rows, prompts alone are returned."""
 
     model: ServedModel
     body: CompletionBody
     prompts: Sequence[Sequence[int]]
     rows: Sequence[tuple[Request, RowSettings]]
-    echoes: Sequence[Echo] = ()  # of the prompts, if they are to be said
+    echoes: Sequence[Echo] = ()  # of the prompts, if they are to be returned
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -138,7 +138,7 @@ async def _prepared(state: ServerState, body: CompletionBody) -> Completion:
 def _refuse(body: CompletionBody) -> None:
     """Raise ``ApiError`` for what would change the answer and is not supported."""
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError("max_tokens: 0 needs echo, or nothing would be said", param="max_tokens")
+        raise ApiError("max_tokens: 0 needs echo, or nothing would be returned", param="max_tokens")
     if body.suffix:
         raise ApiError("suffix: a text is only continued; leave it unset", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):

@@ -161,7 +161,7 @@ class EngineThread:
         return list({id(lane.rows): lane for lane in list(self._lanes)}.values())
 
     def _let_go(self) -> None:
-        """Remove the lanes that are to go and have no requests."""
+        """Remove the lanes that are to be freed and have no requests."""
         busy = {id(lane) for lane, _ in self._sinks.values()}
         gone = [each for each in self._leaving if id(each[0]) not in busy]
         for lane, then in gone:
@@ -170,7 +170,7 @@ class EngineThread:
             try:
                 then()
             except Exception:  # of PEFT's code: the other models go on
-                logger.exception("a model could not be let go")
+                logger.exception("a model could not be unloaded")
 
     def _next_commands(self) -> bool:
         """Wait for something to do; whether there will be more."""
