@@ -15,7 +15,7 @@ def few(monkeypatch):
     """Only packages that import quickly."""
     monkeypatch.setattr(env, "PACKAGES", {"xxhash": "xxhash.no_such_part", "click": "click"})
     monkeypatch.setattr(env, "OPTIONAL", {"no-such-package": "no_such_package"})
-    monkeypatch.setattr(env, "CHOICES", """print('{"packed attention": "sdpa"}')""")
+    monkeypatch.setattr(env, "CHOICES", "found = {'packed attention': 'sdpa'}")
 
 
 def run(*args):
@@ -38,14 +38,26 @@ def test_a_package_that_does_not_load_or_is_not_there_is_named(few):
     assert packages["optional"] == {"no-such-package": "not installed"}
 
 
-def test_a_torch_that_does_not_load_is_no_end_of_the_report():
-    assert env.torch_facts("", "OSError: libcudart.so: no such file") == {
-        "build": "does not load: OSError: libcudart.so: no such file"
+def test_a_torch_that_does_not_load_is_no_end_of_the_report(few, monkeypatch):
+    monkeypatch.setattr(env, "TORCH", "raise OSError('libcudart.so: no such file')")
+    report = json.loads(run("--json").stdout)
+    assert report["torch"] == {"build": "does not load: OSError: libcudart.so: no such file"}
+    assert report["used here"] == {"packed attention": "sdpa"}
+
+
+def test_choices_that_cannot_be_looked_up_are_no_end_of_the_report(few, monkeypatch):
+    monkeypatch.setattr(env, "CHOICES", "raise ImportError('no')")
+    assert json.loads(run("--json").stdout)["used here"] == {"not known": "ImportError: no"}
+
+
+def test_a_package_may_print_and_those_after_one_that_crashes_are_still_tried():
+    codes = {"loud": "print('[1, 2]'); print('hello'); found = 1", "dead": "os._exit(139)"}
+    found = env.probe_all({**codes, "after": "found = 2"})
+    assert found == {
+        "loud": env.ProbeResult(1),
+        "dead": env.ProbeResult(None, "exit code 139"),
+        "after": env.ProbeResult(2),
     }
-
-
-def test_choices_that_cannot_be_looked_up_are_no_end_of_the_report():
-    assert env.choice_facts("", "ImportError: no") == {"not known": "ImportError: no"}
 
 
 def test_a_crash_in_a_package_is_told_by_its_exit_code():

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
@@ -57,6 +58,8 @@ def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
     (folder / "recipe.yaml").write_text(convert_any(words[1:]).text)
     code, _, err = cli("train", folder / "recipe.yaml", f"train.output_dir={folder}/whole")
     assert code == 0, err
+    is_slow = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert ("fp16 is computed without fast kernels on this CPU" in err) == is_slow
 
     process = start(*words)
     for line in process.stderr:

@@ -122,7 +122,7 @@ def test_more_space_than_there_is_is_refused_and_none_is_taken_meanwhile(tmp_pat
             return getattr(os, name)
 
         def posix_fallocate(self, *_):
-            raise AssertionError("the system takes all that is left before it refuses")
+            raise AssertionError("all that is left would be taken")
 
     monkeypatch.setattr(files, "os", Asked())
     with (

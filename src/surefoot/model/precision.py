@@ -24,6 +24,18 @@ def choose(name: Literal["auto"] | PrecisionName) -> PrecisionName:
     return "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
 
 
+def slowness(name: PrecisionName, device: torch.device) -> str | None:
+    """Why ``name`` is slow on ``device``, and what to set instead; None if it is not."""
+    has_mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    is_on_cpu = name == "fp16" and device.type == "cpu"
+    if not (is_on_cpu and has_mkldnn) or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return None
+    return (
+        "train.precision: fp16 is computed without fast kernels on this CPU, many times "
+        "slower than fp32; on a CPU, train.precision=auto computes in fp32"
+    )
+
+
 def autocast(name: PrecisionName, device: torch.device) -> AbstractContextManager[object]:
     """The context in which to run a forward pass."""
     if name == "fp32":

@@ -15,7 +15,7 @@ from ..batch import StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import packed, selection
-from ..model.precision import LossScaler, choose
+from ..model.precision import LossScaler, choose, slowness
 from ..model.pretrained.loading import device, resolve
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
@@ -94,6 +94,8 @@ def frozen_options(recipe: Recipe, *, longest: int = 0) -> NetworkOptions:
 
 def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
+    if why := slowness(choose(recipe.train.precision), device()):
+        logger.warning("%s", why)
     auxiliary = [one for one in recipe.stage.auxiliary.values() if one.model is not None]
     refuse_early(
         resolve(recipe.model),

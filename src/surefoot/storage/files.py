@@ -102,31 +102,22 @@ class File:
         return bytes(data)
 
     def reserve(self, length: int) -> None:
-        """Reserve space for ``length`` bytes: a full disk is detected before any is written.
-
-        What cannot fit is refused before the system is asked: it would take all the space that is
-        left before it refuses, and every other program on the disk would fail meanwhile.
-        """
+        """Reserve space for ``length`` bytes: a full disk is detected before any is written."""
         if not length:
             return
         with _naming(self.path):
-            self._refuse_more_than_is_free(length)
+            system = os.fstatvfs(self._descriptor)
+            free = system.f_bavail * system.f_frsize
+            needed = length - os.fstat(self._descriptor).st_blocks * 512
+            # The system would take all that is left before it refuses: other programs would fail.
+            if needed > free and system.f_blocks:  # some network file systems report no sizes
+                raise OSError(errno.ENOSPC, f"{length:,} bytes are needed, {free:,} are free")
             try:
                 os.posix_fallocate(self._descriptor, 0, length)
             except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    free = _num_free(os.fstatvfs(self._descriptor))
-                    raise _too_large(length, free) from error
                 if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 os.ftruncate(self._descriptor, length)
-
-    def _refuse_more_than_is_free(self, length: int) -> None:
-        system, file = os.fstatvfs(self._descriptor), os.fstat(self._descriptor)
-        needed = length - file.st_blocks * 512
-        is_known = system.f_blocks > 0  # some network file systems report no sizes
-        if is_known and needed > _num_free(system):
-            raise _too_large(length, _num_free(system))
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at ``offset``."""
@@ -237,14 +228,6 @@ def open_inside(folder: Path, name: str) -> File:
     except OSError as error:
         error.filename = str(folder / name)  # not just the part of it that was to be opened
         raise
-
-
-def _num_free(system: os.statvfs_result) -> int:
-    return system.f_bavail * system.f_frsize
-
-
-def _too_large(length: int, free: int) -> OSError:
-    return OSError(errno.ENOSPC, f"{length:,} bytes are needed, {free:,} are free")
 
 
 def _regular(file: File) -> File:

@@ -13,9 +13,11 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ... import __version__
 
@@ -43,33 +45,49 @@ OPTIONAL = {
 TIMEOUT = 300  # seconds; a first import of torch from a network disk takes minutes
 GIB = 2**30
 
+# Pieces of code, each of which leaves what it finds out in ``found``.
 TORCH = """
-import json, sys, torch
+import torch
 cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 names = [f"{c.name}, {c.total_memory / 2**30:.1f} GiB, sm_{c.major}{c.minor}" for c in cards]
-sys.stdout.write(json.dumps({
+found = {
     "build": torch.__version__,
     "cuda": torch.version.cuda,
     "devices": names,
     "bf16": bool(cards) and torch.cuda.is_bf16_supported(),
     "threads": torch.get_num_threads(),
-}))
+}
 """
 
 CHOICES = """
-import json, sys
 from surefoot.run.machine.device_choices import here
-sys.stdout.write(json.dumps(here()))
+found = here()
+"""
+
+SAY = """
+import json, os
+def say(name, found):
+    os.write(1, (json.dumps([name, found]) + chr(10)).encode())
 """
 
 Facts = Mapping[str, object]
+_TORCH, _CHOICES = "facts of torch", "choices"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a piece of code found out, or why it failed."""
+
+    found: object = None
+    error: str = ""
 
 
 def describe_environment() -> dict[str, Facts]:
     """The whole report, by title."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        said, chosen = pool.submit(probe, TORCH), pool.submit(probe, CHOICES)
-        states = _states(pool, [*PACKAGES, *OPTIONAL])
+    versions = {name: _version(name) for name in [*PACKAGES, *OPTIONAL]}
+    imports = {name: _import(name) for name, version in versions.items() if version}
+    said = probe_all({**imports, _TORCH: TORCH, _CHOICES: CHOICES})
+    states = {name: _state(version, said.get(name)) for name, version in versions.items()}
     return {
         "surefoot": {
             "version": __version__,
@@ -77,8 +95,8 @@ def describe_environment() -> dict[str, Facts]:
             "python": f"{platform.python_version()} at {sys.executable}",
         },
         "machine": machine(),
-        "torch": torch_facts(*said.result()),
-        "used here": choice_facts(*chosen.result()),
+        "torch": torch_facts(said[_TORCH]),
+        "used here": choice_facts(said[_CHOICES]),
         "packages": {name: states[name] for name in PACKAGES},
         "optional": {name: states[name] for name in OPTIONAL},
     }
@@ -97,27 +115,53 @@ def machine() -> Facts:
     }
 
 
-def torch_facts(output: str, error: str) -> Facts:
+def torch_facts(result: ProbeResult) -> Facts:
     """Torch's build and devices, or why it cannot be imported."""
-    return {"build": f"does not load: {error}"} if error else dict(json.loads(output))
+    if result.error:
+        return {"build": f"does not load: {result.error}"}
+    return cast("Facts", result.found)
 
 
-def choice_facts(output: str, error: str) -> Facts:
+def choice_facts(result: ProbeResult) -> Facts:
     """What a recipe with default settings uses on this machine, and why."""
-    return {"not known": error} if error else dict(json.loads(output))
+    return {"not known": result.error} if result.error else cast("Facts", result.found)
 
 
-def _states(pool: ThreadPoolExecutor, names: Sequence[str]) -> dict[str, str]:
-    """The version of each package, and whether it can be imported. One process imports all of them,
-    as they share most of the time; those that it does not reach get one each."""
-    known = {name: version for name in names if (version := _version(name))}
-    said = "import os; os.write(1, {!r})"
-    code = [f"{_import(name)}; {said.format((name + chr(10)).encode())}" for name in known]
-    loaded = probe("\n".join(code))[0].splitlines()
-    rest = [name for name in known if name not in loaded]
-    errors = dict(zip(rest, pool.map(lambda name: probe(_import(name))[1], rest), strict=True))
-    failed = {name: f"{known[name]}, does not load: {e}" for name, e in errors.items() if e}
-    return {name: failed.get(name) or known.get(name, "not installed") for name in names}
+def probe_all(codes: Mapping[str, str]) -> dict[str, ProbeResult]:
+    """What each piece of code finds out. One process runs all of them, as they share most of the
+    time; those that it does not reach get one each."""
+    reached, _ = _run(codes)
+    rest = [name for name in codes if name not in reached]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        alone = dict(zip(rest, pool.map(lambda name: _run({name: codes[name]}), rest), strict=True))
+    failed = {
+        name: ProbeResult(found.get(name), "" if name in found else error)
+        for name, (found, error) in alone.items()
+    }
+    return {name: failed.get(name) or ProbeResult(reached[name]) for name in codes}
+
+
+def _run(codes: Mapping[str, str]) -> tuple[dict[str, object], str]:
+    """What each piece of code found that a process ran to its end, and why it ended early."""
+    pieces = [f"found = None\n{code}\nsay({name!r}, found)" for name, code in codes.items()]
+    output, error = probe("\n".join([SAY, *pieces]))
+    return dict(filter(None, map(_said, output.splitlines()))), error or "it printed nothing"
+
+
+def _said(line: str) -> tuple[str, object] | None:
+    """The name and the value in a line that ``say`` printed; packages may print others."""
+    try:
+        name, found = json.loads(line)
+    except (TypeError, ValueError):
+        return None
+    return str(name), found
+
+
+def _state(version: str | None, result: ProbeResult | None) -> str:
+    """The version of a package, and whether it can be imported."""
+    if version is None or result is None:
+        return "not installed"
+    return f"{version}, does not load: {result.error}" if result.error else version
 
 
 def _version(name: str) -> str | None:
