@@ -3,15 +3,17 @@
     .venv/bin/python benchmarks/serve.py --soak 60
 
 Four clients send whole answers, streams, streams that they leave, several answers at once, stop
-texts, JSON schemas, embeddings, nonsense, and requests to adapters, while adapters are loaded and
-unloaded. Each minute they pause until nothing is open; then memory, threads, descriptors and slots
-are noted. After a warm-up (a fifth of the time), the rest is cut into thirds. It fails if
+texts, JSON schemas, embeddings, nonsense, connections that are cut, and requests to adapters, while
+adapters are loaded and unloaded. Some requests come again and again. Each minute they pause until
+nothing is open; then memory, threads, descriptors and slots are noted. After a warm-up (a fifth of
+the time), the rest is cut into thirds. It fails if
 
 - the median of USS in the last third is more than 3 % (and 8 MiB) above that of the first,
 - the server has always more threads or descriptors in the last third than the least it had in the
   first,
 - a slot is taken, or a response open, when nothing is asked,
-- an answer has another status than it should have.
+- an answer has another status than it should have, or another log-probability, to the bit, than the
+  first answer to the same request.
 """
 
 import random
@@ -19,7 +21,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -37,6 +40,11 @@ SCHEMA = {
     "required": ["quantity"],
     "additionalProperties": False,
 }
+STEADY = "steady"  # the name of an adapter that stays
+CUT = (  # requests whose connections are cut
+    (TEXT, b'{"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": true}'),
+    ("/v1/embeddings", b'{"model": "model", "input": [%s"x"]}' % (b'"ship ship ship", ' * 40)),
+)
 GAUGES = ("surefoot_rows_open", "surefoot_rows_running", "surefoot_rows_waiting")
 
 
@@ -62,6 +70,7 @@ class Soak:
     pause: float  # seconds between two requests of a client
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    first: dict[tuple[str, int], object] = field(default_factory=dict)  # answers of ``repeated``
     loaded: list[str] = field(default_factory=list)
     is_over: bool = False
     may_ask: threading.Event = field(default_factory=threading.Event)
@@ -71,19 +80,25 @@ class Soak:
         """Ask until it is over."""
         chance = random.Random(seed)
         kinds = [self.whole, self.streamed, self.left, self.several, self.stopped]
-        kinds += [self.formed, self.nonsense, self.reset, self.embedded]
+        kinds += [self.formed, self.nonsense, self.reset, self.embedded, self.repeated]
         while not self.is_over:
             if not self.may_ask.is_set():
                 self.idle.release()
                 self.may_ask.wait()
                 continue
             ask = chance.choice(kinds)
-            try:
+            with self.noting(ask.__name__):
                 ask(chance)
-                self.counts[ask.__name__] += 1
-            except (httpx.HTTPError, AssertionError, OSError, LookupError) as error:
-                self.wrong.append(f"{ask.__name__}: {type(error).__name__}: {str(error)[:200]}")
             time.sleep(chance.expovariate(1 / self.pause))
+
+    @contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """A block that is counted, or whose error is noted."""
+        try:
+            yield
+            self.counts[name] += 1
+        except (httpx.HTTPError, AssertionError, OSError, LookupError) as error:
+            self.wrong.append(f"{name}: {type(error).__name__}: {str(error)[:200]}")
 
     def loader(self) -> None:
         """Load and unload adapters until it is over. A name that comes again may be another."""
@@ -92,12 +107,13 @@ class Soak:
             self.may_ask.wait()
             number += 1
             name, folder = f"adapter{number % 5}", chance.choice(self.adapters)
-            self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-            self.loaded.append(name)
+            with self.noting("loaded"):
+                self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+                self.loaded.append(name)
             time.sleep(4 * self.pause)
             if len(self.loaded) > 3:
-                self.post("/v1/unload_lora_adapter", {"lora_name": self.loaded.pop(0)})
-                self.counts["loaded"] += 1
+                with self.noting("unloaded"):
+                    self.post("/v1/unload_lora_adapter", {"lora_name": self.loaded.pop(0)})
 
     def post(self, path: str, body: dict[str, object], *expected: int) -> httpx.Response:
         """One answer, which has an expected status."""
@@ -119,6 +135,15 @@ class Soak:
     def whole(self, chance: random.Random) -> None:
         """A completion in one piece."""
         self.post(TEXT, self.asked(chance, logprobs=2), 200, 404)
+
+    def repeated(self, chance: random.Random) -> None:
+        """A request whose answer must have the bits of the first one."""
+        name, number = chance.choice(["model", STEADY]), chance.randrange(9)
+        prompt = [5 + number * 31 + place for place in range(1 + 9 * number)]
+        body = {"model": name, "prompt": prompt, "seed": number, "temperature": 1}
+        answer = self.post(TEXT, {**body, "max_tokens": 24, "logprobs": 2}).json()["choices"]
+        expected = self.first.setdefault((name, number), answer)
+        assert answer == expected, f"another answer of {name} to prompt {number}"
 
     def several(self, chance: random.Random) -> None:
         """Several responses, with all settings."""
@@ -176,9 +201,9 @@ class Soak:
 
     def reset(self, chance: random.Random) -> None:
         """A request whose connection is cut, with or without its end."""
-        body = b'{"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": true}'
+        path, body = chance.choice(CUT)
         host, _, port = self.url.removeprefix("http://").partition(":")
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         data = head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             connection.sendall(data[: chance.choice([20, len(data) - 5, len(data)])])

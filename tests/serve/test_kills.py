@@ -1,19 +1,25 @@
 """Clients and servers that are killed, or stop reading, in the middle of an answer."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from folders import save_model
 from serve.running import Client, running
 from surefoot.serve import streaming
+from surefoot.serve.running.engine import EngineThread
 
 TEXT = "/v1/completions"
 ASKED = b'{"prompt": "x", "max_tokens": 200, "ignore_eos": true, "n": 24, "stream": true%s}'
@@ -75,6 +81,63 @@ def test_a_client_that_stops_reading_frees_its_slots(folder, monkeypatch, caplog
         client.until(lambda: is_free(client), seconds=60)
         assert "was not read" in caplog.text
         assert client.ok(TEXT, prompt="x", max_tokens=4)
+
+
+@pytest.fixture
+def passes():
+    """How often a model has been run."""
+    found = []
+
+    def note(module, inputs):
+        if isinstance(module, nn.Embedding):
+            found.append(1)
+
+    handle = register_module_forward_pre_hook(note)
+    yield found
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["x" * 200] * 1500}),
+        (TEXT, {"prompt": ["x" * 200] * 1500, "max_tokens": 0, "echo": True, "logprobs": 1}),
+    ],
+)
+def test_the_texts_of_a_client_that_has_left_are_not_computed(path, body, folder, passes):
+    with running(folder) as client:
+        client.ok("/v1/embeddings", input="x")
+        before = len(passes)  # with those that try the model
+        with pytest.raises(httpx.TimeoutException):
+            client.http.post(path, json=body, timeout=0.5)
+        client.until(lambda: is_free(client), seconds=60)
+        made = len(passes) - before
+        client.ok(TEXT, prompt="x", max_tokens=4)
+    assert made < 1500
+
+
+def test_work_that_is_cancelled_before_its_turn_is_not_done_and_the_engine_goes_on():
+    async def found():
+        engine = EngineThread()
+        engine.start(asyncio.get_running_loop())
+        is_begun, may_end, done = threading.Event(), threading.Event(), []
+
+        def slow():
+            is_begun.set()
+            may_end.wait(20)
+
+        running_one = asyncio.wrap_future(engine.call(slow))
+        await asyncio.to_thread(is_begun.wait, 20)
+        waiting = engine.call(lambda: done.append("cancelled"))
+        for cancelled in (running_one, waiting):
+            assert cancelled.cancel()
+        may_end.set()
+        last = engine.call(lambda: done.append("last"))
+        await asyncio.wait_for(asyncio.wrap_future(last), 20)
+        await asyncio.to_thread(engine.close)
+        return done
+
+    assert asyncio.run(found()) == ["last"]
 
 
 @pytest.fixture

@@ -114,7 +114,9 @@ def routes(state: ServerState) -> APIRouter:
 def _create(state: ServerState) -> Callable[..., object]:
     async def create(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a text, or token ids."""
-        asked = await _prepared(state, body)
+        asked = await unless_gone(http, _prepared(state, body))
+        if isinstance(asked, Response):
+            return asked
         if body.stream:
             return await stream_of(_chunks(state, asked))
         found = await unless_gone(http, _whole(state, asked))

@@ -123,10 +123,12 @@ class EngineThread:
         self._tell(drop)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Do ``work`` between two steps; its result."""
+        """Do ``work`` between two steps, unless its result is cancelled before; its result."""
         found: Future[T] = Future()
 
         def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
             try:
                 found.set_result(work())
             except BaseException as error:  # it is raised where the result is awaited
