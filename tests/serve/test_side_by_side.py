@@ -143,6 +143,12 @@ def test_a_run_and_the_base_under_it_share_passes(folder):
         assert passes(client, names) < 120
 
 
+def test_an_adapter_has_the_same_bits_whether_it_is_served_first_or_beside_others(folder, client):
+    expected = answer(client, asked("four", 1))
+    with running(folder / "four") as alone:
+        assert answer(alone, asked("four", 1)) == expected
+
+
 def test_a_request_that_comes_after_its_model_has_gone_is_refused():
     """Its prompt may have been prepared meanwhile. It would wait for ever otherwise."""
 

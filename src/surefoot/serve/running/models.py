@@ -26,6 +26,7 @@ from ...inference.model_loading import (
 )
 from ..errors import ApiError
 from .engine import EngineThread, Lane
+from .packed_weights import pack_weights
 from .settings import ServeSettings
 from .shared_base import FIRST, SharedBase
 
@@ -292,12 +293,15 @@ class Models:
 
     def _open(self, path: str, *, base: str | Path | None) -> LoadedModel:
         settings = self.settings
-        return open_model(
+        opened = open_model(
             path,
             base=base,
             dtype=settings.dtype,
             trust_remote_code=settings.trust_remote_code,
         )
+        if not opened.is_reward_model:
+            pack_weights(opened.inner)
+        return opened
 
     def _longest(self, opened: LoadedModel) -> int:
         length = context_length(opened.model) or _UNLIMITED
