@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+LEAST_TEMPERATURE = 1e-5  # logits that are divided by less may be infinite; vLLM's bound as well
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSection:
@@ -36,9 +38,13 @@ class GenerateSection:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("temperature", "repetition_penalty"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        if self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least {LEAST_TEMPERATURE:g}, got {self.temperature}; "
+                "do_sample: false is greedy"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
@@ -64,10 +70,13 @@ def sampling(max_new_tokens: int, temperature: float, batch_size: int) -> Genera
 
 def with_options(section: GenerateSection, options: Mapping[str, object]) -> GenerateSection:
     """Sampling with other settings; a setting that is None is left as it is. ``greedy``, or a
-    temperature of 0, turns sampling off; any setting that only sampling has turns it on."""
+    temperature of 0 (or below 1e-5), turns sampling off; any setting that only sampling has turns
+    it on."""
     names = ("max_new_tokens", *_OF_SAMPLING, "repetition_penalty", "stop")
     given = {name: options[name] for name in names if options.get(name) is not None}
-    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
+    temperature = given.get("temperature")
+    is_cold = isinstance(temperature, int | float) and 0 <= temperature < LEAST_TEMPERATURE
+    is_greedy = bool(options.get("greedy")) or is_cold
     if is_greedy:
         given = {name: given[name] for name in given if name not in _OF_SAMPLING}
         given["do_sample"] = False
