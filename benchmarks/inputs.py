@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import peft
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -69,6 +70,14 @@ def make_model(
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def make_adapter(base: Path, folder: Path, *, seed: int, rank: int) -> None:
+    """A LoRA adapter of all linear layers of ``base``, random in both matrices."""
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM.from_pretrained(base)
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
 
 
 def build_tokenizer(rows: Sequence[Row], vocabulary: int) -> PreTrainedTokenizerFast:

@@ -106,11 +106,13 @@ def processed(logits, prompt, section):
     kept = set(order[: section.top_k or len(order)])
     weights = np.exp(scores - scores.max())
     weights[[i for i in range(len(scores)) if i not in kept]] = 0
+    most = weights.max()
     shares, total = weights / weights.sum(), 0.0
     for token in order:
         if total >= section.top_p:
             weights[token] = 0
         total += shares[token]
+    weights[weights < section.min_p * most] = 0
     return weights / weights.sum(), weights.sum() / np.exp(scores - scores.max()).sum()
 
 
@@ -121,6 +123,8 @@ def processed(logits, prompt, section):
         {"top_k": 5},
         {"top_p": 0.7, "temperature": 1.5},
         {"top_p": 0.8, "top_k": 6, "repetition_penalty": 1.5},
+        {"min_p": 0.2},
+        {"min_p": 0.1, "top_p": 0.9, "temperature": 1.6},
     ],
 )
 def test_tokens_have_their_probabilities(settings):
@@ -145,7 +149,7 @@ def test_tokens_have_their_probabilities(settings):
         statistic = ((counts[is_possible] - want) ** 2 / want).sum()
         freedom = is_possible.sum() - 1
         assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 1e-9
-        if section.top_k or section.top_p < 1:
+        if section.top_k or section.top_p < 1 or section.min_p:
             assert after[0].log_masses[place] == pytest.approx(np.log(mass), abs=1e-5)
 
 
@@ -174,7 +178,7 @@ def test_keys_and_values_take_as_many_slots_as_the_batch_size():
     section = GenerateSection(max_new_tokens=40, batch_size=3)
     sample(network, random_prompts(8, 30), section, stop_token_ids=[])
     cache = given[-1]["past_key_values"]
-    assert {layer.keys.shape[0] for layer in cache.layers} == {3}
+    assert {layer.keys.shape[0] for layer in cache.layers} == {4}  # a multiple of 4
     assert {layer.keys.shape[2] for layer in cache.layers} <= {80}
 
 
@@ -197,3 +201,19 @@ def test_rows_whose_positions_change_with_the_longest_are_alone(caplog):
         theirs(network, prompt, max_new_tokens=9) for prompt in prompts
     ]
     assert caplog.text.count("answered one by one") == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_batch_size_changes_no_bit_whatever_the_number_of_threads(threads):
+    """Threads divide the rows of a product, so one of five rows may be computed alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        network, prompts = model(**WIDE), random_prompts(11, 40)
+        found = []
+        for batch_size in (1, 5, 6, 7, 11):
+            section = GenerateSection(max_new_tokens=6, batch_size=batch_size)
+            found.append(sample(network, prompts, section, stop_token_ids=[]))
+        assert all(other == found[0] for other in found)
+    finally:
+        torch.set_num_threads(before)

@@ -75,7 +75,7 @@ SETTINGS = [
     {"temperature": 0.8, "seed": 5, "n": 3},
     {"temperature": 1.5, "seed": 6, "top_p": 0.8, "repetition_penalty": 1.2},
     {"temperature": 1, "seed": 7, "top_k": 9, "presence_penalty": 1, "frequency_penalty": 0.5},
-    {"temperature": 1, "seed": 7, "logit_bias": {"70": 3.5}},
+    {"temperature": 1, "seed": 7, "logit_bias": {"70": 3.5}, "min_p": 0.3, "echo": True},
     {"temperature": 1, "seed": 8, "model": "one"},
 ]
 
@@ -227,13 +227,24 @@ def test_a_client_that_leaves_frees_its_place(client):
     client.until(lambda: client.metric("surefoot_rows_running") == 0)
 
 
+def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
+    body = {"prompt": "x", "max_tokens": 9}
+    expected = client.ok(TEXT, **body, temperature=0)["choices"]
+    for temperature in (5e-324, 9e-6):
+        assert client.ok(TEXT, **body, temperature=temperature)["choices"] == expected
+    least = {"temperature": 1e-5, "repetition_penalty": 0.01, "seed": 1}
+    assert client.ok(TEXT, **body, **least)["choices"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "code"),
     [
         ({"best": 1}, 400, "best", "unknown_parameter"),
         ({"temperature": -1}, 400, "temperature", "invalid_value"),
-        ({"min_p": 0.1}, 400, "min_p", "invalid_value"),
-        ({"echo": True}, 400, "echo", None),
+        ({"min_p": 1.1}, 400, "min_p", "invalid_value"),
+        ({"repetition_penalty": 5e-324}, 400, "repetition_penalty", "invalid_value"),
+        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"suffix": "end"}, 400, "suffix", None),
         ({"best_of": 3}, 400, "best_of", None),
         ({"stop": ""}, 400, "stop", "invalid_value"),
         ({"prompt": []}, 400, "prompt", None),

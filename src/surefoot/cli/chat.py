@@ -26,13 +26,14 @@ HELP = """\
 /system TEXT    set the system message; without TEXT, remove it
 /retry          generate the last response again
 /result TEXT    answer a tool call with its result
-/set NAME VALUE set max_new_tokens, temperature, top_p, top_k or repetition_penalty
+/set NAME VALUE set max_new_tokens, temperature, top_p, top_k, min_p or repetition_penalty
 /exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
 SETTINGS: Mapping[str, Callable[[str], float]] = {  # of /set
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
     "top_k": int,
+    "min_p": float,
     "repetition_penalty": float,
 }
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
@@ -65,6 +66,11 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
     "--top-k",
     type=click.IntRange(0),
     help="Sample from this many most probable tokens; 0 means all.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    help="Sample from tokens with this share of the most probable one's probability; 0 means all.",
 )
 @click.option(
     "--repetition-penalty",

@@ -1,5 +1,5 @@
-"""Logits to tokens: penalty, temperature, top_k and top_p in transformers' order and by its own
-functions, then one uniform number for each row.
+"""Logits to tokens: penalty, temperature, top_k, top_p and min_p in transformers' order and by its
+own functions, then one uniform number for each row.
 
 Shapes: B rows, V vocabulary.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -76,6 +77,8 @@ class Chooser:
             kept_BV = TopKLogitsWarper(section.top_k)(None, kept_BV)
         if section.top_p < 1:
             kept_BV = TopPLogitsWarper(section.top_p)(None, kept_BV)
+        if section.min_p:
+            kept_BV = MinPLogitsWarper(section.min_p)(None, kept_BV)
         uniform_B1 = torch.tensor([[row.draws.next()] for row in rows], dtype=torch.float64)
         tokens_B = _inverse(kept_BV, uniform_B1.to(kept_BV.device))
         if kept_BV is scores_BV:

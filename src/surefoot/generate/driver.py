@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .masks import Masks
 from .samples import Ids
-from .slots import MIN_ROWS, SlotCache, rounded
+from .slots import ROWS, SlotCache, rounded
 
 _UNIT = 16  # lengths of prompts in a pass are multiples of it
 _MASKED = ("sdpa", "eager")  # attention that takes a mask of each row
@@ -37,6 +37,13 @@ def padded_length(prompt: Ids) -> int:
     return rounded(len(prompt) - 1, _UNIT)
 
 
+class RowAdapters(Protocol):
+    """Adapters of which each row of a pass has its own, or none."""
+
+    def on(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
+        """A block in which the rows of a pass have these."""
+
+
 @dataclass(frozen=True)
 class Driver:
     """A model whose keys and values may be kept in slots."""
@@ -44,47 +51,59 @@ class Driver:
     model: nn.Module  # with its adapter
     inner: PreTrainedModel
     masks: Masks
+    adapters: RowAdapters | None = None  # None: all rows have what the model has
 
-    def prefill(self, prompts: Sequence[Ids]) -> list[Prefix]:
-        """The keys and values of each prompt without its last token. All have the same padded
-        length."""
+    def prefill(self, prompts: Sequence[Ids], adapters: Sequence[str | None] = ()) -> list[Prefix]:
+        """The keys and values of each prompt without its last token, computed with its adapter. All
+        have the same padded length."""
         if len(prompts[0]) == 1:
             return [[] for _ in prompts]
         counts = [len(prompt) - 1 for prompt in prompts]
         length = padded_length(prompts[0])
         ids = [[*prompt[:-1], *[0] * (length - len(prompt) + 1)] for prompt in prompts]
         cache = DynamicCache()
-        self.model(
-            input_ids=torch.tensor(ids, device=self.inner.device),
-            past_key_values=cache,
-            use_cache=True,
-            **self._last_logits,
-        )
+        with self._with(adapters):
+            self.model(
+                input_ids=torch.tensor(ids, device=self.inner.device),
+                past_key_values=cache,
+                use_cache=True,
+                **self._last_logits,
+            )
         return [
             [(layer.keys[row, :, :count], layer.values[row, :, :count]) for layer in cache.layers]
             for row, count in enumerate(counts)
         ]
 
     def decode(
-        self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int]
+        self,
+        cache: SlotCache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        adapters: Sequence[str | None] = (),
     ) -> torch.Tensor:
         """[B, V] the logits after one more token in each of the first slots."""
         device, count = self.inner.device, len(tokens)
         cache.step.set(positions, device)
-        filler = [0] * (MIN_ROWS - count)  # rows that are computed as the first one
-        tokens_B = torch.tensor([*tokens, *(tokens[0] for _ in filler)], device=device)
-        positions_B = torch.tensor([*positions, *(positions[0] for _ in filler)], device=device)
+        filler = rounded(count, ROWS) - count  # rows that are computed as the first one
+        tokens_B = torch.tensor([*tokens, *[tokens[0]] * filler], device=device)
+        positions_B = torch.tensor([*positions, *[positions[0]] * filler], device=device)
+        # nobody reads what becomes of a filler; but all rows alike need no indices
+        of_filler = adapters[0] if len(set(adapters)) == 1 else None
         is_eager = self.inner.config._attn_implementation == "eager"
         added_as = self.inner.dtype if is_eager else None
-        found = self.model(
-            input_ids=tokens_B[:, None],
-            attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
-            position_ids=positions_B[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with self._with([*adapters, *[of_filler] * filler]):
+            found = self.model(
+                input_ids=tokens_B[:, None],
+                attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
+                position_ids=positions_B[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
         logits_BV: torch.Tensor = found.logits[:count, -1]
         return logits_BV
+
+    def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.on(adapters)
 
     @property
     def _last_logits(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 
 from .choosing import Chooser
 from .driver import Driver, Prefix, padded_length
-from .requests import Finished, OnToken, OpenResponse, Request, distinct
+from .requests import Finished, OnToken, OpenResponse, Prompt, Request, distinct, prompt_of
 from .slots import COLUMNS, SlotCache
 
 _TOKENS = 4096  # of prompts that are computed in one pass, unless one alone has more
@@ -28,25 +28,26 @@ class Waiting:
     driver: Driver
     requests: deque[Request]
     ahead: int  # requests whose prompts are computed in one pass, if they are short enough
-    prefixes: dict[tuple[int, ...], Prefix] = field(default_factory=dict)
+    prefixes: dict[Prompt, Prefix] = field(default_factory=dict)
 
     def next(self) -> tuple[Request, Prefix]:
         """The next request, with its prompt."""
-        prompt = self.requests[0].prompt
+        prompt = prompt_of(self.requests[0])
         if prompt not in self.prefixes:
             chunk = self._chunk()
-            self.prefixes |= zip(chunk, self.driver.prefill(chunk), strict=True)
+            adapters, prompts = zip(*chunk, strict=True)
+            self.prefixes |= zip(chunk, self.driver.prefill(prompts, adapters), strict=True)
         request, prefix = self.requests.popleft(), self.prefixes[prompt]
-        if not self.requests or self.requests[0].prompt != prompt:
+        if not self.requests or prompt_of(self.requests[0]) != prompt:
             del self.prefixes[prompt]
         return request, prefix
 
-    def _chunk(self) -> list[tuple[int, ...]]:
+    def _chunk(self) -> list[Prompt]:
         """The next prompts that have the same padded length."""
         length = padded_length(self.requests[0].prompt)
         most = max(1, _TOKENS // max(1, length))
         near = [self.requests[i] for i in range(min(self.ahead, len(self.requests)))]
-        same = [prompt for prompt in distinct(near) if padded_length(prompt) == length]
+        same = [prompt for prompt in distinct(near) if padded_length(prompt[1]) == length]
         return same[:most]
 
     def drop(self, request: Request) -> bool:
@@ -54,8 +55,8 @@ class Waiting:
         if request not in self.requests:
             return False
         self.requests.remove(request)
-        wanted = {one.prompt for one in self.requests}
-        self.prefixes = {ids: prefix for ids, prefix in self.prefixes.items() if ids in wanted}
+        wanted = set(map(prompt_of, self.requests))
+        self.prefixes = {one: prefix for one, prefix in self.prefixes.items() if one in wanted}
         return True
 
 
@@ -75,7 +76,8 @@ class OpenRows:
     def logits(self) -> torch.Tensor:
         """[B, V] the logits after the last token of each row."""
         tokens, positions = [row.last for row in self.rows], [row.position for row in self.rows]
-        return self.driver.decode(self.cache, tokens, positions)
+        adapters = [row.request.adapter for row in self.rows]
+        return self.driver.decode(self.cache, tokens, positions, adapters)
 
     def remove(self, slot: int) -> OpenResponse:
         """Take out a row; the last one moves into its slot."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from . import in_batches
 from .choosing import Chooser
 from .decode import Decode, TextUntil
-from .driver import masked_attention
+from .driver import RowAdapters, masked_attention
 from .engine import OpenRows, Waiting
 from .proof import driver_of, must_be_alone
 from .requests import OpenResponse, Request
@@ -88,12 +88,15 @@ class Rows(Protocol):
         """Advance by a token each, or by a response."""
 
 
-def rows_of(model: nn.Module, longest: int, num_slots: int) -> Rows:
+def rows_of(
+    model: nn.Module, longest: int, num_slots: int, adapters: RowAdapters | None = None
+) -> Rows:
     """The requests to ``model``, of at most ``longest`` tokens each: in slots if it can be driven
-    so, otherwise one by one."""
+    so, otherwise one by one. With ``adapters``, rows in slots have the adapter of their request."""
     driver = None if must_be_alone(model, longest) else driver_of(model, longest)
     if driver is None:
         return SingleRows(model)
+    driver = replace(driver, adapters=adapters)
     return SlotRows(Waiting(driver, deque(), max(num_slots // 2, 1)), num_slots, longest)
 
 

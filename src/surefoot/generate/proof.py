@@ -90,7 +90,7 @@ def _proven(model: nn.Module, limit: int) -> Masks | None:
         except Exception as error:  # any model's code: what is wrong in it will show in generate
             logger.debug("%s: not run over slots: %s", type(inner).__name__, error)
             continue
-        if all(_agree(*each) for each in zip(found, expected, strict=True)):
+        if all(agree(*each) for each in zip(found, expected, strict=True)):
             return masks
     return None
 
@@ -118,7 +118,8 @@ def _over_slots(
     return [torch.stack([logits[row] for logits in steps]) for row in range(len(prompts))]
 
 
-def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits differ by no more than roundings."""
     # in few bits, sums in another order may differ by more
     is_wide = expected.dtype == torch.float32 and not torch.is_autocast_enabled(
         expected.device.type

@@ -29,6 +29,7 @@ class Request:
     most: int  # tokens of the response
     out_of_tokens: FinishReason  # why it ends there
     entropy: tuple[int, ...]  # the seed of its numbers
+    adapter: str | None = None  # of those that rows of one pass may have; None: the base alone
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,14 @@ Finished = tuple[Request, Sample]
 OnToken = Callable[[Request, int], None]  # called with each token as it is sampled
 
 
-def distinct(requests: Iterable[Request]) -> list[tuple[int, ...]]:
+Prompt = tuple[str | None, tuple[int, ...]]  # the adapter that reads it, and its tokens
+
+
+def prompt_of(request: Request) -> Prompt:
+    """What is computed once for all requests with it."""
+    return request.adapter, request.prompt
+
+
+def distinct(requests: Iterable[Request]) -> list[Prompt]:
     """Their prompts, each once, in order."""
-    return list(dict.fromkeys(request.prompt for request in requests))
+    return list(dict.fromkeys(map(prompt_of, requests)))

@@ -17,8 +17,8 @@ class Sample:
     ids: tuple[int, ...]  # with the stop token that ended it, or the token completing a stop text
     logps: tuple[float, ...]  # of each id, at the sampling temperature, over all of the vocabulary
     finish_reason: FinishReason  # context: prompt and response fill the model's context
-    # of each id, the log of the probability that top_k and top_p left to sample from; () if they
-    # left all. ``logps`` minus these are under the distribution that was sampled from.
+    # of each id, the log of the probability that top_k, top_p and min_p left to sample from; () if
+    # they left all. ``logps`` minus these are under the distribution that was sampled from.
     log_masses: tuple[float, ...] = ()
     version: int | None = None  # optimizer steps behind the weights, if that is known
     text_before_stop: str | None = (

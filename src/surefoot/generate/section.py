@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+LEAST_TEMPERATURE = 1e-5  # logits that are divided by less may be infinite; vLLM's bound as well
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSection:
@@ -20,6 +22,9 @@ class GenerateSection:
     """Sample from the most probable tokens that together have this probability."""
     top_k: int = 0
     """Sample from this many most probable tokens; 0 means all."""
+    min_p: float = 0.0
+    """Sample from the tokens that have at least this share of the probability of the most probable
+    one (arXiv:2407.01082); 0 means all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that already occurred become less probable (arXiv:1909.05858)."""
     stop: tuple[str, ...] = ()
@@ -33,15 +38,24 @@ class GenerateSection:
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("temperature", "repetition_penalty"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        if self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature must be at least {LEAST_TEMPERATURE:g}, got {self.temperature}; "
+                "do_sample: false is greedy"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not all(self.stop):
             raise ValueError("stop must not contain an empty text, which would end every response")
+
+
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # settings that only sampling has
 
 
 def sampling(max_new_tokens: int, temperature: float, batch_size: int) -> GenerateSection:
@@ -56,15 +70,16 @@ def sampling(max_new_tokens: int, temperature: float, batch_size: int) -> Genera
 
 def with_options(section: GenerateSection, options: Mapping[str, object]) -> GenerateSection:
     """Sampling with other settings; a setting that is None is left as it is. ``greedy``, or a
-    temperature of 0, turns sampling off; any setting that only sampling has turns it on."""
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop")
+    temperature of 0 (or below 1e-5), turns sampling off; any setting that only sampling has turns
+    it on."""
+    names = ("max_new_tokens", *_OF_SAMPLING, "repetition_penalty", "stop")
     given = {name: options[name] for name in names if options.get(name) is not None}
-    is_greedy = bool(options.get("greedy")) or given.get("temperature") == 0
+    temperature = given.get("temperature")
+    is_cold = isinstance(temperature, int | float) and 0 <= temperature < LEAST_TEMPERATURE
+    is_greedy = bool(options.get("greedy")) or is_cold
     if is_greedy:
-        given = {
-            name: given[name] for name in given if name not in ("temperature", "top_p", "top_k")
-        }
+        given = {name: given[name] for name in given if name not in _OF_SAMPLING}
         given["do_sample"] = False
-    elif given.keys() & {"temperature", "top_p", "top_k"}:
+    elif given.keys() & {"temperature", "top_p", "top_k"} or given.get("min_p"):
         given["do_sample"] = True
     return replace(section, **given)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 No row is padded on the left: a row of n tokens is in columns 0 to n - 1 of its slot, and a mask
 says which columns it sees. A slot whose row has ended is taken by the next one.
 
-Columns are read in multiples of 16. On a CPU in float32, the fused attention then gives a row the
-same bits whatever the others' lengths are, and a matrix product does if it has four rows or more.
+Columns are read in multiples of 16, and rows are computed in multiples of 4. On a CPU in float32,
+the fused attention then gives a row the same bits whatever the others' lengths are, and a matrix
+product does whatever the number of rows and of threads. (Threads divide the rows of a product: of 5
+rows, one of two threads has 2, and rounds differently from one with 4.)
 
 Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
 """
@@ -18,7 +20,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 COLUMNS = 16
-MIN_ROWS = 4
+ROWS = 4
 
 
 def rounded(count: int, unit: int = COLUMNS) -> int:
@@ -64,13 +66,14 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _blank(self, like: torch.Tensor) -> torch.Tensor:
         step = self._step
-        return like.new_zeros(step.num_slots, like.shape[-3], step.capacity, like.shape[-1])
+        slots = rounded(step.num_slots, ROWS)
+        return like.new_zeros(slots, like.shape[-3], step.capacity, like.shape[-1])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token of each row; what the rows may read, [B, H, C, E]. Rows beyond those of
-        ``step`` fill the batch up to ``MIN_ROWS``."""
+        ``step`` fill the batch up to a multiple of ``ROWS``: they read whatever is in slots."""
         self._reserve(key_states, value_states)
         step = self._step
         assert step.rows is not None
@@ -78,12 +81,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         found = []
         for held, new in ((self.keys, key_states), (self.values, value_states)):
             held[step.rows, :, step.columns] = new[:count, :, 0]
-            seen = held[:count, :, : step.length]
-            if count == 1:
-                seen = seen.expand(filled, -1, -1, -1)
-            elif filled > count:
-                seen = torch.cat([seen, seen[:1].expand(filled - count, -1, -1, -1)])
-            found.append(seen)
+            found.append(held[:filled, :, : step.length])
         return found[0], found[1]
 
     def _reserve(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -91,7 +89,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots, _, columns, _ = self.keys.shape
-        if slots < self._step.num_slots or columns < self._step.capacity:
+        if slots < rounded(self._step.num_slots, ROWS) or columns < self._step.capacity:
             for name in ("keys", "values"):
                 old = getattr(self, name)
                 setattr(self, name, self._blank(old))

@@ -24,7 +24,15 @@ from .conversation import Answer, Conversation, answer_of
 from .model_loading import LoadedModel
 
 Event = Mapping[str, object]
-SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "greedy")
+SETTINGS = (
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "greedy",
+)
 NUM_ALTERNATIVES = 5
 _ROLES = (("user", "tool"), ("assistant",))  # in turn; a tool gives the result of a call
 

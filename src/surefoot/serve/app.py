@@ -63,6 +63,8 @@ def _add_metrics(app: FastAPI, state: ServerState) -> None:
     metrics.watch("surefoot_rows_waiting", "Responses without a slot", lambda: engine.num_waiting)
     metrics.watch("surefoot_rows_open", "Responses that clients wait for", lambda: state.num_open)
 
+    metrics.watch("surefoot_passes", "Passes of models, of a token each", lambda: engine.num_steps)
+
     async def read() -> Response:
         """Figures in Prometheus' format."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")

@@ -57,6 +57,18 @@ class ServerBusyError(ApiError):
         )
 
 
+class ModelGoneError(ApiError):
+    """A model was unloaded before a request to it could begin."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model was unloaded before this request could begin",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
 def of_api(_: Request, error: Exception) -> JSONResponse:
     """A request that is refused deliberately."""
     assert isinstance(error, ApiError)

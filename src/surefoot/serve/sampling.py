@@ -66,8 +66,8 @@ class SamplingBody(Body):
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30)
-    min_p: float | None = Field(default=None, ge=0, le=0)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
@@ -131,7 +131,7 @@ class Bias:
 
 def section_of(body: SamplingBody, model: ServedModel, most: int) -> GenerateSection:
     """The generation settings of a request."""
-    names = ("temperature", "top_p", "repetition_penalty")
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
     given: dict[str, Any] = {name: getattr(body, name) for name in names}
     given["top_k"] = None if body.top_k is None else max(body.top_k, 0)
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop

@@ -65,7 +65,7 @@ class ServerState:
         self._check_room(1)
 
         def run() -> T:
-            model.lane.activate()
+            model.activate()
             return work()
 
         self.num_open += 1
@@ -83,6 +83,8 @@ class ServerState:
             place = places[event.index]
             if isinstance(event, FailedRequest):
                 del places[event.index]
+                if isinstance(event.error, ApiError):
+                    raise event.error
                 raise ApiError(f"the model has failed: {event.error}", status=500)
             if is_first:
                 self.metrics.first_token.observe(time.monotonic() - started)

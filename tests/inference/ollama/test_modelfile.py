@@ -91,14 +91,17 @@ def test_a_template_that_cannot_be_expressed_is_left_out(source, said, caplog):
 def test_a_modelfile_has_stops_and_sampling():
     known = tiny_tokenizers.tokenizer(chat_template=CHATML)
     stops = known.convert_tokens_to_ids(["<|im_end|>", "</s>"])
-    model = ModelForOllama(known, False, stops, 2048, None, {"temperature": 0.6, "top_k": 20})
+    model = ModelForOllama(
+        known, False, stops, 2048, None, {"temperature": 0.6, "top_k": 20, "min_p": 0.05}
+    )
     lines = modelfile_text(model, ["FROM ./Some.gguf"], "here").decode().splitlines()
     assert lines[:2] == ["# ollama create some -f THIS_FILE", "FROM ./Some.gguf"]
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert 'PARAMETER stop "</s>"' in lines
     assert "PARAMETER temperature 0.6" in lines
+    assert "PARAMETER min_p 0.05" in lines
     assert "PARAMETER num_ctx 2048" in lines
-    assert json.loads(lines[-4].removeprefix("PARAMETER stop "))
+    assert json.loads(lines[-5].removeprefix("PARAMETER stop "))
 
 
 def test_a_modelfile_samples_as_the_recipe_and_has_its_system_message(tmp_path):

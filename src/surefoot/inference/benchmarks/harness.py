@@ -39,7 +39,7 @@ from .replicas import network_likelihoods
 logger = logging.getLogger(__name__)
 _SEED = 1234  # lm-eval's own
 _MOST = 256  # tokens of a response, unless its task says otherwise
-_READ = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
+_READ = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 Encoded = tuple[tuple[str, str] | None, Sequence[int], Sequence[int]]
 

@@ -89,8 +89,9 @@ def _sampling(model: ModelForOllama) -> dict[str, object]:
         if not section.do_sample:
             return {"temperature": 0, **repeat}
         chosen = {"temperature": section.temperature, "top_p": section.top_p}
-        return {**chosen, "top_k": section.top_k, **repeat}
+        return {**chosen, "top_k": section.top_k, "min_p": section.min_p, **repeat}
     given = model.generation or {}
     if given.get("do_sample") is False:
         return {"temperature": 0}
-    return {name: given[name] for name in ("temperature", "top_p", "top_k") if name in given}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return {name: given[name] for name in names if given.get(name) is not None}

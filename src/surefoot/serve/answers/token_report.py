@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -32,12 +32,9 @@ def _entry(model: ServedModel, token_id: int, logp: float) -> dict[str, object]:
 
 def completion_logprobs(
     model: ServedModel, tokens: Sequence[Token], offset: int, *, as_ids: bool
-) -> tuple[dict[str, object], int]:
+) -> tuple[dict[str, list[object]], int]:
     """``logprobs`` of a completion, and where the text after these tokens begins."""
-
-    def name(token_id: int) -> str:
-        return f"token_id:{token_id}" if as_ids else _shown(model, token_id)
-
+    name = partial(name_of, model, as_ids=as_ids)
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -46,13 +43,18 @@ def completion_logprobs(
         {name(one): max(logp, _LEAST) for one, logp in (*t.alternatives, (t.id, t.logp))}
         for t in tokens
     ]
-    found = {
+    found: dict[str, list[object]] = {
         "tokens": [name(token.id) for token in tokens],
         "token_logprobs": [max(token.logp, _LEAST) for token in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
+        "top_logprobs": [*tops],
+        "text_offset": [*offsets],
     }
     return found, offset
+
+
+def name_of(model: ServedModel, token_id: int, *, as_ids: bool) -> str:
+    """A token in ``logprobs`` of a completion."""
+    return f"token_id:{token_id}" if as_ids else _shown(model, token_id)
 
 
 def _shown(model: ServedModel, token_id: int) -> str:

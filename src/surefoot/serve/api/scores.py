@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import torch
 from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import Field
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from ...data.example import Example, Message
 from ...data.rows.formats.openai import OpenAI
@@ -24,7 +25,7 @@ from ..answers.usage import usage_of
 from ..errors import ApiError
 from ..running.models import ServedModel
 from ..sampling import Body
-from ..server_state import ServerState
+from ..server_state import ServerState, unless_gone
 
 MOST = 2048  # texts of a request
 Text = str | list[str]
@@ -67,10 +68,12 @@ def routes(state: ServerState) -> APIRouter:
 
 
 def _score(state: ServerState) -> Callable[..., object]:
-    async def scores(body: ScoreBody) -> JSONResponse:
+    async def scores(body: ScoreBody, http: HttpRequest) -> Response:
         """The reward of each response by a reward model."""
         model = await _reward_model(state, body.model)
-        found = await _rewards(state, model, _examples(body))
+        found = await unless_gone(http, _rewards(state, model, _examples(body)))
+        if isinstance(found, Response):
+            return found
         data = [
             {"index": index, "object": "score", "score": value} for index, value in enumerate(found)
         ]
@@ -81,11 +84,13 @@ def _score(state: ServerState) -> Callable[..., object]:
 
 
 def _rerank(state: ServerState) -> Callable[..., object]:
-    async def rerank(body: RerankBody) -> JSONResponse:
+    async def rerank(body: RerankBody, http: HttpRequest) -> Response:
         """Responses to a prompt in the order of their rewards, the highest first."""
         model = await _reward_model(state, body.model)
         examples = [_example(body.query, text) for text in body.documents]
-        found = await _rewards(state, model, examples)
+        found = await unless_gone(http, _rewards(state, model, examples))
+        if isinstance(found, Response):
+            return found
         order = sorted(range(len(found)), key=lambda index: -found[index])
         has_texts = body.return_documents is not False
         results = [
@@ -103,7 +108,7 @@ def _rerank(state: ServerState) -> Callable[..., object]:
 
 
 def _embeddings(state: ServerState) -> Callable[..., object]:
-    async def embeddings(body: EmbeddingsBody) -> JSONResponse:
+    async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:
         """The state of the last layer at the last token of each text, of length 1."""
         if body.dimensions is not None:
             raise ApiError(
@@ -113,7 +118,9 @@ def _embeddings(state: ServerState) -> Callable[..., object]:
         prompts = await asyncio.to_thread(prompts_of, model, body.input, "input")
         if len(prompts) > MOST:
             raise ApiError(f"input: at most {MOST:,} texts", param="input")
-        found = [await state.compute(model, partial(_embedded, model, ids)) for ids in prompts]
+        found = await unless_gone(http, _all_embedded(state, model, prompts))
+        if isinstance(found, Response):
+            return found
         data = [
             {"object": "embedding", "index": index, "embedding": _written(body, vector)}
             for index, vector in enumerate(found)
@@ -124,6 +131,12 @@ def _embeddings(state: ServerState) -> Callable[..., object]:
         return JSONResponse(answer)
 
     return embeddings
+
+
+async def _all_embedded(
+    state: ServerState, model: ServedModel, prompts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    return [await state.compute(model, partial(_embedded, model, ids)) for ids in prompts]
 
 
 @torch.no_grad()

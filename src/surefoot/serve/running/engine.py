@@ -1,4 +1,5 @@
-"""The one thread that runs models: requests of all models advance in turn, a token each.
+"""The one thread that runs models: requests of all models advance in turn, a token each, those to
+models that share rows in one pass.
 
 Whatever changes a model happens in this thread, between two steps. What it generates is handed to
 the event loop of the server, all tokens of a step at once.
@@ -13,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ...generate.live import Rows, RowSettings, Token
 from ...generate.requests import Request
+from ..errors import ModelGoneError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,26 +40,11 @@ Sink = asyncio.Queue[Event]
 
 @dataclass(eq=False)
 class Lane:
-    """The requests to one model; ``activate`` makes its weights those that are computed with."""
+    """The requests to one model. Lanes with the same ``rows`` advance in one pass."""
 
     rows: Rows
-    activate: Callable[[], None] = lambda: None
-    on_idle: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def num_running(self) -> int:
-        """Responses that are being generated."""
-        return self.rows.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without a slot."""
-        return self.rows.num_waiting
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not (self.rows.num_running or self.rows.num_waiting)
+    activate: Callable[[], None] = lambda: None  # make the weights those that ``rows`` are for
+    adapter: str | None = None  # that ``rows`` are to compute its requests with
 
 
 class EngineThread:
@@ -65,6 +52,7 @@ class EngineThread:
 
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
+        self._leaving: list[tuple[Lane, Callable[[], None]]] = []  # once they have no requests
         self._commands: list[Callable[[], None]] = []
         self._condition = threading.Condition()
         self._sinks: dict[int, tuple[Lane, Sink]] = {}
@@ -97,12 +85,12 @@ class EngineThread:
     @property
     def num_running(self) -> int:
         """Responses that are being generated."""
-        return sum(lane.num_running for lane in self._lanes)
+        return sum(lane.rows.num_running for lane in self._passes())
 
     @property
     def num_waiting(self) -> int:
         """Requests that are not begun."""
-        return sum(lane.num_waiting for lane in self._lanes)
+        return sum(lane.rows.num_waiting for lane in self._passes())
 
     def submit(
         self, lane: Lane, requests: Sequence[tuple[Request, RowSettings]], sink: Sink
@@ -111,9 +99,13 @@ class EngineThread:
 
         def add() -> None:
             for request, settings in requests:
-                if request.index not in self._dropped:
-                    self._sinks[request.index] = (lane, sink)
-                    lane.rows.add(request, settings)
+                if request.index in self._dropped:
+                    continue
+                if lane not in self._lanes:
+                    self._events.append((sink, FailedRequest(request.index, ModelGoneError())))
+                    continue
+                self._sinks[request.index] = (lane, sink)
+                lane.rows.add(replace(request, adapter=lane.adapter), settings)
 
         self._tell(add)
 
@@ -131,10 +123,12 @@ class EngineThread:
         self._tell(drop)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
-        """Do ``work`` between two steps; its result."""
+        """Do ``work`` between two steps, unless its result is cancelled before; its result."""
         found: Future[T] = Future()
 
         def run() -> None:
+            if not found.set_running_or_notify_cancel():
+                return
             try:
                 found.set_result(work())
             except BaseException as error:  # it is raised where the result is awaited
@@ -149,12 +143,7 @@ class EngineThread:
 
     def remove_lane(self, lane: Lane, then: Callable[[], None] = lambda: None) -> None:
         """Let a model go, once its requests are answered."""
-
-        def end() -> None:
-            self._lanes.remove(lane)
-            then()
-
-        self._tell(lambda: lane.on_idle.append(end))
+        self._tell(lambda: self._leaving.append((lane, then)))
 
     def _tell(self, command: Callable[[], None]) -> None:
         with self._condition:
@@ -163,13 +152,27 @@ class EngineThread:
 
     def _run(self) -> None:
         while self._next_commands():
-            for lane in list(self._lanes):
-                if not lane.is_idle:
+            for lane in self._passes():
+                if _has_requests(lane.rows):
                     self._step(lane)
-                if lane.is_idle:
-                    while lane.on_idle:
-                        lane.on_idle.pop(0)()
+            self._let_go()
             self._deliver()
+
+    def _passes(self) -> list[Lane]:
+        """One lane for all that share rows."""
+        return list({id(lane.rows): lane for lane in list(self._lanes)}.values())
+
+    def _let_go(self) -> None:
+        """Remove the lanes that are to be freed and have no requests."""
+        busy = {id(lane) for lane, _ in self._sinks.values()}
+        gone = [each for each in self._leaving if id(each[0]) not in busy]
+        for lane, then in gone:
+            self._leaving.remove((lane, then))
+            self._lanes.remove(lane)
+            try:
+                then()
+            except Exception:  # of PEFT's code: the other models go on
+                logger.exception("a model could not be unloaded")
 
     def _next_commands(self) -> bool:
         """Wait for something to do; whether there will be more."""
@@ -182,7 +185,7 @@ class EngineThread:
         return not self._is_closed
 
     def _has_work(self) -> bool:
-        return any(not lane.is_idle for lane in self._lanes)
+        return any(_has_requests(lane.rows) for lane in self._passes())
 
     def _step(self, lane: Lane) -> None:
         self.num_steps += 1
@@ -192,7 +195,8 @@ class EngineThread:
         except Exception as error:  # of a model's code, or out of memory: its requests fail
             logger.exception("a step has failed; its requests are not answered")
             lane.rows.clear()
-            for index in [i for i, (other, _) in self._sinks.items() if other is lane]:
+            found = [i for i, (other, _) in self._sinks.items() if other.rows is lane.rows]
+            for index in found:
                 self._events.append((self._sinks.pop(index)[1], FailedRequest(index, error)))
 
     def _emit(self, token: Token) -> bool:
@@ -211,6 +215,10 @@ class EngineThread:
         events, self._events = self._events, []
         if events and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_put, events)
+
+
+def _has_requests(rows: Rows) -> bool:
+    return bool(rows.num_running or rows.num_waiting)
 
 
 def _put(events: Sequence[tuple[Sink, Event]]) -> None:

@@ -14,8 +14,9 @@ from ...checkpoint.disk.commit import committed
 from ...data.text.tool_calls import syntax_of
 from ...errors import CheckpointError, ModelError
 from ...generate.decode import Decode, decoder
+from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
-from ...generate.live import SingleRows, rows_of
+from ...generate.live import Rows, SingleRows, SlotRows, rows_of
 from ...inference.model_loading import (
     LoadedModel,
     ModelFolders,
@@ -25,8 +26,9 @@ from ...inference.model_loading import (
 )
 from ..errors import ApiError
 from .engine import EngineThread, Lane
+from .packed_weights import pack_weights
 from .settings import ServeSettings
-from .shared_base import SharedBase
+from .shared_base import FIRST, SharedBase
 
 _UNLIMITED = 1 << 20  # tokens of models whose positions have no limit
 BASE = "base"  # the name of the model under the adapter that is served
@@ -40,6 +42,7 @@ class ServedModel:
     opened: LoadedModel
     lane: Lane
     longest: int  # tokens of prompt and response
+    activate: Callable[[], None] = lambda: None  # compute with its weights alone
     is_apart: bool = False  # with a copy of the base of its own
     parent: str | None = None
     after_settings: bool = False  # log-probabilities after penalties and temperature
@@ -100,6 +103,7 @@ class Models:
         self._lock = asyncio.Lock()
         self._run: Path | None = None
         self._shared: SharedBase | None = None
+        self._rows: Rows  # of the model that is served first
         self.first: ServedModel
 
     def open_first(self) -> None:
@@ -115,12 +119,14 @@ class Models:
         is_shared = not opened.is_reward_model and shared.is_shareable
         self._shared = shared if is_shared else None
         opened = shared.opened if is_shared else opened
-        self.first = self._served(settings.name or _name_of(settings.path), opened)
+        longest = self._longest(opened)
+        self._rows = self._rows_of(opened, longest, shared.by_row if is_shared else None)
+        own = FIRST if adapter is not None else None
+        lane = self._lane(shared, own, longest) if is_shared else Lane(self._rows)
+        activate = (lambda: shared.use(own)) if is_shared else None
+        self.first = self._served(settings.name or _name_of(settings.path), opened, lane, activate)
         self._found[self.first.name] = self.first
-        self._engine.add_lane(self.first.lane)
-        if is_shared:
-            own = "default" if adapter is not None else None
-            self.first.lane.activate = lambda: shared.use(own)
+        self._engine.add_lane(lane)
 
     async def load_given(self) -> None:
         """Load the adapters of the command line."""
@@ -224,29 +230,47 @@ class Models:
             return self._keep(await self._beside(name, shared, parts))
         self._make_room()
         opened = await asyncio.to_thread(self._open, path, base=base)
-        found = await asyncio.to_thread(self._served, name, opened)
+        rows = await asyncio.to_thread(self._rows_of, opened, self._longest(opened))
+        found = self._served(name, opened, Lane(rows))
         found.is_apart, found.parent = True, self.first.name
         self._engine.add_lane(found.lane)
         return self._keep(found)
 
     async def _beside(self, name: str, shared: SharedBase, parts: ModelFolders) -> ServedModel:
         """An adapter on the base that is in memory."""
-        adapter, opened = await asyncio.wrap_future(self._engine.call(lambda: shared.add(parts)))
-        found = await asyncio.wrap_future(self._engine.call(lambda: self._served(name, opened)))
-        found.lane.activate = lambda: shared.use(adapter)
+        longest = self.first.longest
+
+        def add() -> tuple[str, LoadedModel, Lane]:
+            adapter, opened = shared.add(parts)
+            try:
+                return adapter, opened, self._lane(shared, adapter, longest)
+            except BaseException:
+                shared.remove(adapter)
+                raise
+
+        adapter, opened, lane = await asyncio.wrap_future(self._engine.call(add))
+        found = self._served(name, opened, lane, lambda: shared.use(adapter))
         found.release = lambda: shared.remove(adapter)
         found.parent = self.first.name
-        self._engine.add_lane(found.lane)
+        self._engine.add_lane(lane)
         return found
 
     def _under_adapter(self) -> ServedModel:
         """The base under the adapter that is served."""
         shared = self._shared
         assert shared is not None
-        found = self._served(BASE, shared.opened)
-        found.lane.activate = lambda: shared.use(None)
-        self._engine.add_lane(found.lane)
+        lane = self._lane(shared, None, self.first.longest)
+        found = self._served(BASE, shared.opened, lane, lambda: shared.use(None))
+        self._engine.add_lane(lane)
         return found
+
+    def _lane(self, shared: SharedBase, adapter: str | None, longest: int) -> Lane:
+        """For requests to an adapter of the base, or to the base itself: among the rows of the
+        others, if it can be, otherwise rows that take turns with them."""
+        rows = self._rows
+        if isinstance(rows, SlotRows) and (adapter is None or shared.can_be_by_row(adapter)):
+            return Lane(rows, lambda: shared.use(None), adapter)
+        return Lane(self._rows_of(shared.opened, longest), lambda: shared.use(adapter))
 
     def _keep(self, model: ServedModel) -> ServedModel:
         self._found[model.name] = model
@@ -269,21 +293,34 @@ class Models:
 
     def _open(self, path: str, *, base: str | Path | None) -> LoadedModel:
         settings = self.settings
-        return open_model(
+        opened = open_model(
             path,
             base=base,
             dtype=settings.dtype,
             trust_remote_code=settings.trust_remote_code,
         )
+        if not opened.is_reward_model:
+            pack_weights(opened.inner)
+        return opened
 
-    def _served(self, name: str, opened: LoadedModel) -> ServedModel:
+    def _longest(self, opened: LoadedModel) -> int:
         length = context_length(opened.model) or _UNLIMITED
-        longest = min(length, self.settings.max_length or length)
-        size = self.settings.max_batch
-        is_silent = opened.is_reward_model  # it writes no responses
-        rows = SingleRows(opened.model) if is_silent else rows_of(opened.model, longest, size)
-        after = self.settings.sampled_logprobs
-        return ServedModel(name, opened, Lane(rows), longest, after_settings=after)
+        return min(length, self.settings.max_length or length)
+
+    def _rows_of(
+        self, opened: LoadedModel, longest: int, adapters: RowAdapters | None = None
+    ) -> Rows:
+        if opened.is_reward_model:  # it writes no responses
+            return SingleRows(opened.model)
+        return rows_of(opened.model, longest, self.settings.max_batch, adapters)
+
+    def _served(
+        self, name: str, opened: LoadedModel, lane: Lane, activate: Callable[[], None] | None = None
+    ) -> ServedModel:
+        after, longest = self.settings.sampled_logprobs, self._longest(opened)
+        return ServedModel(
+            name, opened, lane, longest, activate or lane.activate, after_settings=after
+        )
 
     @property
     def _has_base(self) -> bool:

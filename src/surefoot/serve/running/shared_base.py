@@ -1,4 +1,5 @@
-"""One base in memory, and adapters on it that are switched between steps."""
+"""One base in memory, and adapters on it: each row of a pass has its own, or all have the one that
+is switched to."""
 
 from __future__ import annotations
 
@@ -8,17 +9,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
+from ...generate.proof import agree
 from ...inference.model_loading import LoadedModel, ModelFolders
+from ...model.adapters.by_row import AdaptersByRow, can_be_by_row
 from ...model.pretrained import base_identity
 from ...model.pretrained.adapter import add_named, is_addable, remove_named
 from ...model.pretrained.positions import extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
+from ..errors import ModelGoneError
 
-_FIRST = "default"  # PEFT's name of the adapter with which a model was opened
+FIRST = "default"  # PEFT's name of the adapter with which a model was opened
+_TRIED = 8  # tokens of rows with which an adapter is tried
 
 
 @dataclass
@@ -28,6 +34,7 @@ class SharedBase:
     opened: LoadedModel
     folder: Path  # of the base
     first: Path | None  # of the adapter with which it was opened
+    by_row: AdaptersByRow = field(default_factory=AdaptersByRow)
     _module: nn.Module = field(init=False)
     _active: str | None = field(init=False)  # adapter that is computed with; None: the base
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -37,7 +44,8 @@ class SharedBase:
         # PEFT's layers are inside, and its wrapper has one active adapter of its own
         plain = replace(self.opened.network, module=self.opened.inner)
         self.opened = replace(self.opened, network=plain)
-        self._active = None if self.first is None else _FIRST
+        self._active = None if self.first is None else FIRST
+        self.by_row.attach(self._module)
 
     @property
     def is_shareable(self) -> bool:
@@ -69,6 +77,7 @@ class SharedBase:
                 warnings.simplefilter("ignore")  # of PEFT's, about several adapters
                 self._module = add_named(self._module, name, parts.adapter)
         finally:
+            self.by_row.attach(self._module)
             self.use(active)
         network = self.opened.network
         found = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
@@ -77,13 +86,39 @@ class SharedBase:
     def remove(self, name: str) -> None:
         """Delete an adapter."""
         if self._active == name:
-            self.use(None if self.first is None else _FIRST)
+            self.use(None if self.first is None else FIRST)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._module = remove_named(self._module, name)
+        self.by_row.attach(self._module)
+
+    @torch.no_grad()
+    def can_be_by_row(self, name: str) -> bool:
+        """Whether rows with the adapter ``name`` may be in a pass with others: found by its layers,
+        and by trying (an expert may get some rows of a batch alone)."""
+        if not can_be_by_row(self._module, name):
+            return False
+        vocabulary = len(self.opened.inner.get_input_embeddings().weight)
+        count = min(_TRIED, vocabulary)
+        ids = torch.arange(4 * count, device=self.opened.inner.device).reshape(4, count)
+        asked = {"input_ids": ids % vocabulary, "use_cache": False}
+        before, expected = self._active, []
+        try:
+            for one in (name, None):
+                self.use(one)
+                expected.append(self.opened.inner(**asked).logits)
+            with self.by_row.on([name, None, name, None]):
+                found = self.opened.inner(**asked).logits
+        except ValueError:  # a layer got other rows
+            return False
+        finally:
+            self.use(before)
+        return all(agree(found[row], expected[row % 2][row]) for row in range(4))
 
     def use(self, name: str | None) -> None:
-        """Compute with the adapter ``name``, or with the base alone."""
+        """Compute with the adapter ``name``, or with the base alone. Raises ``ModelGoneError``."""
+        if name is not None and name not in getattr(self._module, "peft_config", {}):
+            raise ModelGoneError
         if name == self._active:
             return
         if not hasattr(self._module, "peft_config"):
@@ -103,9 +138,9 @@ class SharedBase:
 def _fits(adapter: Path, opened: LoadedModel) -> bool:
     if extension_of(adapter) or not is_addable(adapter):
         return False
-    vocabulary = opened.inner.get_input_embeddings().num_embeddings
+    vocabulary = len(opened.inner.get_input_embeddings().weight)  # PEFT's layer has no count
     tokenizer = load_tokenizer(adapter) if _has_tokenizer(adapter) else opened.tokenizer
-    return len(tokenizer) <= int(vocabulary)
+    return len(tokenizer) <= vocabulary
 
 
 def _has_tokenizer(folder: Path) -> bool:

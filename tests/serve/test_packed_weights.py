@@ -1,0 +1,72 @@
+"""oneDNN's products with packed weights, beside float64 and beside themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from surefoot.serve.running.packed_weights import StepLinear, pack_weights
+from tiny import model
+
+SHAPES = [(256, 256), (704, 256), (256, 704), (97, 32), (1, 64), (64, 33)]
+
+
+@torch.no_grad()
+def logits(network, ids):
+    return network(ids, use_cache=False).logits
+
+
+def test_a_step_of_a_packed_model_has_the_logits_of_the_model():
+    plain = model(intermediate_size=64)
+    packed = copy.deepcopy(plain)
+    size = sum(one.weight.nbytes for one in plain.modules() if isinstance(one, nn.Linear))
+    assert pack_weights(packed) == size > 0
+    ids = torch.arange(12).reshape(12, 1)
+    expected = logits(copy.deepcopy(plain).double(), ids)
+    found = logits(packed, ids)
+    assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
+    prompts = torch.arange(30).reshape(2, 15)
+    assert torch.equal(logits(packed, prompts), logits(plain, prompts))
+    assert packed.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@torch.no_grad()
+def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed, (rows, columns) in enumerate(SHAPES):
+            torch.manual_seed(seed)
+            x = torch.randn(32, 1, columns)
+            layer = nn.Linear(columns, rows, bias=bool(seed % 2))
+            pack_weights(layer)
+            whole = layer(x)
+            for count in range(4, 33, 4):
+                places = torch.randperm(32)[:count]
+                assert torch.equal(layer(x[places]), whole[places])
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def test_weights_that_have_no_room_beside_themselves_give_the_same_bits(caplog):
+    for rows, columns in SHAPES:
+        layer = nn.Linear(columns, rows)
+        other = copy.deepcopy(layer)
+        size = layer.weight.nbytes
+        assert (pack_weights(layer, 2 * size), pack_weights(other, 2 * size - 1)) == (size, 0)
+        assert other.packed.data_ptr() == other.weight.data_ptr()
+        x = torch.randn(8, 1, columns)
+        assert torch.equal(layer(x), other(x))
+    assert "more slowly" in caplog.text
+
+
+def test_only_plain_layers_in_float32_are_packed():
+    class Own(nn.Linear):
+        pass
+
+    layers = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16), Own(4, 4), nn.Embedding(4, 4)])
+    assert pack_weights(layers) == 0
+    assert not any(isinstance(one, StepLinear) for one in layers)
