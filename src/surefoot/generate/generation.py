@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ..model.packed_weights import packed_weights
 from . import engine, in_batches
 from .choosing import Chooser
 from .decode import Decode, TextUntil
@@ -163,7 +164,7 @@ def _finished(
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return
-    with masked_attention(driver.inner):
+    with masked_attention(driver.inner), packed_weights(model):
         yield from engine.run(driver, todo, chooser, num_slots=size, on_token=on_token)
 
 

@@ -24,9 +24,9 @@ from ...inference.model_loading import (
     open_model,
     refuse_reward_model,
 )
+from ...model.packed_weights import pack_weights
 from ..errors import ApiError
 from .engine import EngineThread, Lane
-from .packed_weights import pack_weights
 from .settings import ServeSettings
 from .shared_base import FIRST, SharedBase
 

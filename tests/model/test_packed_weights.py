@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.serve.running.packed_weights import StepLinear, pack_weights
+from surefoot.model.packed_weights import StepLinear, pack_weights
 from tiny import model
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (97, 32), (1, 64), (64, 33)]
