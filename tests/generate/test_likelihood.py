@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tiny
-from surefoot.generate import likelihood
-from surefoot.generate.likelihood import Question, likelihoods, share_of
+from surefoot.generate.likelihoods import likelihood
+from surefoot.generate.likelihoods.likelihood import Question, likelihoods, share_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from ..model.packed_weights import packed_weights
 from . import engine, in_batches
 from .choosing import Chooser
 from .decode import Decode, TextUntil
@@ -28,6 +27,7 @@ from .requests import (
 )
 from .samples import FinishReason, Ids, Sample, SampleStore
 from .section import GenerateSection
+from .step_linear import step_products
 
 __all__ = [
     "EVERYTHING",
@@ -164,7 +164,7 @@ def _finished(
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return
-    with masked_attention(driver.inner), packed_weights(model):
+    with masked_attention(driver.inner), step_products(model):
         yield from engine.run(driver, todo, chooser, num_slots=size, on_token=on_token)
 
 

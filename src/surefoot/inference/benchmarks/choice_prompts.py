@@ -9,7 +9,7 @@ from typing import Literal
 from ...data.example import Message
 from ...errors import DataError
 from ...generate.generation import context_length
-from ...generate.likelihood import Question
+from ...generate.likelihoods.likelihood import Question
 from ..model_loading import LoadedModel
 from .questions import LETTERS, Benchmark, ChoiceQuestion
 

@@ -29,7 +29,7 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 
 from ...errors import RunError, counted
-from ...generate.likelihood import Question
+from ...generate.likelihoods.likelihood import Question
 from ...generate.section import GenerateSection
 from ..answer_journal import Output
 from ..model_loading import LoadedModel, refuse_reward_model

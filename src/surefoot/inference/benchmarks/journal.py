@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import RunError, counted
-from ...generate.likelihood import Likelihood
+from ...generate.likelihoods.likelihood import Likelihood
 from ...generate.samples import Sample
 from ...storage import files
 from ..answer_journal import Output, earlier_rows

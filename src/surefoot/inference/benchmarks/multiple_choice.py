@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...data.text.answers import write_rows
-from ...generate.likelihood import Likelihood
+from ...generate.likelihoods.likelihood import Likelihood
 from ..answer_journal import Output
 from ..model_loading import LoadedModel, refuse_reward_model
 from .choice_prompts import AskedQuestion, PromptSettings, ask

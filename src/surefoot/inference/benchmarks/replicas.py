@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
+from ...generate.likelihoods.likelihood import (
+    Likelihood,
+    LikelihoodStore,
+    Question,
+    likelihoods,
+    share_of,
+)
 from ...network.network import Network
 
 

@@ -17,6 +17,7 @@ from ...generate.decode import Decode, decoder
 from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
 from ...generate.live import Rows, SingleRows, SlotRows, rows_of
+from ...generate.step_linear import pack_weights
 from ...inference.model_loading import (
     LoadedModel,
     ModelFolders,
@@ -24,7 +25,6 @@ from ...inference.model_loading import (
     open_model,
     refuse_reward_model,
 )
-from ...model.packed_weights import pack_weights
 from ..errors import ApiError
 from .engine import EngineThread, Lane
 from .settings import ServeSettings

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from .driver import Prefix, inner_model, masked_attention
-from .masks import candidates, longest_limit
-from .samples import Ids
+from ..driver import Prefix, inner_model, masked_attention
+from ..masks import candidates, longest_limit
+from ..samples import Ids
 
 logger = logging.getLogger(__name__)
 _TRIED = "takes_continuations_in_rows"  # an attribute of models that have been tried

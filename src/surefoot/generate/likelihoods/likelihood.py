@@ -14,8 +14,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from .driver import inner_model, masked_attention
-from .likelihood_rows import (
+from ..driver import inner_model, masked_attention
+from ..proof import must_be_alone
+from ..samples import Ids
+from .rows import (
     ContinuationRow,
     Likelihood,
     Question,
@@ -25,8 +27,6 @@ from .likelihood_rows import (
     one_by_one,
     run_pass,
 )
-from .proof import must_be_alone
-from .samples import Ids
 
 __all__ = ["Likelihood", "LikelihoodStore", "Question", "likelihoods", "share_of"]
 _LEAST = 32  # tokens of a stem

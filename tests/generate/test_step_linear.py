@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.model.packed_weights import StepLinear, pack_weights
+from surefoot.generate.step_linear import StepLinear, pack_weights, step_products
 from tiny import model
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (97, 32), (1, 64), (64, 33)]
@@ -39,12 +39,12 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(threads):
     try:
         for seed, (rows, columns) in enumerate(SHAPES):
             torch.manual_seed(seed)
-            x = torch.randn(32, 1, columns)
+            x = torch.randn(96, 1, columns)
             layer = nn.Linear(columns, rows, bias=bool(seed % 2))
             pack_weights(layer)
             whole = layer(x)
-            for count in range(4, 33, 4):
-                places = torch.randperm(32)[:count]
+            for count in (*range(4, 33, 4), 64, 96):
+                places = torch.randperm(96)[:count]
                 assert torch.equal(layer(x[places]), whole[places])
     finally:
         torch.set_num_threads(before)
@@ -70,3 +70,31 @@ def test_only_plain_layers_in_float32_are_packed():
     layers = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16), Own(4, 4), nn.Embedding(4, 4)])
     assert pack_weights(layers) == 0
     assert not any(isinstance(one, StepLinear) for one in layers)
+
+
+@torch.no_grad()
+def test_in_a_block_steps_are_onednns_and_afterwards_nothing_is_left():
+    network = model(intermediate_size=64)
+    ids = torch.arange(12).reshape(12, 1)
+    expected, before = logits(network, ids), {id(one): dict(vars(one)) for one in network.modules()}
+    with step_products(network):
+        assert torch.allclose(logits(network, ids), expected, atol=1e-5, rtol=0)
+        assert any(isinstance(one, StepLinear) for one in network.modules())
+    assert torch.equal(logits(network, ids), expected)
+    assert {id(one): dict(vars(one)) for one in network.modules()} == before
+    with pytest.raises(KeyboardInterrupt), step_products(network):
+        raise KeyboardInterrupt
+    assert not any(isinstance(one, StepLinear) for one in network.modules())
+
+
+def test_gradients_and_other_dtypes_are_those_of_torchs_own_product():
+    layer, x = nn.Linear(16, 8), torch.randn(4, 1, 16)
+    layer(x).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = layer(x)
+    with step_products(layer):
+        layer(x).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), rounded)
+    assert torch.equal(layer.weight.grad, expected)

@@ -1,0 +1,1 @@
+"""How likely given continuations of prompts are."""
