@@ -16,6 +16,7 @@ from . import engine, in_batches
 from .choosing import Chooser
 from .decode import Decode, TextUntil
 from .driver import inner_model, masked_attention
+from .onednn import onednn_products
 from .proof import driver_of, must_be_alone
 from .requests import (
     EVERYTHING,
@@ -27,7 +28,6 @@ from .requests import (
 )
 from .samples import FinishReason, Ids, Sample, SampleStore
 from .section import GenerateSection
-from .step_linear import step_products
 
 __all__ = [
     "EVERYTHING",
@@ -164,7 +164,7 @@ def _finished(
     if driver is None:
         yield from in_batches.run(model, todo, chooser, batch_size=size, on_token=on_token)
         return
-    with masked_attention(driver.inner), step_products(model):
+    with masked_attention(driver.inner), onednn_products(model):
         yield from engine.run(driver, todo, chooser, num_slots=size, on_token=on_token)
 
 

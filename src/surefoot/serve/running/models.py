@@ -17,7 +17,7 @@ from ...generate.decode import Decode, decoder
 from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
 from ...generate.live import Rows, SingleRows, SlotRows, rows_of
-from ...generate.step_linear import pack_weights
+from ...generate.onednn import pack_weights
 from ...inference.model_loading import (
     LoadedModel,
     ModelFolders,

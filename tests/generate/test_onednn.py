@@ -1,4 +1,4 @@
-"""oneDNN's products with packed weights, beside float64 and beside themselves."""
+"""oneDNN's products, beside float64 and beside themselves."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.generate.step_linear import StepLinear, pack_weights, step_products
+from surefoot.generate.onednn import OneDnnLinear, onednn_products, pack_weights
 from tiny import model
 
 SHAPES = [(256, 256), (704, 256), (256, 704), (97, 32), (1, 64), (64, 33)]
@@ -17,7 +17,7 @@ def logits(network, ids):
     return network(ids, use_cache=False).logits
 
 
-def test_a_step_of_a_packed_model_has_the_logits_of_the_model():
+def test_a_packed_model_has_the_logits_of_the_model_in_steps_and_prompts():
     plain = model(intermediate_size=64)
     packed = copy.deepcopy(plain)
     size = sum(one.weight.nbytes for one in plain.modules() if isinstance(one, nn.Linear))
@@ -26,8 +26,9 @@ def test_a_step_of_a_packed_model_has_the_logits_of_the_model():
     expected = logits(copy.deepcopy(plain).double(), ids)
     found = logits(packed, ids)
     assert torch.allclose(found.double(), expected, atol=1e-6, rtol=0)
-    prompts = torch.arange(30).reshape(2, 15)
-    assert torch.equal(logits(packed, prompts), logits(plain, prompts))
+    prompts = torch.arange(32).reshape(2, 16)
+    expected = logits(copy.deepcopy(plain).double(), prompts)
+    assert torch.allclose(logits(packed, prompts).double(), expected, atol=1e-6, rtol=0)
     assert packed.state_dict().keys() == plain.state_dict().keys()
 
 
@@ -39,13 +40,14 @@ def test_a_row_of_a_product_has_the_same_bits_whatever_is_beside_it(threads):
     try:
         for seed, (rows, columns) in enumerate(SHAPES):
             torch.manual_seed(seed)
-            x = torch.randn(96, 1, columns)
             layer = nn.Linear(columns, rows, bias=bool(seed % 2))
             pack_weights(layer)
-            whole = layer(x)
-            for count in (*range(4, 33, 4), 64, 96):
-                places = torch.randperm(96)[:count]
-                assert torch.equal(layer(x[places]), whole[places])
+            for length, counts in ((1, (*range(4, 33, 4), 64, 96)), (16, (1, 2, 3, 17, 50))):
+                x = torch.randn(96, length, columns)
+                whole = layer(x)
+                for count in counts:
+                    places = torch.randperm(96)[:count]
+                    assert torch.equal(layer(x[places]), whole[places])
     finally:
         torch.set_num_threads(before)
 
@@ -69,7 +71,7 @@ def test_only_plain_layers_in_float32_are_packed():
 
     layers = nn.ModuleList([nn.Linear(4, 4, dtype=torch.bfloat16), Own(4, 4), nn.Embedding(4, 4)])
     assert pack_weights(layers) == 0
-    assert not any(isinstance(one, StepLinear) for one in layers)
+    assert not any(isinstance(one, OneDnnLinear) for one in layers)
 
 
 @torch.no_grad()
@@ -77,14 +79,14 @@ def test_in_a_block_steps_are_onednns_and_afterwards_nothing_is_left():
     network = model(intermediate_size=64)
     ids = torch.arange(12).reshape(12, 1)
     expected, before = logits(network, ids), {id(one): dict(vars(one)) for one in network.modules()}
-    with step_products(network):
+    with onednn_products(network):
         assert torch.allclose(logits(network, ids), expected, atol=1e-5, rtol=0)
-        assert any(isinstance(one, StepLinear) for one in network.modules())
+        assert any(isinstance(one, OneDnnLinear) for one in network.modules())
     assert torch.equal(logits(network, ids), expected)
     assert {id(one): dict(vars(one)) for one in network.modules()} == before
-    with pytest.raises(KeyboardInterrupt), step_products(network):
+    with pytest.raises(KeyboardInterrupt), onednn_products(network):
         raise KeyboardInterrupt
-    assert not any(isinstance(one, StepLinear) for one in network.modules())
+    assert not any(isinstance(one, OneDnnLinear) for one in network.modules())
 
 
 def test_gradients_and_other_dtypes_are_those_of_torchs_own_product():
@@ -93,7 +95,7 @@ def test_gradients_and_other_dtypes_are_those_of_torchs_own_product():
     expected, layer.weight.grad = layer.weight.grad, None
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         rounded = layer(x)
-    with step_products(layer):
+    with onednn_products(layer):
         layer(x).sum().backward()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(layer(x), rounded)

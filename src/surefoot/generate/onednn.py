@@ -1,9 +1,9 @@
-"""Products of a step on a CPU in float32: oneDNN's instead of torch's own (MKL's).
+"""oneDNN's products of matrices for sampling, on a CPU in float32, instead of torch's own (MKL's).
 
-A step has a token of each row. Of 64 rows, oneDNN's product takes half as long, of 4 rows as long
-or less; with weights in the order that oneDNN reads, which is a copy, of 4 rows half as long, too.
-For prompts both take the same time. With oneDNN's, too, a row has the same bits whatever the number
-of rows and threads, and whether the weights are copied or not.
+On AMD's processors with AVX-512, MKL uses half of the units: oneDNN's products take less than half
+as long, of 4 rows to thousands. With weights in the order that oneDNN reads, which is a copy, those
+of few rows are faster again. A row has the same bits whatever the number of rows (in multiples of
+4) and threads, and whether the weights are copied or not.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..storage.memory import free_memory
 
 logger = logging.getLogger(__name__)
 _SHARE = 0.5  # of the free memory, for packed weights
-_ROWS = 8  # of the products that weights are packed for; products of more use them as well
+_ROWS = 8  # of the products that weights are packed for; other products use them as well
 
 
-class StepLinear(nn.Linear):
-    """A linear layer whose products for a step are oneDNN's."""
+class OneDnnLinear(nn.Linear):
+    """A linear layer whose products are oneDNN's, unless they are differentiated or in few bits."""
 
     packed: torch.Tensor  # ``weight``, or what oneDNN has made of it
 
     def forward(self, x_BTK: torch.Tensor) -> torch.Tensor:
-        """The product of the weights and ``x_BTK``; T is 1 in a step. Prompts, other dtypes and
-        what is differentiated have torch's own product."""
-        is_step = x_BTK.dim() == 3 and x_BTK.shape[1] == 1 and x_BTK.dtype == torch.float32
-        if not is_step or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        """The product of the weights and ``x_BTK``."""
+        # tokens that are routed to an expert have other dimensions, and any number of rows
+        is_usual = x_BTK.dim() == 3 and x_BTK.dtype == torch.float32
+        if not is_usual or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return super().forward(x_BTK)
         product = torch.ops.mkldnn._linear_pointwise
         found: torch.Tensor = product(x_BTK, self.packed, self.bias, "none", [], "")
@@ -40,8 +40,8 @@ class StepLinear(nn.Linear):
 
 
 @contextmanager
-def step_products(model: nn.Module) -> Iterator[None]:
-    """A block in which steps of ``model`` have oneDNN's products, and its weights do not change."""
+def onednn_products(model: nn.Module) -> Iterator[None]:
+    """A block in which products of ``model`` are oneDNN's, and its weights do not change."""
     layers = _plain_layers(model)
     for layer in layers:
         _replace(layer, layer.weight.detach())
@@ -77,7 +77,7 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
 
 def _replace(layer: nn.Linear, weight: torch.Tensor) -> None:
     layer.packed = weight
-    layer.__class__ = StepLinear
+    layer.__class__ = OneDnnLinear
 
 
 def _plain_layers(model: nn.Module, besides: str = "\0") -> list[nn.Linear]:
