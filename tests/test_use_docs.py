@@ -29,7 +29,7 @@ def commands(page):
 def project(tmp_path_factory):
     """The folder the pages speak of, with a finished run in it."""
     folder = tmp_path_factory.mktemp("project")
-    save_model(folder / "models" / "base")
+    save_model(folder / "models" / "base", intermediate_size=64)
     save_data(folder / "data")
     save_data(folder / "data", "exam", [{"instruction": "1+1?", "output": "2"}])
     (folder / "questions.txt").write_text("1+1?\n2+2?\n")

@@ -474,7 +474,7 @@ RECIPES = st.builds(
         weight_decay=SHARES,
     ),
     checkpoint=st.builds(CheckpointSection, keep=st.none() | COUNTS, resume=WORDS),
-    generate=st.builds(GenerateSection, temperature=st.floats(1e-6, 1e6), top_k=COUNTS),
+    generate=st.builds(GenerateSection, temperature=st.floats(1e-5, 1e6), top_k=COUNTS),
 )
 
 

@@ -303,3 +303,10 @@ def test_settings_that_mean_nothing_are_refused():
         read(GRPO, {"reward": "r.py:f", "sampler": {"sglang": {"url": "localhost:30000"}}})
     with pytest.raises(RecipeError, match="sampler has no effect without on_policy"):
         read(Distill, {"sampler": server})
+
+
+def test_temperatures_at_which_nothing_can_be_sampled_are_refused_before_the_run():
+    with pytest.raises(RecipeError, match="temperature: must be at least 1e-05, got 1e-06"):
+        read(GRPO, {"reward": "r.py:f", "temperature": 1e-6})
+    with pytest.raises(RecipeError, match="sampling_temperature: must be at least 1e-05"):
+        read(Distill, {"on_policy": 0.5, "max_new_tokens": 8, "sampling_temperature": 1e-6})

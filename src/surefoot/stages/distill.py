@@ -26,7 +26,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
-from .rules import check_sampler
+from .rules import check_sampler, check_temperature
 from .sft import SFT
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Distill:
                 "max_new_tokens must be at least 1 with on_policy, as the student answers; "
                 f"got {self.max_new_tokens}"
             )
+        check_temperature("sampling_temperature", self.sampling_temperature)
         check_sampler(self.sampler, self.sampling_batch_size)
         if self.sampler.server is not None and not self.on_policy:
             raise ValueError("sampler has no effect without on_policy")

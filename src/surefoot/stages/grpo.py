@@ -33,7 +33,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
-from .rules import check_sampler, without_effect
+from .rules import check_sampler, check_temperature, without_effect
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +186,7 @@ class GRPO:
         for name in sorted(known - {*self._surrogate.settings}):
             if getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
+        check_temperature("temperature", self.temperature)
         check_sampler(self.sampler, self.sampling_batch_size)
         if self.environment is None and self.max_turns != GRPO.max_turns:
             raise ValueError("max_turns has no effect without an environment")

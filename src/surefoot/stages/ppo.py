@@ -41,7 +41,7 @@ from ..training.stage import (
     no_columns,
     no_remarks,
 )
-from .rules import check_sampler, without_effect
+from .rules import check_sampler, check_temperature, without_effect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,6 +174,7 @@ class PPO:
                 value = getattr(self, name)
                 if value is not None and not is_right(value):
                     raise ValueError(f"{name} must be {expected}, got {value}")
+        check_temperature("temperature", self.temperature)
         check_sampler(self.sampler, self.sampling_batch_size)
         if self.kl_target is not None and not self.kl_coefficient:
             raise ValueError("kl_target needs a kl_coefficient to start from, got 0")

@@ -1,10 +1,11 @@
-"""Settings that a stage does not use."""
+"""What several stages require of their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from ..data.section import DataSection
+from ..generate.section import LEAST_TEMPERATURE
 from ..generate.servers.server import Sampler
 from ..schema import Problem
 
@@ -17,6 +18,12 @@ def without_effect(data: DataSection, names: Sequence[str], reason: str) -> Iter
 
 
 USUAL_BATCH = 32  # of ``sampling_batch_size``
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """Raise ``ValueError`` if nothing can be sampled at the temperature with this name."""
+    if temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"{name} must be at least {LEAST_TEMPERATURE:g}, got {temperature}")
 
 
 def check_sampler(sampler: Sampler, sampling_batch_size: int) -> None:
