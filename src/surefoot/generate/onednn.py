@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -26,31 +25,39 @@ _ROWS = 8  # of the products that weights are packed for; other products use the
 class OneDnnLinear(nn.Linear):
     """A linear layer whose products are oneDNN's, unless they are differentiated or in few bits."""
 
-    packed: torch.Tensor  # ``weight``, or what oneDNN has made of it
+    packed: torch.Tensor | None = None  # what oneDNN has made of ``weight``
 
     def forward(self, x_BTK: torch.Tensor) -> torch.Tensor:
         """The product of the weights and ``x_BTK``."""
-        # tokens that are routed to an expert have other dimensions, and any number of rows
-        is_usual = x_BTK.dim() == 3 and x_BTK.dtype == torch.float32
-        if not is_usual or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        # a layer may be sharded, and have whole weights only while it computes
+        weight = self.weight if self.packed is None else self.packed
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _fits(weight, x_BTK):
             return super().forward(x_BTK)
         product = torch.ops.mkldnn._linear_pointwise
-        found: torch.Tensor = product(x_BTK, self.packed, self.bias, "none", [], "")
+        found: torch.Tensor = product(x_BTK, weight, self.bias, "none", [], "")
         return found
+
+
+def _fits(weight: torch.Tensor, x_BTK: torch.Tensor) -> bool:
+    """Whether both are in ordinary memory of the CPU, in float32. Tokens that are routed to an
+    expert have other dimensions, and any number of rows."""
+    is_whole = type(weight) in (torch.Tensor, nn.Parameter) and type(x_BTK) is torch.Tensor
+    is_float = weight.dtype == x_BTK.dtype == torch.float32
+    return is_whole and is_float and x_BTK.dim() == 3 and weight.device.type == "cpu"
 
 
 @contextmanager
 def onednn_products(model: nn.Module) -> Iterator[None]:
-    """A block in which products of ``model`` are oneDNN's, and its weights do not change."""
-    layers = _plain_layers(model)
+    """A block in which products of ``model`` are oneDNN's, also where its weights are sharded by
+    FSDP, so that samples do not depend on it."""
+    layers = _linear_layers(model)
     for layer in layers:
-        _replace(layer, layer.weight.detach())
+        layer.__class__ = OneDnnLinear
     try:
         yield
     finally:
         for layer in layers:
             layer.__class__ = nn.Linear
-            del layer.packed
 
 
 def pack_weights(model: nn.Module, free: int | None = None) -> int:
@@ -58,13 +65,14 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
     the copy takes no more than half of the ``free`` bytes (those of the machine). The weights must
     not change afterwards. The matrices of adapters are left as they are, since adapters come later,
     too. Returns the bytes of the copy."""
-    layers = _plain_layers(model, besides=".lora_")
+    layers = [layer for layer in _linear_layers(model, besides=".lora_") if _is_float(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     room = free_memory() if free is None else free
     is_packed = room is None or size <= room * _SHARE
     for layer in layers:
-        weight = layer.weight.detach()
-        _replace(layer, _packed(weight) if is_packed else weight)
+        layer.__class__ = OneDnnLinear
+        if is_packed:
+            layer.packed = _packed(layer.weight.detach())
     if room is not None and not is_packed:
         logger.warning(
             "packed weights would take %.1f GiB of the %.1f GiB that are free, so responses are "
@@ -75,30 +83,23 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
     return size if is_packed else 0
 
 
-def _replace(layer: nn.Linear, weight: torch.Tensor) -> None:
-    layer.packed = weight
-    layer.__class__ = OneDnnLinear
-
-
-def _plain_layers(model: nn.Module, besides: str = "\0") -> list[nn.Linear]:
-    """Those whose products may be oneDNN's, but those with ``besides`` in their names; none where
-    this torch does not have them."""
+def _linear_layers(model: nn.Module, besides: str = "\0") -> list[nn.Linear]:
+    """torch's own on the CPU, neither compiled nor changed, but those with ``besides`` in their
+    names; none where this torch does not have oneDNN's products."""
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not is_there or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
         return []
-    named = model.named_modules()
-    return [layer for name, layer in named if _is_plain(layer) and besides not in name]
+    return [
+        layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and besides not in name
+        if not layer._compiled_call_impl and "forward" not in vars(layer)
+    ]
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is torch's own layer, neither compiled nor changed, and its weights are in
-    ordinary memory of the CPU, in float32. (Weights that are sharded are not.)"""
-    if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._compiled_call_impl:
-        return False
-    weight = layer.weight
-    is_float = weight.dtype == torch.float32 and weight.device.type == "cpu"
-    return is_float and type(weight.data) is torch.Tensor
+def _is_float(layer: nn.Linear) -> bool:
+    return layer.weight.dtype == torch.float32 and type(layer.weight.data) is torch.Tensor
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
