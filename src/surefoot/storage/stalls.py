@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 _PROCESSES = Path("/proc")
@@ -29,9 +30,11 @@ class StallWatch:
 
 
 def _changed(folder: Path) -> tuple[int, int]:
-    """The number of names below ``folder``, and the time of the latest change of a file."""
+    """The number of names below ``folder``, and the time of the latest change of a file. Folders
+    may vanish meanwhile: whoever is watched renames and deletes them."""
     count, latest = 0, 0
-    for path in (folder, *folder.rglob("*")):
+    inside = (Path(at, name) for at, *names in os.walk(folder) for name in chain(*names))
+    for path in (folder, *inside):
         with contextlib.suppress(OSError):
             count, latest = count + 1, max(latest, path.stat().st_mtime_ns)
     return count, latest
