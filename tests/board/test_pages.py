@@ -195,6 +195,7 @@ location.hash = "#/run?run=runs/soon gone";
 def test_a_run_that_vanishes_before_the_page_listens_is_shown_as_gone(page, server, root):
     folder = write_run(root / "runs/soon gone")
     page.open(server.address)
+    page.wait("return document.querySelector('table')")  # what is shown first is shown only once
     page.errors()
     page.run(LATE)
     page.wait("return !!window.listen")
