@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from inputs import make_qwen3
+
 EXPORT = """
 import sys
 from surefoot.inference.gguf.export import export_gguf
@@ -26,25 +28,6 @@ print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split(
 """
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-TOKENIZER = Path(__file__).parent.parent / "examples" / "base-model"
-
-
-def save(folder: Path, **sizes: int) -> float:
-    """A random model in bfloat16; its size in millions of parameters."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        **{"vocab_size": 100_000, "head_dim": 128, **sizes},
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
-    return model.num_parameters() / 1e6
 
 
 def measure(folder: Path, out: Path, quantize: str) -> dict[str, float]:
@@ -73,8 +56,8 @@ def main() -> None:
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="gguf-"))
     try:
-        save(root / "tiny", **TINY)
-        millions = save(root / "model", **SIZES)
+        make_qwen3(root / "tiny", **TINY)
+        millions = make_qwen3(root / "model", **SIZES) / 1e6
         floor = measure(root / "tiny", root / "a.gguf", "f16")
         print(f"{millions:.0f} M parameters; without the weights {json.dumps(floor)}")
         print("| format | wall s | CPU s | peak MB | file MB |\n| --- | --- | --- | --- | --- |")

@@ -16,10 +16,18 @@ from pathlib import Path
 import peft
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from surefoot.data.text.templates import bundled
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "base-model"
 ALPACA = Path(__file__).parents[2] / "shared" / "data" / "alpaca_en_demo.json"
 VOCABULARY = 16_384
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -70,6 +78,22 @@ def make_model(
         dtype="float32",
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def make_qwen3(folder: Path, **sizes: int) -> int:
+    """A random Qwen3 in bfloat16, with the example's tokenizer; its number of parameters."""
+    config = Qwen3Config(
+        **{"vocab_size": 100_000, "head_dim": 128, **sizes},
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(EXAMPLE).save_pretrained(folder)
+    return int(model.num_parameters())
 
 
 def make_adapter(base: Path, folder: Path, *, seed: int, rank: int) -> None:

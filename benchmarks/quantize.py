@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from inputs import make_qwen3
+
 SCHEMES = {
     "fp8": ["rtn"],
     "w8a8": ["rtn", "gptq"],
@@ -33,7 +35,6 @@ options = export.QuantizeOptions(128, algorithm)
 export.export_quantized(path, out, quantize="w4a16", options=options)
 print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 """
-TOKENIZER = Path(__file__).parent.parent / "examples" / "base-model"
 
 
 def divergence(folder: Path, run: Path) -> float:
@@ -89,32 +90,14 @@ def quality(run: Path, group_sizes: list[int]) -> None:
         shutil.rmtree(root)
 
 
-def save(folder: Path, layers: int) -> float:
-    """A random model in bfloat16; its megabytes."""
-    import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        **{"vocab_size": 100_000, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072},
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
-    return 2 * model.num_parameters() / 1e6
-
-
 def memory(layers: list[int], rows: int, length: int) -> None:
     """A row for each depth and algorithm."""
     print("| layers | file MB | algorithm | wall s | peak MB |\n| --- | --- | --- | --- | --- |")
     for count in layers:
         root = Path(tempfile.mkdtemp(prefix="quantize-"))
         try:
-            size = save(root / "model", count)
+            sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": count}
+            size = 2 * make_qwen3(root / "model", **sizes) / 1e6
             for algorithm in ("rtn", "gptq", "awq"):
                 given = [root / "model", root / algorithm, algorithm, str(rows), str(length)]
                 start = time.perf_counter()

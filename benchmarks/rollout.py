@@ -1,10 +1,12 @@
 """Rollouts: Surefoot's generation beside transformers' ``generate`` and its continuous batching.
 
     .venv/bin/python benchmarks/rollout.py [--repetitions 5] [--threads 1] [--slots 64]
+    .venv/bin/python benchmarks/rollout.py --products
 
 64 prompts with 8 samples each, at temperature 1, in one process, in turns. Ours are sampled first;
 ``generate`` is then made to sample the same tokens, in batches of prompts of similar length, and
 continuous batching as many for each prompt. Speeds are generated tokens per CPU second.
+``--products`` compares torch's products of matrices with oneDNN's, which sampling has on a CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from statistics import median
 
 import torch
@@ -30,6 +33,7 @@ from transformers import (
 )
 
 from surefoot.generate.generation import Chooser, Sample, sample
+from surefoot.generate.onednn import onednn_products
 from surefoot.generate.section import GenerateSection
 
 PROMPTS, SAMPLES = 64, 8
@@ -183,6 +187,24 @@ def _ours(
     return sum(len(one.ids) for one in found.values())
 
 
+def products(repetitions: int) -> None:
+    """GFLOP/s of a linear layer of 512 inputs and 1,536 outputs, by numbers of rows, in turns."""
+    layer = torch.nn.Linear(512, 1536)
+    say("| rows | torch's, GFLOP/s | oneDNN's, GFLOP/s |\n| --- | --- | --- |")
+    for rows in (4, 64, 1024):
+        x = torch.randn(1, rows, 512)
+        found: tuple[list[float], list[float]] = [], []
+        for _ in range(repetitions * 10):
+            for speeds, block in zip(found, (nullcontext(), onednn_products(layer)), strict=True):
+                with block:
+                    cpu = time.process_time()
+                    for _ in range(20):
+                        layer(x)
+                    speeds.append(2e-9 * 20 * rows * 512 * 1536 / (time.process_time() - cpu))
+        cells = (f"{median(one):.0f} ({min(one):.0f} - {max(one):.0f})" for one in found)
+        say(f"| {rows} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     """Compare the ways on each model."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -192,9 +214,14 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder beside the random one")
     parser.add_argument("--skip-continuous", action="store_true")
     parser.add_argument("--only", choices=["small", "large"])
+    parser.add_argument("--products", action="store_true", help="only those of matrices")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if args.products:
+        with torch.no_grad():
+            products(args.repetitions)
+        return
     say("| model | way | tokens per CPU second | wall s | CPU seconds, times ours |")
     with torch.no_grad():
         if args.model:

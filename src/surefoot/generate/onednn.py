@@ -1,9 +1,9 @@
 """oneDNN's products of matrices for sampling, on a CPU in float32, instead of torch's own (MKL's).
 
-On AMD's processors with AVX-512, MKL uses half of the units: oneDNN's products take less than half
-as long, of 4 rows to thousands. With weights in the order that oneDNN reads, which is a copy, those
-of few rows are faster again. A row has the same bits whatever the number of rows (in multiples of
-4) and threads, and whether the weights are copied or not.
+On AMD's processors with AVX-512, MKL uses half of the units: of 64 rows to thousands, oneDNN's
+products take half as long. With weights in the order that oneDNN reads, which is a copy, those of
+few rows do, too. A row has the same bits whatever the number of rows (in multiples of 4) and
+threads, and whether the weights are copied or not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _fits(weight: torch.Tensor, x_BTK: torch.Tensor) -> bool:
 def onednn_products(model: nn.Module) -> Iterator[None]:
     """A block in which products of ``model`` are oneDNN's, also where its weights are sharded by
     FSDP, so that samples do not depend on it."""
-    layers = _linear_layers(model)
+    layers = list(_linear_layers(model).values())
     for layer in layers:
         layer.__class__ = OneDnnLinear
     try:
@@ -65,7 +65,8 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
     the copy takes no more than half of the ``free`` bytes (those of the machine). The weights must
     not change afterwards. The matrices of adapters are left as they are, since adapters come later,
     too. Returns the bytes of the copy."""
-    layers = [layer for layer in _linear_layers(model, besides=".lora_") if _is_float(layer)]
+    named = _linear_layers(model).items()
+    layers = [layer for name, layer in named if ".lora_" not in name and _is_float(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     room = free_memory() if free is None else free
     is_packed = room is None or size <= room * _SHARE
@@ -83,19 +84,19 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
     return size if is_packed else 0
 
 
-def _linear_layers(model: nn.Module, besides: str = "\0") -> list[nn.Linear]:
-    """torch's own on the CPU, neither compiled nor changed, but those with ``besides`` in their
-    names; none where this torch does not have oneDNN's products."""
+def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """torch's own on the CPU, neither compiled nor changed, by name; none where this torch does not
+    have oneDNN's products."""
     operators = ("_linear_pointwise", "_reorder_linear_weight")
     is_there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not is_there or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
-        return []
-    return [
-        layer
+        return {}
+    return {
+        name: layer
         for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and besides not in name
+        if type(layer) is nn.Linear and layer.weight.device.type == "cpu"
         if not layer._compiled_call_impl and "forward" not in vars(layer)
-    ]
+    }
 
 
 def _is_float(layer: nn.Linear) -> bool:
