@@ -7,7 +7,7 @@ import re
 import pytest
 
 from each import each
-from house import PICTURE, ROOT, ROWS, drawn, modules
+from house import PICTURE, ROOT, ROWS, drawn
 from source_trees import TREES as FILES
 
 # Heavy third parties that may be imported inside the one function that needs them; in the command
@@ -25,7 +25,7 @@ LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/obje
 LATER_FILES |= {"recipe/from_llamafactory/given", "board/metrics/thinning"}
 LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 8
+MAX_FUNCTION, MAX_PARAMETERS = 80, 8
 PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
 TORCH_FREE = (
     "errors",
@@ -37,10 +37,6 @@ TORCH_FREE = (
     "checkpoint/disk/manifest",
 )
 
-MAX_MODULES, MAX_IMPORTS = 15, 20  # of our own: in a folder, and that one module imports
-# Lists of variants and of commands: one file each, however many there are.
-LISTS = {"callbacks", "cli", "cli/ckpt", "methods", "optim", "stages"}
-LISTS |= {"checkpoint/layouts", "checkpoint/converting/targets", "data/rows/formats"}
 KNOW_THE_RECIPE = {"recipe", "run", "sweep", "inference", "forecast", "board", "serve", "cli"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs
@@ -105,8 +101,7 @@ def test_no_hidden_imports(file):
 
 
 @each(FILES, lambda file: str(file.relative_to(ROOT)))
-def test_nothing_is_too_long(file):
-    assert len(file.read_text().splitlines()) <= MAX_FILE
+def test_no_function_is_too_long(file):
     for node in ast.walk(FILES[file]):
         if isinstance(node, FUNCTIONS):
             assert node.end_lineno - node.lineno < MAX_FUNCTION, f"{node.name} is too long"
@@ -146,18 +141,6 @@ def test_nothing_is_unpickled_and_nothing_is_left_for_later():
         for word in ("torch.load(", "torch.save(", "import pickle", "TODO", "FIXME"):
             assert word not in text, f"{file.name}: {word}"
         assert part(file) == "cli" or not re.search(r"(?<![\w.])print\(", text), file.name
-
-
-def test_a_folder_can_be_looked_over():
-    folders = [f for f in {file.parent for file in FILES} if str(f.relative_to(ROOT)) not in LISTS]
-    crowded = {str(f.relative_to(ROOT)): len(modules(f)) for f in folders}
-    assert not {name: count for name, count in crowded.items() if count > MAX_MODULES}
-
-
-@each(FILES, lambda file: str(file.relative_to(ROOT)))
-def test_no_module_needs_half_the_house(file):
-    found = {t for node in ast.walk(FILES[file]) for t in imported(file, node)}
-    assert len([t for t in found if t.name != "__init__.py"]) <= MAX_IMPORTS
 
 
 def test_only_these_rooms_know_the_recipe():
