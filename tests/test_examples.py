@@ -6,6 +6,7 @@ And the plain torch loop, which goes on by itself when it was killed.
 import importlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from ruamel.yaml import YAML
+from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from project import checkpoints, in_child
@@ -209,6 +211,28 @@ def test_the_files_for_clusters_are_yaml_that_starts_the_command(name):
     assert all(isinstance(document, dict) for document in documents)
     assert "surefoot" in str(documents)
     assert "train" in str(documents)
+
+
+def test_no_file_for_clusters_mounts_a_bucket_under_a_run():
+    for path in CLUSTER.iterdir():
+        lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
+        assert not any("MOUNT" in line for line in lines), path.name
+
+
+def test_torchrun_leaves_time_for_a_save_wherever_it_is_shown():
+    """Its own 30 seconds are fewer than the save of a large model takes."""
+    pages = [*CLUSTER.iterdir(), *(EXAMPLES.parent / "docs").rglob("*.md")]
+    texts = [path.read_text().replace("\\\n", " ") for path in pages]
+    lines = [line for text in texts for line in text.splitlines() if "surefoot" in line]
+    shown = [line for line in lines if re.search(r"torchrun,? -", line)]
+    assert len(shown) >= 3
+    for line in shown:
+        words = line[line.index("torchrun") :].replace(",", " ").rstrip("]").split()[1:]
+        given = get_args_parser().parse_args(words)
+        assert given.shutdown_timeout == 240, line
+    pod = YAML(typ="safe").load((CLUSTER / "kubernetes.yaml").read_text())
+    template = pod["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > 240
 
 
 def test_the_batch_script_is_one_that_bash_reads():
