@@ -134,6 +134,7 @@ def test_the_better_of_two_records_leaves_out_what_nobody_knows():
     "recipe",
     [
         "quickstart.yaml",
+        "own.yaml",
         "muon.yaml",
         "base.yaml",
         "dpo.yaml",

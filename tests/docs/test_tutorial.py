@@ -17,6 +17,7 @@ from pages import README, ROOT, SHELLS, TUTORIAL, blocks, steps
 import forks
 from project import checkpoints, in_child
 from surefoot.cli.main import main
+from surefoot.data.rows.catalog import Catalog
 from surefoot.forecast.bench import subprocess_trial
 from surefoot.recipe.recipe import load
 
@@ -31,6 +32,7 @@ DEMO = ["surefoot", "demo"]  # what `make demo` runs
 def desk(tmp_path, monkeypatch):
     """A folder that looks like a fresh clone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Mira."}\n' * 40)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess_trial, "subprocess", forks)  # its process has imported
     return tmp_path
@@ -93,3 +95,12 @@ def test_the_tutorial_works_from_top_to_bottom(desk, capsys):
 
 def test_the_commands_of_the_readme_work(desk, capsys):
     follow(README)
+
+
+def test_own_data_is_trained_and_evaluated_on_without_the_shops_rows(desk):
+    Path("mine.yaml").write_text(Path("examples/own.yaml").read_text())
+    by_copy = load(Path("mine.yaml"), ["model.path=examples/base-model", "data.datasets=rows.jsonl"])
+    for recipe in (by_copy, load(Path("examples/own.yaml"), ["data.datasets=rows.jsonl"])):
+        assert [entry.name for entry in Catalog(recipe.data).entries] == ["rows.jsonl"]
+        assert recipe.data.val_size
+        assert recipe.train.eval_epoch

@@ -19,7 +19,7 @@ import click
 from ..errors import RunError
 
 RECIPE, RUN = "quickstart.yaml", Path("runs/quickstart")
-PARTS = (RECIPE, "base-model", "data")
+PARTS = (RECIPE, "own.yaml", "base-model", "data")
 NUM_SHOWN, EXPECTED = 4, 0.9
 Generations = Sequence[Mapping[str, object]]
 
