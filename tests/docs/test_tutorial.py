@@ -99,7 +99,9 @@ def test_the_commands_of_the_readme_work(desk, capsys):
 
 def test_own_data_is_trained_and_evaluated_on_without_the_shops_rows(desk):
     Path("mine.yaml").write_text(Path("examples/own.yaml").read_text())
-    by_copy = load(Path("mine.yaml"), ["model.path=examples/base-model", "data.datasets=rows.jsonl"])
+    by_copy = load(
+        Path("mine.yaml"), ["model.path=examples/base-model", "data.datasets=rows.jsonl"]
+    )
     for recipe in (by_copy, load(Path("examples/own.yaml"), ["data.datasets=rows.jsonl"])):
         assert [entry.name for entry in Catalog(recipe.data).entries] == ["rows.jsonl"]
         assert recipe.data.val_size
