@@ -56,6 +56,48 @@ def test_a_value_is_read_as_yaml():
     assert build("", "method.lora.targets=a").method.targets == ("a",)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try #1",
+        "#1",
+        "v1: first",
+        "a: b: c",
+        "007",
+        "1e3",
+        "true",
+        "- x",
+        "[x]",
+        "{x}",
+        "*x",
+        "a  b",
+    ],
+)
+def test_text_is_what_the_shell_passed(text):
+    assert build("", f"train.name={text}").train.name == text
+
+
+def test_texts_of_lists_and_sections_are_kept_as_they_are_written():
+    assert build("", "method.lora.targets=a #1").method.targets == ("a #1",)
+    assert build("", "method.lora.targets=[a #1, 007, 1e3]").method.targets == (
+        "a #1",
+        "007",
+        "1e3",
+    )
+    assert build("", "train={name: 007, steps: 0x10}").train == Train(name="007", steps=16)
+    assert build("", "method={lora: {targets: [1e3]}}").method.targets == ("1e3",)
+
+
+def test_quotes_around_a_whole_text_are_yaml():
+    assert build("", 'train.name="a\\tb #1"').train.name == "a\tb #1"
+    assert build("", "train.name='null'").train.name == "null"
+    assert build("", "train.name='a' and 'b'").train.name == "'a' and 'b'"
+
+
+def test_a_number_takes_no_comment():
+    assert refused("", "train.steps=3 # three").endswith("expected an integer, got '3 # three'")
+
+
 def test_a_value_may_hold_an_equals_sign():
     assert build("", "train.name=a=b").train.name == "a=b"
 
@@ -138,8 +180,8 @@ def test_a_wrong_value_in_the_file_keeps_its_place_beside_overrides():
     assert refused("train:\n  steps: x\n", "train.name=y") == (
         "r.yaml:2:3 train.steps: expected an integer, got 'x'"
     )
-    assert refused("train:\n  steps: x\n", "train.name=3").splitlines() == [
-        "command line: train.name=3: train.name: expected text or null, got 3",
+    assert refused("train:\n  steps: x\n", "train.name.a=3").splitlines() == [
+        'command line: train.name.a=3: train.name: expected text or null, got {"a": 3}',
         "r.yaml:2:3 train.steps: expected an integer, got 'x'",
     ]
 

@@ -57,7 +57,7 @@ def test_the_type_of_a_range_is_the_settings(opened):
         (["optim.adamw.schedule=cosin,linear"], "did you mean cosine?"),
         (["method.lora.rank=0.5..8"], "expected integers"),
         (["method.lora.rank=-4..8"], "rank"),
-        (["data.template=1..3"], "expected text"),
+        (["data.template=1..3"], "list its values"),
         (["train.output_dir=a,b"], "--output"),
         (["train.max_steps=5"], "nothing varies"),
         (["method.lora.rank=8,16", "method.lora.rank=4,8"], "given twice"),

@@ -50,7 +50,9 @@ path in an override is relative to the current folder, and so is `train.output_d
 
 On the command line `section.setting=value` overrides the file, as in
 `surefoot train recipe.yaml optim.adamw.learning_rate=5e-5`; so does `method.lora.rank=8` when the
-file names another method. A mapping changes only the settings it names.
+file names another method. A mapping changes only the settings it names. Where a setting holds text
+(a path, a name, a prompt), the value is what the shell passed, ` #`, `: ` and leading zeros too;
+`null` unsets it, and a text that is quoted as a whole is read without its quotes.
 
 `surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
 [recipe.schema.json](recipe.schema.json) makes editors complete and check it: write

@@ -1,6 +1,7 @@
 """Overrides: settings with precedence over the recipe's.
 
-On the command line ``optim.adamw.learning_rate=5e-5``; from Python a dotted path and its value, or
+On the command line ``optim.adamw.learning_rate=5e-5``, where the value of a setting that holds text
+is what the shell passed, and every other is YAML; from Python a dotted path and its value, or
 a section with some of its settings.
 """
 
@@ -11,9 +12,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
-from ..schema import Keys, Setting, expand, settings
+from ..schema import Keys, Setting, expand, is_text, setting_at, settings
 from .document import Document
-from .yaml import parse
+from .yaml import parse_argument, parse_text
 
 Overrides = Sequence[str] | Mapping[str, object]  # path=value, or path -> value
 
@@ -30,7 +31,7 @@ def override(cls: type, document: Document, overrides: Overrides) -> Document:
             document = put(cls, document, tuple(path.split(".")), value, "override")
         return document
     for argument in overrides:
-        keys, value = _split(argument)
+        keys, value = _split(cls, argument)
         document = put(cls, document, keys, value, f"command line: {argument}")
     return document
 
@@ -62,14 +63,50 @@ def _leaves(patch: object, path: Keys) -> Iterator[Keys]:
         yield from _leaves(value, (*path, key))
 
 
-def _split(argument: str) -> tuple[Keys, object]:
+def _split(cls: type, argument: str) -> tuple[Keys, object]:
     path, equals, text = argument.partition("=")
     keys = tuple(path.strip().split("."))
     if not equals or not all(keys):
         raise RecipeError(
             f"command line: {argument!r}: expected an override such as train.max_steps=100"
         )
-    return keys, parse(text, f"command line: {argument}").data
+    return keys, _value(setting_at(cls, keys), text, f"command line: {argument}")
+
+
+def _value(setting: Setting | None, text: str, place: str) -> object:
+    """``text`` as a value of ``setting``: as it is where that holds text, otherwise as YAML."""
+    hint = None if setting is None or setting.variants or setting.section else setting.hint
+    if typing.get_origin(hint) is tuple and text.lstrip()[:1] not in ("[", "{"):
+        hint = typing.get_args(hint)[0]  # one item, which stands for a list
+    if is_text(hint):
+        return parse_text(text)
+    return _texts(setting, *parse_argument(text, place))
+
+
+def _texts(setting: Setting | None, data: object, written: object) -> object:
+    """``data`` with what is ``written`` for it where settings hold text: ``007`` and not 7."""
+    if setting is None or data is None:
+        return data
+    if isinstance(data, Mapping) and isinstance(written, Mapping):
+        if setting.choices is not None:
+            return {
+                name: _section_texts(setting.choices.get(name), value, written[name])
+                for name, value in data.items()
+            }
+        return _section_texts(setting.section, data, written)
+    if isinstance(data, list) and isinstance(written, list):
+        args = typing.get_args(setting.hint)
+        of_text = bool(args) and not setting.variants and is_text(args[0])
+        pairs = zip(data, written, strict=True)
+        return [text if of_text and isinstance(text, str) else item for item, text in pairs]
+    return written if not setting.variants and is_text(setting.hint) else data
+
+
+def _section_texts(cls: type | None, data: object, written: object) -> object:
+    if cls is None or not isinstance(data, Mapping) or not isinstance(written, Mapping):
+        return data
+    known = settings(cls)
+    return {key: _texts(known.get(key), value, written[key]) for key, value in data.items()}
 
 
 def _merge_section(cls: type, old: object, new: object) -> object:

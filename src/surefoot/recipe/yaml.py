@@ -7,9 +7,11 @@ repetition are rejected.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ruamel.yaml import YAML
@@ -34,7 +36,11 @@ def parse(text: str, name: str = "") -> Document:
     Raises:
         RecipeError: it is not YAML, or not plain: every duplicate key, tag and odd key is named.
     """
-    builder = _Builder()
+    return _composed(text, name, _scalar)
+
+
+def _composed(text: str, name: str, read: Callable[[Node], object]) -> Document:
+    builder = _Builder(read)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an anchor used twice
@@ -48,6 +54,34 @@ def parse(text: str, name: str = "") -> Document:
     if builder.problems:
         raise document.error(builder.problems)
     return document
+
+
+def parse_argument(text: str, name: str) -> tuple[object, object]:
+    """A value of a command line: as data, and the same with every scalar as it is written, so that
+    ``007`` is not 7. ``#`` begins no comment there.
+
+    Raises:
+        RecipeError: as of ``parse``.
+    """
+    stand_in = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
+    found = [
+        _composed(text.replace("#", stand_in), name, read).data for read in (_scalar, _as_written)
+    ]
+    typed, written = (
+        json.loads(json.dumps(data, ensure_ascii=False).replace(stand_in, "#")) for data in found
+    )
+    return typed, written
+
+
+def parse_text(text: str) -> str | None:
+    """Text of a command line: as it is, unless all of it is quoted, or says null."""
+    if text in ("", "null", "~"):
+        return None
+    if text[0] in "'\"":
+        with contextlib.suppress(RecipeError):  # such as 'a' and 'b'
+            data, _ = parse_argument(text, "")
+            return data if isinstance(data, str) else text
+    return text
 
 
 def emit(data: object) -> str:
@@ -137,6 +171,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 class _Builder:
     """Converts nodes to plain data, and records positions and problems."""
 
+    read: Callable[[Node], object]  # a scalar
     marks: dict[Keys, Mark] = field(default_factory=lambda: {(): (1, 1)})
     problems: list[Problem] = field(default_factory=list)
     num_nodes: int = 0
@@ -155,7 +190,7 @@ class _Builder:
             self._refuse_tag(node, path, ("seq",))
             return [self._item(item, (*path, i), depth) for i, item in enumerate(node.value)]
         self._refuse_tag(node, path, tuple(SCALARS) + TEXTS)
-        return _scalar(node)
+        return self.read(node)
 
     def _mapping(self, node: MappingNode, path: Keys, depth: int) -> dict[str, object]:
         values: dict[str, object] = {}
@@ -210,6 +245,10 @@ def _scalar(node: Node) -> object:
         return read(node.value)
     except ValueError:  # "1__": what looks like a number but is none; reading says what is expected
         return str(node.value)
+
+
+def _as_written(node: Node) -> object:
+    return None if node.tag == f"{TAG}null" else str(node.value)
 
 
 def _mark(node: Node) -> Mark:

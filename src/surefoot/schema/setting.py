@@ -10,7 +10,7 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -100,6 +100,28 @@ def settings(cls: type) -> Mapping[str, Setting]:
         for f in dataclasses.fields(cls)
         if f.init
     }
+
+
+def setting_at(cls: type, path: Sequence[str | int]) -> Setting | None:
+    """The setting at ``path`` under the section ``cls``; None if there is none."""
+    section: type | None = cls
+    choices: Mapping[str, type] | None = None
+    setting: Setting | None = None
+    for name in map(str, path):
+        if choices is not None:
+            section, choices, setting = choices.get(name), None, None
+            continue
+        setting = settings(section).get(name) if section is not None else None
+        section = setting.section if setting else None
+        choices = setting.choices if setting else None
+    return setting
+
+
+def is_text(hint: object) -> bool:
+    """Whether the values of a type are text, such as names and paths, or null."""
+    of = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = [one for one in of if one is not type(None)]
+    return all(isinstance(one, type) and issubclass(one, str | Path) for one in kinds)
 
 
 def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import RecipeError
-from ..recipe.yaml import parse
+from ..recipe.yaml import parse_argument
 
 _NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*(\S+)\s*)?")
@@ -115,7 +115,7 @@ def _values(argument: str, text: str) -> Range | Choices:
         return _range(argument, found[1], found[2], found[3])
     if _BEGINS_AS_RANGE.match(text):
         raise RecipeError(f"command line: {argument}: expected {FORMS}")
-    items = parse(f"[{text}]", f"command line: {argument}").data
+    items, _ = parse_argument(f"[{text}]", f"command line: {argument}")
     assert isinstance(items, list)
     texts = [as_text(item) for item in items]
     if repeated := [text for number, text in enumerate(texts) if text in texts[:number]]:

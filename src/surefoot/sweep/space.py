@@ -14,7 +14,7 @@ from typing import Union
 from ..errors import RecipeError
 from ..recipe.recipe import Recipe, load, read
 from ..recipe.yaml import emit
-from ..schema import Setting, Unset, dotted, is_section, settings, write
+from ..schema import Setting, Unset, dotted, is_section, setting_at, settings, write
 from .ranges import Choices, Range, SweptKey, as_text, parse_arguments
 
 MAX_CHECKED = 300  # values of a setting, or combinations, that are all checked before the start
@@ -120,7 +120,7 @@ def _typed(base: Recipe, key: SweptKey) -> SweptKey:
         _read_one(base, key, key.values.items[0])
         return key
     place = f"command line: {key.key}={key.text}"
-    kinds = _types(_setting(key.path))
+    kinds = _types(setting_at(Recipe, key.path))
     if not kinds & {int, float}:
         _read_one(base, key, key.values.low)  # which explains an unknown key
         raise RecipeError(f"{place}: this setting has no range; list its values: a,b,c")
@@ -138,21 +138,6 @@ def _read_one(base: Recipe, key: SweptKey, value: object) -> Recipe:
     except RecipeError as error:
         place = "" if str(error).startswith("command line") else f"command line: {argument}: "
         raise RecipeError(f"{place}{error}") from None
-
-
-def _setting(path: Sequence[str]) -> Setting | None:
-    """What the schema says of a setting; None if there is none."""
-    section: type | None = Recipe
-    choices: Mapping[str, type] | None = None
-    setting: Setting | None = None
-    for name in path:
-        if choices is not None:
-            section, choices, setting = choices.get(name), None, None
-            continue
-        setting = settings(section).get(name) if section is not None else None
-        section = setting.section if setting else None
-        choices = setting.choices if setting else None
-    return setting
 
 
 def _types(setting: Setting | None) -> set[object]:
@@ -173,7 +158,7 @@ def _check_is_in_use(base: Recipe, key: SweptKey) -> None:
             found = found[name]
             continue
         above = key.path[:number]
-        setting = _setting(above)
+        setting = setting_at(Recipe, above)
         if setting is None or setting.choices is None:
             return  # a name in a mapping, which may have any
         has = next(iter(found)) if isinstance(found, Mapping) else found

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ...errors import RecipeError
 from ...schema import Keys
 from ..document import Document
-from ..yaml import parse
+from ..yaml import parse_argument, parse_text
 from .arguments import ARGUMENTS
 
 _KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
@@ -77,7 +77,9 @@ def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, object], list[s
     for word in overrides:
         key, equals, text = word.partition("=")
         if equals and key in ARGUMENTS:
-            theirs[key] = parse(text, f"{NAME}: {word}").data
+            is_text = ARGUMENTS[key].kind == "text"
+            place = f"{NAME}: {word}"
+            theirs[key] = parse_text(text) if is_text else parse_argument(text, place)[0]
         else:
             ours.append(word)
     return theirs, ours
