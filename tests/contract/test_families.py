@@ -19,6 +19,7 @@ from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.families.family import families
 from surefoot.data.text.templates import section_template
+from surefoot.recipe.from_llamafactory.templates import masks_line_break
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "templates.md"
 ALL = "default last off off_all open"
@@ -170,6 +171,17 @@ def expected(name):
     rules = [rule for row in rows for rule in row]
     pairs = {(c, m) for which, modes in rules for c in which.split() for m in modes.split()}
     return asked & pairs
+
+
+def test_the_line_break_is_noted_where_theirs_trains_one(tokenizer, theirs):
+    """By their labels: the last one of a response is white space."""
+    wrong = []
+    for name in families():
+        runs = theirs[f"{name} single default"]["labels"]
+        last = runs[-1][1][-2 if name == "gemma2" else -1]  # an eos token is behind Gemma 2's
+        if masks_line_break(name) != bool(NEWLINES.get(last)):
+            wrong.append(name)
+    assert wrong == []
 
 
 def shapes():

@@ -15,7 +15,7 @@ from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import Template, bundled
-from surefoot.recipe.from_llamafactory.templates import same_template
+from surefoot.recipe.from_llamafactory.templates import masks_line_break, same_template
 
 NAMES = ("chatml", "qwen", "llama3", "mistral", "gemma", "alpaca", "vicuna", "default", "empty")
 CASES = ("single", "system", "multi", "multi_system_zh", "think", "tools")
@@ -134,3 +134,9 @@ def test_without_a_difference_in_text_the_tokens_are_theirs(tokenizer, theirs, n
     for i, (our_label, label) in enumerate(zip(item["labels"], their["labels"], strict=True)):
         is_after_the_end = [label] == newline and item["labels"][i - 1] == item["input_ids"][i - 1]
         assert our_label == label or (is_after_the_end and our_label == IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_line_break_is_noted_where_theirs_trains_one(tokenizer, theirs, name):
+    trained = theirs[name]["single/default"]["trained_text"][-1]
+    assert masks_line_break(name) == trained.endswith("\n")

@@ -12,7 +12,7 @@ from typing import get_args
 from ...training.section import TrackerName
 from .given import GivenArguments
 from .rules.train import eval_strategy
-from .templates import same_template, thinks
+from .templates import masks_line_break, same_template, thinks
 
 Note = Callable[[GivenArguments], str | None]
 
@@ -23,10 +23,13 @@ def _template(given: GivenArguments) -> str | None:
         return None
     if same_template(name)[0] == "auto":
         return f"template: {name} is the model's own chat template here, which it is served with"
-    masked = "the line break after a response is not trained on"
-    if same_template(name)[1] is None or given.sets("default_system"):
-        return f"template: {name}: {masked}; docs/templates.md lists what else differs"
-    return f"template: {name} has its default system message in data.default_system; {masked}"
+    parts = []
+    if same_template(name)[1] is not None and not given.sets("default_system"):
+        parts.append("its default system message is in data.default_system")
+    if masks_line_break(name):
+        parts.append("the line break after a response is not trained on")
+    parts.append("docs/templates.md lists others, if any")
+    return f"template: {name}: {'; '.join(parts)}"
 
 
 def _warmup(given: GivenArguments) -> str | None:
@@ -46,20 +49,83 @@ def _order(given: GivenArguments) -> str | None:
 
 
 def _packing(given: GivenArguments) -> str | None:
-    if given["packing"] or given["neat_packing"] or (given["stage"] == "pt"):
-        return (
-            "packing: a batch has as many examples here as it has packed rows there, so it has "
-            "fewer tokens, and an epoch has more steps; raise train.global_batch_size if you like"
-        )
-    return None
+    if not _packs(given):
+        return None
+    here, there = "examples", "packed rows"
+    if given["stage"] == "pt":
+        here, there = "pieces of texts", "blocks of joined texts"
+    return (
+        f"packing: a batch has as many {here} here as it has {there} there, so it has fewer "
+        "tokens, and an epoch has more steps; raise train.global_batch_size if you like"
+    )
+
+
+def _packs(given: GivenArguments) -> bool:
+    """Whether rows are packed there: of sft if it is set, of pt unless it is false."""
+    if given["stage"] == "pt":
+        return given["packing"] is None or bool(given["packing"])
+    return given["stage"] == "sft" and bool(given["packing"] or given["neat_packing"])
+
+
+_LONG = {
+    "sft": "later turns, then the end of a response are truncated, never the question",
+    "dpo": "the end of a response is truncated, never the prompt",
+    "kto": "the end of a response is truncated, never the prompt",
+    "rm": "a pair with a response that does not fit is dropped, as its reward is read at its end",
+    "ppo": "a prompt of cutoff_len tokens or more is dropped, not truncated",
+}
 
 
 def _long(given: GivenArguments) -> str | None:
-    if given["stage"] == "pt":
-        return "long texts: they are split into pieces of cutoff_len tokens, and none is lost"
+    if given["stage"] != "pt":
+        return f"long examples: {_LONG[given['stage']]}"
+    split = "long texts: they are split into pieces of cutoff_len tokens, and none is lost"
+    if _packs(given):
+        return split
+    return f"{split}; there the rest of each is lost, so an epoch has fewer steps"
+
+
+def _reference(given: GivenArguments) -> str | None:
+    """LLaMA-Factory switches the adapter off, even if it was trained before."""
+    is_free = given["stage"] == "dpo" and given["pref_loss"] in ("orpo", "simpo")
+    if given["stage"] not in ("dpo", "kto", "ppo") or is_free or given["ref_model"]:
+        return None
+    if not given["adapter_name_or_path"] or given["create_new_adapter"]:
+        return None
     return (
-        "long examples: later turns, then the end of a response are truncated, never the question"
+        f"{given['stage']}: the reference is the model with {given['adapter_name_or_path'][-1]}, "
+        "as it is before the first step; there it is the model without that adapter"
     )
+
+
+def _eval_loss(given: GivenArguments) -> str | None:
+    evaluates = given["do_eval"] or eval_strategy(given) != "no"
+    if not evaluates or given["stage"] not in ("pt", "sft"):
+        return None
+    return "eval_loss is a mean over tokens; there it is one over batches, whatever their tokens"
+
+
+def _mismatched(given: GivenArguments) -> str | None:
+    if given["stage"] != "kto":
+        return None
+    return (
+        "kto: the baseline is a mean over the global batch, of prompts with the response of the "
+        "example before; there over a micro-batch, with the response of the row before in the file"
+    )
+
+
+def _reward_head(given: GivenArguments) -> str | None:
+    if given["stage"] != "rm":
+        return None
+    return "rm: a new head begins at 0, so the loss begins at 0.693; there at random numbers"
+
+
+def _first_block(given: GivenArguments) -> str | None:
+    interval = given["badam_switch_interval"]
+    is_layer = given["use_badam"] and given["badam_mode"] == "layer"
+    if not is_layer or interval < 2 or given["badam_switch_mode"] == "fixed":
+        return None
+    return f"BAdam: the first block has {interval} steps, as the others; there {interval - 1}"
 
 
 def _overwrite(given: GivenArguments) -> str | None:
@@ -119,7 +185,7 @@ def _accuracy(given: GivenArguments) -> str | None:
 DIFFERENCES: tuple[Note, ...] = (
     *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
     *(_new_adapter, _half_badam, _sampling, _at_the_end),
-    _accuracy,
+    *(_accuracy, _reference, _eval_loss, _mismatched, _reward_head, _first_block),
 )
 
 
@@ -181,7 +247,7 @@ def _shifted(given: GivenArguments) -> str | None:
 
 
 def _mixed_documents(given: GivenArguments) -> str | None:
-    if given["packing"] and not given["neat_packing"] and given["stage"] != "pt":
+    if given["stage"] == "sft" and given["packing"] and not given["neat_packing"]:
         return "packing lets examples of one row attend to each other"
     return None
 
@@ -224,9 +290,9 @@ def _thoughts(given: GivenArguments) -> str | None:
 
 
 def _line_breaks(given: GivenArguments) -> str | None:
-    if not given["predict_with_generate"] or same_template(given["template"] or "")[0] == "auto":
+    if not given["predict_with_generate"] or not masks_line_break(given["template"] or ""):
         return None
-    return "BLEU-4 compares responses with labels that end in the template's line break, if any"
+    return "BLEU-4 compares responses with labels that end in the template's line break"
 
 
 def _earlier_thoughts(given: GivenArguments) -> str | None:
@@ -240,11 +306,27 @@ def _earlier_thoughts(given: GivenArguments) -> str | None:
     )
 
 
+def _first_tokens(given: GivenArguments) -> str | None:
+    if given["stage"] != "pt" and not (given["stage"] == "sft" and given["train_on_prompt"]):
+        return None
+    return (
+        "the loss and its gradient are divided by a token a row too many: the first one, which "
+        "nothing predicts"
+    )
+
+
+def _smoothed(given: GivenArguments) -> str | None:
+    steps = given["gradient_accumulation_steps"]
+    if not given["label_smoothing_factor"] or steps < 2:
+        return None
+    return f"label_smoothing_factor: the loss and its gradient are {steps} times too large"
+
+
 MISTAKES: tuple[Note, ...] = (
     _line_breaks,
     *(_badam_decay, _badam_resume, _badam_interval, _badam_ratio, _preference_loss, _constant),
     *(_long_responses, _shifted, _mixed_documents, _rounding, _muon, _tokenized, _thoughts),
-    *(_repeated, _earlier_thoughts),
+    *(_repeated, _earlier_thoughts, _first_tokens, _smoothed),
 )
 
 

@@ -26,6 +26,17 @@ def same_template(name: str) -> tuple[str, str | None]:
     return _FILES.get(name, ("auto", None))
 
 
+_WITH_LINE_BREAK = ("qwen", "chatml", "gemma", "alpaca", "default")  # of the files
+
+
+def masks_line_break(name: str) -> bool:
+    """Whether LLaMA-Factory trains a line break after the end of a response, which is masked
+    here."""
+    if name in families():
+        return families()[name].masks_line_break
+    return name in _WITH_LINE_BREAK
+
+
 def thinks(name: str | None) -> bool:
     """Whether LLaMA-Factory writes empty thoughts in a template."""
     return name is not None and name in families() and bool(families()[name].thoughts)

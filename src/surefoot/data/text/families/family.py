@@ -40,6 +40,19 @@ class TemplateFamily:
     is_plain: bool = False
     default_system: str | None = None
 
+    def split_end(self, after: str) -> tuple[str, str]:
+        """``after``, the text after a response, as what is trained, and what follows it masked:
+        the line breaks behind the token that ends the turn."""
+        short = after.rstrip("\n")
+        if self.ends_once and not short.endswith(("{eos}", *self.stop)):
+            return after, ""  # no token ends the turn, so the text is part of the response
+        return short, after[len(short) :]
+
+    @property
+    def masks_line_break(self) -> bool:
+        """Whether a response is followed by a line break that is not trained on."""
+        return bool(self.split_end(self.answer.partition("{content}")[2])[1])
+
     @property
     def ends_in_stop(self) -> bool:
         """Whether an answer's own text contains a token that stops it."""

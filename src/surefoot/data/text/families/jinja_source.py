@@ -165,12 +165,10 @@ def _ending(family: TemplateFamily, after: str) -> tuple[str, str]:
     if family.ends_once:
         other = f"{{%- else %}}\n{_texts(family.between)}" if family.between else ""
         eos = f"        {{%- if loop.last %}}\n{_texts('{eos}')}{other}        {{%- endif %}}\n"
-    short = after.rstrip("\n")
-    if any(short.endswith(stop) for stop in family.stop) or short.endswith("{eos}"):
-        return _texts(short), _texts(after[len(short) :]) + eos
-    if family.ends_once:
-        return _texts(after) + eos, ""
-    return _texts(short), _texts(after[len(short) :])
+    trained, masked = family.split_end(after)
+    if family.ends_once and not trained.endswith(("{eos}", *family.stop)):
+        return _texts(trained) + eos, ""
+    return _texts(trained), _texts(masked) + eos
 
 
 def _tails(call: str, plain: str) -> str:
