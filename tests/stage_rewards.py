@@ -92,6 +92,14 @@ class Counter:
         return f"{self.count} of {self.goal}" if self.count < self.goal else None
 
 
+class Named:
+    def __init__(self, row):
+        pass
+
+    def step(self, response):
+        return {"role": "user", "content": "1", "name": "counter"}
+
+
 class Broken:
     def __init__(self, row):
         self.goal = row["other"]

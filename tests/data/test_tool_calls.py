@@ -2,14 +2,18 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 import tiny_tokenizers
 from surefoot.data.example import Message
+from surefoot.data.rows.formats.openai import OpenAI
+from surefoot.data.section import DataSection
+from surefoot.data.text.codec import Codec
 from surefoot.data.text.families.family import families
 from surefoot.data.text.families.jinja_source import TOOLS
-from surefoot.data.text.templates import bundled, find_bundled
+from surefoot.data.text.templates import bundled, find_bundled, load_template
 from surefoot.data.text.templates.render import Renderer, message_dicts, tool_dicts
 from surefoot.data.text.tool_calls import SYNTAXES, parse_tool_calls, syntax_of
 
@@ -33,7 +37,7 @@ def written(name, calls, content=""):
     """What a template makes of a response with calls."""
     renderer = Renderer(find_bundled(name).source, tiny_tokenizers.tokenizer(), is_bundled=True)
     said = Message("assistant", content, calls)
-    dicts = message_dicts([Message("user", "Question"), said])
+    dicts = message_dicts([Message("user", "Question"), said], renderer)
     text = renderer.render(dicts, tool_dicts([TOOL]))
     prompt = renderer.render(dicts[:1], tool_dicts([TOOL]), prompt=True)
     return text.removeprefix(prompt)
@@ -134,3 +138,59 @@ def test_a_response_that_repeats_itself_is_read_quickly(syntax):
     for word in (*words, "<|tool_call>call:", "[TOOL_CALLS]", "<function=", "<parameter="):
         parse_tool_calls(word * 5000, syntax)
     assert time.process_time() - start < 2
+
+
+# What a model's own template reads of a message
+
+KIMI = """{%- if tools %}{{- tools | tojson }}{%- endif %}{%- for m in messages %}
+    {{- '<|im_start|>' + (m.name or m.role) + ' ' + (m.tool_call_id or '') + '\n' + m.content }}
+    {%- for c in m.tool_calls or [] %}
+        {{- '<call ' + (c.id or '') + ' ' + c.function.name + (c.function.arguments | tojson) }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant \n' }}{%- endif %}"""
+MISTRAL = KIMI.replace(
+    "{{- '<call '",
+    "{%- if c.id | length != 9 %}{{- raise_exception('nine letters') }}{%- endif %}{{- '<call '",
+)
+ALL = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+    {{- (m if m.role == 'tool' else m.content) | string }}
+    {%- for c in m.tool_calls or [] %}{{- c | tojson }}{%- endfor %}{{- '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+OTHER = KIMI.replace("m.name or", "m['participant_id'] or m.get('label') or m.name or")
+
+
+def call_of(number, city):
+    function = {"name": "weather", "arguments": {"city": city}}
+    return {"id": f"weather:{number}", "type": "function", "function": function}
+
+
+DIALOG = [
+    {"role": "user", "content": "Zürich & <Rome>?", "name": "mara", "participant_id": "p7"},
+    {"role": "assistant", "content": "", "tool_calls": [call_of(0, "Zürich"), call_of(1, "Rome")]},
+    {"role": "tool", "content": "rain", "tool_call_id": "weather:1", "name": "weather"},
+    {"role": "tool", "content": "sun", "tool_call_id": "weather:0", "label": "w"},
+    {"role": "assistant", "content": "Zürich sun, Rome rain."},
+    {"role": "user", "content": "So?"},
+]
+
+
+def own(source):
+    tokenizer = tiny_tokenizers.tokenizer(chat_template=source)
+    return Codec(tokenizer, load_template("auto", tokenizer), DataSection(datasets=("any",)))
+
+
+@pytest.mark.parametrize("source", [KIMI, MISTRAL, ALL, OTHER])
+def test_whatever_the_template_reads_of_messages_and_calls_reaches_it(source):
+    example, codec = OpenAI().read({"messages": DIALOG}), own(source)
+    reference = codec.tokenizer.apply_chat_template(
+        DIALOG, tokenize=False, add_generation_prompt=True
+    )
+    ids = codec.encode_prompt(example.messages)
+    assert codec.tokenizer.decode(ids) == reference
+    (item,) = codec.encode_chats([replace(example, messages=example.messages[:5])])[0]
+    assert codec.tokenizer.decode(item["input_ids"]) in reference
+    if source is KIMI:
+        assert "<call weather:1" in codec.tokenizer.decode(
+            [label for label in item["labels"] if label >= 0]
+        )

@@ -22,6 +22,8 @@ from surefoot.inference.conversation import Answer, answer_of, with_thinking
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"name": "add", "arguments": {"a": 2}}
+IDENTIFIED = {"id": "call00000", **CALL}  # as later prompts have it
+RESULT = Message("tool", "3", fields={"tool_call_id": "call00000", "name": "add"})
 SAID = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
@@ -74,13 +76,17 @@ def test_the_result_of_a_call_continues_the_conversation(opened):
     ]
     assert talking.messages[2].content == "3"
     talking.retry()
-    assert talking.messages[2] == Message("tool", "3")
+    assert talking.messages[2].content == "3"
 
 
 def test_a_response_with_calls_is_repeated_as_the_template_writes_it(opened):
     talking = Conversation(opened[0], GenerateSection(max_new_tokens=2), tools=[TOOL])
     found = talking.as_message(Answer(SAID, "stop", (CALL,)))
-    assert found == Message("assistant", "I add.", (CALL,))
+    assert found == Message("assistant", "I add.", (IDENTIFIED,))
+    talking.messages += [Message("user", "2+1?"), found]
+    assert talking.said("tool", "3") == RESULT
+    (later,) = talking.as_message(Answer(SAID, "stop", (CALL,))).tool_calls
+    assert later["id"] == "call00001"
 
 
 def test_tools_need_a_template_and_a_file_of_schemas(opened, tmp_path):
@@ -117,7 +123,7 @@ def test_a_request_with_tools_gets_the_calls_and_continues_with_their_result(ope
     asked = []
 
     def answer(self, text, on_text=None, *, role="user"):
-        asked.append([*self.messages, Message(role, text)])
+        asked.append([*self.messages, self.said(role, text)])
         return answer_of(self.opened, SAID, "stop", self.tools)
 
     monkeypatch.setattr(Conversation, "ask", answer)
@@ -130,8 +136,8 @@ def test_a_request_with_tools_gets_the_calls_and_continues_with_their_result(ope
     first = ask(("user", "2?"), tools=json.dumps([TOOL]))
     assert (first["tool_calls"], first["text"]) == ([CALL], SAID)
     ask(("user", "2?"), ("assistant", SAID), ("tool", "3"), tools=[TOOL])
-    before = [Message("user", "2?"), Message("assistant", "I add.", (CALL,)), Message("tool", "3")]
-    assert asked[-1] == before
+    before = [Message("user", "2?"), Message("assistant", "I add.", (IDENTIFIED,))]
+    assert asked[-1] == [*before, RESULT]
     assert "calls no tool" in ask(("tool", "3"), tools=[TOOL])["message"]
     assert "tools: " in ask(("user", "2?"), tools="{")["message"]
     assert ask(("user", "2?"), tools=None)["tool_calls"] == []

@@ -8,7 +8,7 @@ from stage_data import REWARD
 from surefoot.data.example import Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
-from surefoot.data.text.templates import load_template
+from surefoot.data.text.templates import bundled, load_template
 from surefoot.errors import RunError, TemplateError
 from surefoot.generate.generation import Sample
 from surefoot.generate.section import GenerateSection
@@ -127,6 +127,15 @@ def test_an_environment_that_fails_names_the_row(process):
         conversations(Scripted(codec(), process, ["a"]), "Broken")
     with pytest.raises(RunError, match=r"expected text, .* got 3"):
         conversations(Scripted(codec(), process, ["a"]), "Wrong")
+
+
+def test_what_the_environment_s_message_says_beside_its_content_reaches_the_template(process):
+    made = tokenizer()
+    source = bundled()["chatml"].source
+    made.chat_template = source.replace("' + message.role", "' + (message.name or message.role)")
+    named = Codec(made, load_template("auto", made), DataSection(datasets=("any",)))
+    (found,) = conversations(Scripted(named, process, ["a", "b"]), "Named", most=2000, turns=2)
+    assert "<|im_start|>counter\n" in made.decode(found.ids)
 
 
 def test_one_turn_is_what_was_sampled(process):

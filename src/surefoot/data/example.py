@@ -19,9 +19,12 @@ class Message:
 
     role: Role
     content: str
-    tool_calls: tuple[JSON, ...] = ()  # [{"name": ..., "arguments": {...}}] of an assistant turn
+    tool_calls: tuple[JSON, ...] = ()  # [{"name", "arguments", maybe "id"}] of an assistant turn
     learn: bool | None = None
     reasoning: str = ""  # the thought before an assistant's answer
+    fields: JSON = field(
+        default_factory=dict, hash=False
+    )  # its other keys, for templates that read them
 
     @property
     def is_empty(self) -> bool:

@@ -144,7 +144,7 @@ def _prepared(conversation: Conversation, request: Mapping[str, Any]) -> Convers
 def _message(asked: Conversation, one: Mapping[str, Any]) -> Message:
     """A message of a request; an earlier response with the calls of tools that its text has."""
     if one["role"] != "assistant":
-        return Message(one["role"], one["content"])
+        return asked.said(one["role"], one["content"])
     return asked.as_message(answer_of(asked.opened, one["content"], "stop", asked.tools))
 
 

@@ -102,7 +102,7 @@ class Conversation:
         """The response to ``text``, passed piece by piece to ``on_text``; of role ``tool``, it is
         the result of a call. Raises ``RunError`` if there is no room for one, and ``text`` is not
         added; ``TemplateError`` if the template rejects it."""
-        said = Message(role, text)
+        said = self.said(role, text)
         ids = self._ids(said)
         left = room(self.opened.model, ids)
         if left == 0:
@@ -142,7 +142,16 @@ class Conversation:
             return Message("assistant", answer.text)
         syntax = syntax_of(self.opened.template.source)
         found = parse_tool_calls(answer.text, syntax, self.tools)
-        return Message("assistant", found.text, found.calls)
+        first = sum(len(message.tool_calls) for message in self.messages)
+        calls = [{"id": _call_id(i), **call} for i, call in enumerate(found.calls, first)]
+        return Message("assistant", found.text, tuple(calls))
+
+    def said(self, role: Role, text: str) -> Message:
+        """A message to the model; a tool's result has the id and name of the first call."""
+        if role != "tool" or not (self.messages and self.messages[-1].tool_calls):
+            return Message(role, text)
+        call = self.messages[-1].tool_calls[0]
+        return Message(role, text, fields={"tool_call_id": call.get("id"), "name": call["name"]})
 
     def _answer(
         self, ids: list[int], left: int | None, on_text: Callable[[str], None] | None
@@ -169,3 +178,8 @@ class Conversation:
         reason = finish_reason(found, left)
         answer = answer_of(self.opened, "".join(pieces), reason, self.tools)
         return replace(answer, prompt_ids=ids, ids=found.text_ids)
+
+
+def _call_id(number: int) -> str:
+    """The id of a call: nine letters and digits, as Mistral's templates demand."""
+    return f"call{number:05d}"

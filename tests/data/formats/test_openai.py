@@ -41,9 +41,9 @@ def test_tool_calls_keep_what_was_said(arguments, content):
         tools=[{"type": "function", "function": FUNCTION}],
     )
     example = OpenAI().read(row)
-    call = {"name": "weather", "arguments": {"city": "Paris"}}
+    call = {"name": "weather", "arguments": {"city": "Paris"}, "id": "call_1"}
     assert example.messages[1] == Message("assistant", content or "", (call,))
-    assert example.messages[2] == Message("tool", "blue")
+    assert example.messages[2] == Message("tool", "blue", fields={"tool_call_id": "call_1"})
     assert example.tools == (FUNCTION,)
 
 
@@ -94,7 +94,8 @@ def test_a_weight_of_zero_is_not_learnt():
 
 def test_tool_calls_may_be_json_text():
     row = chat(said("assistant", "", tool_calls=json.dumps([called("{}")])))
-    assert OpenAI().read(row).messages[0].tool_calls == ({"name": "weather", "arguments": {}},)
+    call = {"id": "call_1", "name": "weather", "arguments": {}}
+    assert OpenAI().read(row).messages[0].tool_calls == (call,)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
 from .thoughts import end_of_thought, split_thought, without_thought
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
-VERSION = 2  # of what this module makes of an example; part of the fingerprint
+VERSION = 3  # of what this module makes of an example; part of the fingerprint
 
 NOTHING = Dropped("no response to train on in this conversation")
 PLAIN = Dropped("plain text without a response; stage: pt trains on that")
@@ -245,9 +245,9 @@ class Codec:
         self, messages: Sequence[Message], tools: Sequence[JSON]
     ) -> tuple[Dicts, Dicts | None, bool]:
         """Messages and tools for the template, and whether they contain marks around plain text."""
-        field, words = self._renderer.thoughts_field, self.template.thoughts
         said = [self._thinking(message) for message in messages]
-        dicts, schemas = message_dicts(said, field, words), tool_dicts(tools)
+        dicts = message_dicts(said, self._renderer, self.template.thoughts)
+        schemas = tool_dicts(tools)
         marked = self._chat.spells_control([dicts, schemas])
         if marked:
             dicts, schemas = self._chat.protect(dicts), self._chat.protect(schemas)

@@ -97,5 +97,6 @@ def _ends(messages: Sequence[Message]) -> bool:
 
 
 def _written(message: Message) -> str:
-    calls = json.dumps(message.tool_calls, sort_keys=True, default=str)
+    pairs = [(call["name"], call["arguments"]) for call in message.tool_calls]  # ids may differ
+    calls = json.dumps(pairs, sort_keys=True, default=str)
     return f"{message.role}:{message.content}{calls if message.tool_calls else ''}"

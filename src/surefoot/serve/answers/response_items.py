@@ -42,9 +42,11 @@ def _message(kind: object, item: Mapping[str, Any], place: int) -> dict[str, Any
         return {"role": item.get("role"), "content": _text(item.get("content"), place)}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
     if kind == "function_call_output":
-        return {"role": "tool", "content": _text(item.get("output"), place)}
+        text = _text(item.get("output"), place)
+        return {"role": "tool", "content": text, "tool_call_id": item.get("call_id")}
     raise ApiError(
         f"input[{place}]: items of type {str(kind)[:50]!r} are not supported", param="input"
     )
@@ -113,7 +115,7 @@ class OutputItems:
         item: dict[str, object] = {
             "type": "function_call",
             "id": f"fc_{secrets.token_hex(12)}",
-            "call_id": f"call_{secrets.token_hex(12)}",
+            "call_id": secrets.token_hex(5)[:9],
             "name": call["name"],
             "arguments": "",
             "status": "in_progress",

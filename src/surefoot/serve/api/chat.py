@@ -130,7 +130,7 @@ class ChatChoice:
         arguments = json.dumps(call["arguments"], ensure_ascii=False)
         self.calls.append(
             {
-                "id": f"call_{secrets.token_hex(12)}",
+                "id": secrets.token_hex(5)[:9],  # as long as Mistral's templates demand
                 "type": "function",
                 "function": {"name": call["name"], "arguments": arguments},
             }

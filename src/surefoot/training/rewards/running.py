@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ...data.example import Message
 from ...data.text.codec import Codec
@@ -82,8 +82,12 @@ def stepped(
     ]
     found = process.step(str(path), given, seconds)
     if "error" not in found:
-        return [None if one is None else Message(**one) for one in found["replies"]]
+        return [None if one is None else _message(**one) for one in found["replies"]]
     where = ""
     if (at := found.get("place")) is not None:
         where = f" {events[at].row.origin} (response {short(events[at].response)}):"
     raise RunError(f"{path}:{where} {found['error']}")
+
+
+def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:
+    return Message(role, content, fields=fields)

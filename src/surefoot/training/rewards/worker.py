@@ -197,13 +197,16 @@ def _message(said: object) -> dict[str, str] | None:
         return None
     if isinstance(said, str):
         return {"role": "user", "content": said}
-    if isinstance(said, dict) and said.keys() == {"role", "content"}:
-        role, content = said["role"], said["content"]
-        if role in ("user", "tool") and isinstance(content, str):
-            return {"role": role, "content": content}
+    if (
+        isinstance(said, dict)
+        and said.get("role") in ("user", "tool")
+        and "content" in said
+        and all(isinstance(text, str) for text in said.values())
+    ):
+        return said
     raise WrongError(
-        'expected text, {"role": "user" or "tool", "content": text} or None from step, '
-        f"got {said!r}"
+        'expected text, {"role": "user" or "tool", "content": text} (and other texts that the '
+        f'chat template reads, such as "name") or None from step, got {said!r}'
     )
 
 

@@ -23,6 +23,8 @@ UNREAD = {  # keys of a turn that change what it means, and what to do with them
     **dict.fromkeys(("loss", "train", "training", "train_detail"), _TRAINED),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), _MEDIA),
 }
+# Keys of a turn that have a place of their own in a message.
+_READ = ("role", "content", "tool_calls", "function_call", "weight", *THOUGHT_KEYS, *UNREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Turns:
         learn = _learn(turn, where)
         if role == self.function:
             words, calls = _written_calls(as_text(content, where), where)
-            return Message("assistant", words, calls, learn)
+            return Message("assistant", words, calls, learn, fields=self._fields(turn))
         known = self.roles.get(role) if isinstance(role, str) else None
         if known is None:
             raise self._unknown_role(turn, where)
@@ -76,11 +78,16 @@ class Turns:
         if calls and known != "assistant":
             raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
         if content is None and calls:
-            return Message(known, "", calls, learn, thought)
+            return Message(known, "", calls, learn, thought, self._fields(turn))
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
         words = _content(content, f"{where}: {self.content!r}")
-        return Message(known, words, calls, learn, thought)
+        return Message(known, words, calls, learn, thought, self._fields(turn))
+
+    def _fields(self, turn: Row) -> JSON:
+        """Keys that a chat template may read, such as ``name`` and ``tool_call_id``."""
+        read = {self.role, self.content, *_READ}
+        return {key: value for key, value in turn.items() if key not in read and value is not None}
 
     def _unknown_role(self, turn: Row, where: str) -> DataError:
         if self.role not in turn:
@@ -237,4 +244,8 @@ def _call(value: object, where: str) -> JSON:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where}: expected arguments as an object, got {shown(arguments)}")
-    return {"name": call["name"], "arguments": arguments}
+    more = dict(value) if isinstance(value, Mapping) else {}  # such as the call's id
+    if more.get("type") == "function":
+        del more["type"]
+    kept = {key: one for key, one in more.items() if key != "function" and one is not None}
+    return {**kept, "name": call["name"], "arguments": arguments}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import cast
 
 import jinja2
@@ -20,6 +20,7 @@ from .limits import try_within_limits
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
+_WORD = re.compile(r"\w+")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL: dict[str, object] = {
     "type": "function",
@@ -37,6 +38,21 @@ _TURNS: list[dict[str, object]] = [
     {"role": "user", "content": "Question one"},
     {"role": "assistant", "content": "Answer one"},
     {"role": "user", "content": "Question two"},
+]
+_CALL_TURNS: list[dict[str, object]] = [
+    _TURNS[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "add", "arguments": {"a": 1}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "1", "tool_call_id": "call00000", "name": "add"},
 ]
 _SYSTEM: dict[str, object] = {"role": "system", "content": "Instruction"}
 # Conversations that show how a template treats the common cases.
@@ -61,6 +77,7 @@ class Renderer:
         self.source = source
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
+        self._words = frozenset(_WORD.findall(source))
         self._names = dict(tokenizer.special_tokens_map)
         added = tokenizer.added_tokens_decoder.values()
         if not is_bundled:
@@ -89,6 +106,19 @@ class Renderer:
             return None
         found = [(tail.find(token), -len(token), token) for token in self._added if token in tail]
         return min(found)[2] if found else None
+
+    def reads(self, key: str) -> bool:
+        """Whether a message's ``key`` may change the text: the template names it, or writes
+        messages with all that they have."""
+        return key in self._words or self._reads_all
+
+    @cached_property
+    def _reads_all(self) -> bool:
+        return any(
+            self._rendered({"messages": [{**turn, "a key that none names": "1"} for turn in turns]})
+            != self._rendered({"messages": turns})
+            for turns in (_TURNS, _CALL_TURNS)
+        )
 
     def written_tokens(self) -> frozenset[str]:
         """Tokens that delimit turns: special ones that it writes anywhere, others around turns.
@@ -154,28 +184,36 @@ def _is_markup(token: str) -> bool:
 
 
 def message_dicts(
-    messages: Sequence[Message], thoughts_field: str | None = None, words: Words = USUAL
+    messages: Sequence[Message], renderer: Renderer, words: Words = USUAL
 ) -> list[dict[str, object]]:
-    """Messages in the form that chat templates expect: thoughts in the field that the template
-    reads, or between ``words`` in the content."""
-    return [_message_dict(message, thoughts_field, words) for message in messages]
+    """Messages in the form that chat templates expect, with the keys that the template reads;
+    thoughts are in the field that it reads, or between ``words`` in the content."""
+    return [_message_dict(message, renderer, words) for message in messages]
 
 
 def tool_dicts(tools: Sequence[JSON]) -> list[dict[str, object]]:
-    """Tool schemas, or calls, in the form that chat templates expect: under ``function``."""
-    return [_under_function(tool) for tool in tools]
+    """Tool schemas in the form that chat templates expect: under ``function``."""
+    return [
+        dict(tool) if "function" in tool else {"type": "function", "function": tool}
+        for tool in tools
+    ]
 
 
-def _under_function(tool: JSON) -> dict[str, object]:
-    return dict(tool) if "function" in tool else {"type": "function", "function": tool}
+def _call_dict(call: JSON) -> dict[str, object]:
+    """A call in the form that chat templates expect: its id beside ``function``."""
+    function = {key: call[key] for key in ("name", "arguments")}
+    more = {key: value for key, value in call.items() if key not in function}
+    return {**more, "type": more.get("type", "function"), "function": function}
 
 
-def _message_dict(message: Message, thoughts_field: str | None, words: Words) -> dict[str, object]:
+def _message_dict(message: Message, renderer: Renderer, words: Words) -> dict[str, object]:
     fields: dict[str, object] = {"role": message.role, "content": message.content}
+    fields |= {key: value for key, value in message.fields.items() if renderer.reads(key)}
+    thoughts_field = renderer.thoughts_field
     if message.reasoning and thoughts_field is not None:
         fields[thoughts_field] = message.reasoning
     elif message.reasoning:
         fields["content"] = with_thought(message, words)
     if message.tool_calls:
-        fields["tool_calls"] = tool_dicts(message.tool_calls)
+        fields["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
     return fields
