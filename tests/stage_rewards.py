@@ -111,3 +111,81 @@ class Wrong:
 
     def step(self, response):
         return 3
+
+
+def helped(completions):
+    """Raises below a line of its own."""
+    return [int(one) for one in completions]
+
+
+def none(completions):
+    """Forgets to return."""
+
+
+def asks_for(completions, answer):
+    """A column that is not there."""
+    return [1.0 for _ in answer]
+
+
+def for_chats(completions, prompts, **kwargs):
+    """As one writes it for TRL where prompts are lists of messages."""
+    pairs = zip(completions, prompts, strict=True)
+    return [len(c[0]["content"]) + len(p[-1]["content"]) for c, p in pairs]
+
+
+async def waiting(completions, completion_ids, log_metric, log_extra):
+    """Awaits, logs, and takes ids, all as TRL has it."""
+    import asyncio
+
+    values = await asyncio.gather(*(asyncio.sleep(0, float(len(ids))) for ids in completion_ids))
+    log_metric("mean_ids", sum(values) / len(values))
+    log_extra("first", [text[:1] for text in completions])
+    return values
+
+
+SOLVED = set()
+
+
+class Solver(Counter):
+    """Knows what it has been told, also in a global of its file."""
+
+    def step(self, response):
+        SOLVED.add(response)
+        self.heard = [*getattr(self, "heard", []), response]
+        return super().step(response)
+
+
+def solved(completions, environments):
+    """What the environment of each conversation has heard, and its file."""
+    return [len(one.heard) + 10.0 * (len(SOLVED) > 0) for one in environments]
+
+
+def goals(completions, environments):
+    """What the row of each conversation says."""
+    return [one.goal for one in environments]
+
+
+class AsyncCounter(Counter):
+    """Each step waits until all conversations have begun theirs."""
+
+    started = []
+
+    async def step(self, response):
+        import asyncio
+
+        if response == "broken":
+            raise ValueError("no")
+        self.started.append(response)
+        while len(self.started) < self.goal:
+            await asyncio.sleep(0)
+
+
+def fatal(completions, calls=[0]):  # noqa: B006
+    """Is killed once, as by the kernel when memory is short."""
+    import os
+    import signal
+
+    if os.path.exists(mark := completions[0]):  # noqa: PTH110
+        os.remove(mark)  # noqa: PTH107
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)

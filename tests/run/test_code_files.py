@@ -9,6 +9,8 @@ import surefoot
 from project import Project, checkpoints
 from stage_data import REWARD, written
 from surefoot.errors import RunError
+from surefoot.inference.reward_check import check_rewards
+from surefoot.recipe.recipe import load
 from surefoot.run.code_files import NAME
 
 
@@ -37,4 +39,32 @@ def test_a_function_that_is_not_there_is_an_error_before_anything_is_loaded(tmp_
     made.sections["model"]["path"] = "nowhere"
     made.write()
     with pytest.raises(RunError, match=r"rewards.py defines no absent"):
+        surefoot.train(made.recipe)
+
+
+TRIED = {
+    "asks_for": r"missing a required argument: 'answer'; .* columns \(instruction, output\)",
+    "helped": r"sums:0 .*ValueError: .* \(rewards.py:\d+\)",
+    "none": "returned None",
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_reward_is_called_once_on_two_rows_before_a_model_is_loaded(tmp_path, name):
+    made = project(tmp_path, name)
+    made.sections["model"]["path"] = "nowhere"
+    made.write()
+    for call in (surefoot.train, lambda recipe: check_rewards(load(recipe), 2)):
+        with pytest.raises(RunError, match=TRIED[name]):
+            call(made.recipe)
+
+
+def test_an_environment_answers_before_its_reward_is_tried(tmp_path):
+    made = project(tmp_path, "solved")
+    made.sections["stage"]["grpo"]["environment"] = "rewards.py:Solver"
+    made.sections["model"]["path"] = "nowhere"
+    made.write()
+    with pytest.raises(
+        RunError, match=r"rewards.py:Solver: sums:0 .*KeyError: 'goal' \(rewards.py"
+    ):
         surefoot.train(made.recipe)

@@ -15,6 +15,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
+from surefoot.training.rewards.reward import Rewarded
 from surefoot.training.rollouts.rollout import DatasetRow, read_row
 
 PROMPTS = [
@@ -40,7 +41,7 @@ class Rollouts:
 
     def reward(self, rewards, rollouts, seconds, on_error):
         self.seen["rows"] = [one.row.columns for one in rollouts]
-        return [self.rewards for _ in rewards]
+        return Rewarded([self.rewards for _ in rewards])
 
     def compute(self, role, examples, spec=None):
         counts = [sum(label >= 0 for label in item["labels"]) for item in examples]

@@ -16,6 +16,7 @@ from surefoot.generate.generation import Sample
 from surefoot.parallel.section import ParallelSection
 from surefoot.schema import read
 from surefoot.stages.ppo import PPO, REFERENCE
+from surefoot.training.rewards.reward import Rewarded
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}
@@ -51,7 +52,7 @@ class Rollouts:
 
     def reward(self, rewards, rollouts, seconds, on_error):
         assert [one.row.columns["gold"] for one in rollouts] == list(range(len(rollouts)))
-        return [self.rewards]
+        return Rewarded([self.rewards])
 
     def compute(self, role, examples):
         self.computed.append(role)
@@ -258,7 +259,7 @@ class Bandit:
         return [Sample((int(arm),), (0.0,), "stop") for arm in arms]
 
     def reward(self, rewards, rollouts, seconds, on_error):
-        return [[self.rewards[one.completion[0]] for one in rollouts]]
+        return Rewarded([[self.rewards[one.completion[0]] for one in rollouts]])
 
     def compute(self, role, examples):
         arms = torch.tensor([item["labels"][-1] for item in examples])

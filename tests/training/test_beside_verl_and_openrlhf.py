@@ -29,6 +29,7 @@ from surefoot.training.objectives.gae import clipped_value_losses
 from surefoot.training.objectives.kl_penalty import adapted_coefficient, kl_estimates
 from surefoot.training.objectives.pair_losses import LOSSES, Pairs
 from surefoot.training.objectives.surrogates import KL
+from surefoot.training.rewards.reward import Rewarded
 
 RECORD = json.loads(Path(__file__).with_name("verl_and_openrlhf.json").read_text("utf-8"))
 VERL, OPENRLHF, BEFORE = (RECORD[name] for name in ("verl", "openrlhf", "openrlhf_before"))
@@ -229,7 +230,7 @@ class Window:
         ]
 
     def reward(self, rewards, rollouts, seconds, on_error):
-        return [GIVEN["rewards"]]
+        return Rewarded([GIVEN["rewards"]])
 
     def compute(self, role, examples):
         names = ("reference", "reference") if role == REFERENCE else ("old", "old_values")

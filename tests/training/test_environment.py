@@ -13,9 +13,10 @@ from surefoot.errors import RunError, TemplateError
 from surefoot.generate.generation import Sample
 from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import FunctionPath
-from surefoot.training.rewards.process import RewardProcess
+from surefoot.training.rewards.kinds import FunctionReward
+from surefoot.training.rewards.process import RewardProcess, Texts
 from surefoot.training.rewards.running import stepped
-from surefoot.training.rollouts.environment import OneTurn, UserEnvironment, converse
+from surefoot.training.rollouts.environment import UserEnvironment, converse
 from surefoot.training.rollouts.rollout import DatasetRow
 from tiny_tokenizers import tokenizer
 
@@ -122,6 +123,14 @@ def test_a_response_that_is_cut_ends_its_conversation(process):
     assert found.stop_reason == "length"
 
 
+def test_each_conversation_has_an_object_also_if_its_first_response_is_cut(process):
+    context = Scripted(codec(), process, ["a", "b"], reasons={0: "length"})
+    conversations(context, "Solver", rows=({"goal": 1}, {"goal": 2}))
+    task = FunctionReward(path=FunctionPath(f"{REWARD}:goals")).task
+    texts = Texts(["p"] * 2, ["a"] * 2, [1, 1], {})
+    assert process.compute(task, texts, 20.0).rewards == [1.0, 2.0]
+
+
 def test_an_environment_that_fails_names_the_row(process):
     with pytest.raises(RunError, match=r"Broken: sums:0 \(response 'a'\): KeyError"):
         conversations(Scripted(codec(), process, ["a"]), "Broken")
@@ -142,7 +151,7 @@ def test_one_turn_is_what_was_sampled(process):
     context = Scripted(codec(), process, ["one"])
     start = context.codec.encode_prompt([ASKED])
     settings = GenerateSection(max_new_tokens=9, do_sample=True, temperature=0.7)
-    (found,) = converse(context, [(start, DatasetRow({}), 0)], settings, OneTurn())
+    (found,) = converse(context, [(start, DatasetRow({}), 0)], settings)
     assert list(found.prompt) == start
     assert found.temperature == 0.7
     assert all(found.is_sampled[len(start) :])

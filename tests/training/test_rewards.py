@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -14,7 +16,7 @@ from surefoot.schema.locations import FunctionPath
 from surefoot.stages.grpo import GRPO
 from surefoot.training.rewards.kinds import FunctionReward
 from surefoot.training.rewards.process import RewardProcess, Texts
-from surefoot.training.rewards.reward import computed, means, names_of, total
+from surefoot.training.rewards.reward import computed, means, names_of, rewarded, total
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def rule(**settings):
 
 
 def rewards(process, task, given, on_error="stop", seconds=20.0):
-    return computed(process, task, given, seconds, on_error)
+    return computed(process, task, given, seconds, on_error).rewards
 
 
 def test_a_function_gets_the_columns_that_it_names(process):
@@ -52,7 +54,7 @@ def test_a_function_gets_the_columns_that_it_names(process):
 FAILURES = {
     "wrong": "gave 1 reward for 2 completions",
     "missing": "defines no missing",
-    "some": "TypeError",
+    "some": "missing a required argument: .output",
     "angry": "ValueError: never",
     "broken": "sums:1 .response 'bad'.: ZeroDivisionError",
     "unclear": "sums:1 .*expected a finite number or None for a reward, got nan",
@@ -156,3 +158,85 @@ def test_the_process_ends_with_its_owner():
 def test_a_reward_that_means_nothing_is_refused(settings, words):
     with pytest.raises(RecipeError, match=words):
         read(GRPO, {"reward": settings})
+
+
+WHERE = {
+    "helped": r"ValueError: invalid literal for int.* \(stage_rewards.py:\d+\)",
+    "none": "returned None; expected a list with a number for each completion",
+    "asks_for": r"missing a required argument: 'answer'; it may take columns \(output, more\) and "
+    "completion_ids, completions, log_extra, log_metric, prompts",
+}
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_a_failure_names_the_line_and_the_columns_that_there_are(process, name):
+    with pytest.raises(RunError, match=WHERE[name]):
+        rewards(process, function(name), texts("a", "b", output=["x", "y"], more=[1, 2]))
+
+
+@pytest.mark.parametrize("name", ["none", "asks_for", "missing", "wrong"])
+def test_what_no_response_can_mend_is_an_error_also_if_others_are_skipped(process, name):
+    with pytest.raises(RunError) as raised:
+        rewards(process, function(name), texts("a", "b"), "skip")
+    assert "on_reward_error" not in str(raised.value)
+
+
+def test_a_file_that_cannot_be_imported_names_its_line(process, tmp_path):
+    for number, (line, words) in enumerate(
+        {
+            "import nowhere_at_all": r"No module named 'nowhere_at_all' \(r1?\.py:3\)",
+            "def f(:": r"SyntaxError: .*\(r1?\.py, line 3\)",
+        }.items()
+    ):
+        path = tmp_path / f"r{number or ''}.py"
+        path.write_text(f"import json\n\n{line}\n")
+        task = FunctionReward(path=FunctionPath(f"{path}:f")).task
+        with pytest.raises(RunError, match=words):
+            rewards(process, task, texts("a"), "skip")
+
+
+def test_prompts_that_are_messages_give_the_function_messages(process):
+    chats = [[{"role": "user", "content": "four"}], [{"role": "user", "content": "one"}]]
+    assert rewards(process, function("for_chats"), texts("ab", "c", prompt=chats)) == [6.0, 4.0]
+    assert rewards(process, function("varied"), texts("a", "b", prompt=["x", "y"])) == [6 / 7, 0.0]
+
+
+def test_a_function_of_trl_may_be_async_take_ids_and_log(process):
+    given = replace(texts("ab", "c"), ids=[[1, 2, 3], [4]])
+    found = process.compute(function("waiting"), given, 20.0)
+    assert found.rewards == [3.0, 1.0]
+    both = rewarded([found, replace(found, metrics={"mean_ids": [6.0]})])
+    assert both.metrics == {"mean_ids": 4.0}
+    assert both.extras == {"first": ["a", "c"]}
+
+
+def test_a_process_that_was_killed_is_started_again(process, tmp_path, caplog):
+    mark = tmp_path / "mark"
+    mark.write_text("")
+    assert rewards(process, function("fatal"), texts(str(mark))) == [1.0]
+    assert "was killed by SIGKILL; it is started again" in caplog.text
+
+
+def steps(process, name, *said, is_first=True, goal=3):
+    given = [
+        {"session": n, "row": {"goal": goal}, "response": one, "is_first": is_first}
+        for n, one in enumerate(said)
+    ]
+    return process.step(f"{REWARD}:{name}", given, 20.0)
+
+
+def test_a_reward_reads_the_environments_and_their_file_also_after_a_kill(process):
+    first = steps(process, "Solver", "a", "b")
+    assert [one["content"] for one in first["replies"]] == ["1 of 3", "1 of 3"]
+    os.kill(process._process.pid, signal.SIGKILL)
+    process._process.wait()
+    second = steps(process, "Solver", "c", is_first=False)
+    assert second["replies"][0]["content"] == "2 of 3"
+    assert rewards(process, function("solved"), texts("c", "b")) == [12.0, 11.0]
+    assert rewards(process, function("solved"), texts("c", "b").at(1)) == [11.0]
+
+
+def test_steps_that_are_coroutines_run_at_the_same_time(process):
+    assert steps(process, "AsyncCounter", "a", "b", "c") == {"replies": [None] * 3}
+    found = steps(process, "AsyncCounter", "d", "broken", "e")
+    assert (found["place"], found["error"].split(" (")[0]) == (1, "ValueError: no")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from ..batch import Features
 from ..data.encoded import Dropped
-from ..data.example import Example
-from ..data.rows.catalog import Catalog
-from ..data.rows.rows import read_examples
+from ..data.rows.catalog import training_examples
 from ..data.text.codec import Codec
-from ..errors import DataError, RecipeError
+from ..errors import DataError, RecipeError, RunError
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
+from ..run.code_files import code_of, try_rewards
 from ..run.contexts import context_of
 from ..training.objectives.advantages import is_flat
 from ..training.rollouts.recording import Recorded, RecordingContext
@@ -44,7 +43,7 @@ class RewardReport:
         cls, name: str, first: Sequence[float | None], again: Sequence[float | None]
     ) -> RewardReport:
         """That of two calls for the same responses."""
-        known = [value for value in first if value is not None]
+        known = _known(first)
         changed = sum(a != b for a, b in zip(first, again, strict=True))
         missing = len(first) - len(known)
         if not known:
@@ -80,6 +79,8 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
     Raises ``RecipeError`` if the stage has no reward, ``RunError`` if one fails."""
     if not recipe.stage.max_new_tokens:
         raise RecipeError("stage: nothing is sampled and rewarded; expected one such as grpo")
+    code_of(recipe)
+    try_rewards(recipe)
     opened = open_start(recipe, heads=recipe.stage.heads)
     items = _prompts(recipe, opened.codec, count)
     longest = max(len(item["input_ids"]) for item in items) + recipe.stage.max_new_tokens
@@ -94,13 +95,19 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
         recipe.stage.prepare(context, items)
     if not context.found:
         raise RecipeError("stage: it computes no rewards; expected one such as grpo")
+    if not any(values for values in map(_known, context.found[0].by_reward[0].values())):
+        raise RunError("no response has a reward: see the warnings above")
     return _report(context.found[0], opened.codec, time.monotonic() - started)
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _prompts(recipe: Recipe, codec: Codec, count: int) -> list[Features]:
     """The first prompts of the training datasets that are not dropped."""
     found: list[Features] = []
-    for example in islice(_examples(recipe), MOST_ROWS):
+    for example in islice(training_examples(recipe.data), MOST_ROWS):
         if len(found) < count:
             (outcome,) = recipe.stage.encode([example], codec)
             if not isinstance(outcome, Dropped):
@@ -108,14 +115,6 @@ def _prompts(recipe: Recipe, codec: Codec, count: int) -> list[Features]:
     if not found:
         raise DataError(f"data.datasets: no prompt in the first {MOST_ROWS:,} rows can be used")
     return found[:count]
-
-
-def _examples(recipe: Recipe) -> Iterator[Example]:
-    catalog = Catalog(recipe.data)
-    for name in recipe.data.datasets:
-        entry = catalog.entry(str(name))
-        every = read_examples(entry, max_broken_rows=recipe.data.max_broken_rows)
-        yield from (example for example in every if isinstance(example, Example))
 
 
 def _report(recorded: Recorded, codec: Codec, seconds: float) -> RewardCheck:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from .. import schema
-from ..errors import RunError
+from ..data.example import Example
+from ..data.rows.catalog import training_examples
+from ..errors import RunError, SurefootError
 from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
+from ..training.rewards import REWARDS
 from ..training.rewards.kinds import FunctionReward
-from ..training.rewards.process import RewardProcess
+from ..training.rewards.process import RewardProcess, Texts
+from ..training.rewards.reward import computed
+from ..training.rewards.running import stepped
+from ..training.rollouts.rollout import DatasetRow, Event
 from .from_python.stages import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
@@ -28,6 +37,55 @@ def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, b
     found = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
     process.end()
     return {NAME: json.dumps(found, indent=2, sort_keys=True).encode()} if found else {}
+
+
+def try_rewards(recipe: Recipe) -> None:
+    """Reward two responses, those of the first rows: what is wrong with a reward, and with the
+    columns that it takes, is seen before a model is loaded. An environment answers them first.
+    Raises ``RunError``."""
+    stage: Any = recipe.stage
+    cls: type = type(stage)
+    fields = schema.settings(cls).items()
+    rewards = [
+        one.task
+        for name, field in fields
+        if field.variants is REWARDS
+        for one in getattr(stage, name)
+        if one.task is not None
+    ]
+    examples: list[Example] = []
+    with contextlib.suppress(SurefootError):  # said when all datasets are opened
+        examples += islice(training_examples(recipe.data), 2) if rewards else ()
+    if not examples:
+        return
+    process, seconds = RewardProcess(), max(SECONDS, stage.reward_timeout)
+    rows = [DatasetRow(example.columns, example.origin) for example in examples]
+    texts = _texts(rows, examples)
+    for name, _ in fields:
+        if isinstance(path := getattr(stage, name), FunctionPath):
+            events = [Event(n, rows[n], said, True) for n, said in enumerate(texts.completions)]
+            stepped(process, path, events, seconds)
+    for task in rewards:
+        computed(process, task, texts, seconds, stage.on_reward_error)
+    process.end()
+
+
+def _texts(rows: Sequence[DatasetRow], examples: Sequence[Example]) -> Texts:
+    """The responses of the rows, and what comes before each; there are no tokens yet."""
+    said = [[message.content for message in example.messages] for example in examples]
+    is_answered = [
+        bool(example.messages) and example.messages[-1].role == "assistant" for example in examples
+    ]
+    pairs = list(zip(said, is_answered, strict=True))
+    names = dict.fromkeys(name for row in rows for name in row.columns)
+    return Texts(
+        ["\n".join(texts[:-1] if is_last else texts) for texts, is_last in pairs],
+        [texts[-1] if is_last else "A response." for texts, is_last in pairs],
+        [1 for _ in rows],
+        {name: [row.columns.get(name) for row in rows] for name in names},
+        [row.origin for row in rows],
+        [[0] for _ in rows],
+    )
 
 
 def functions_in(section: object) -> Iterator[FunctionPath]:

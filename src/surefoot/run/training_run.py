@@ -27,7 +27,7 @@ from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
-from .code_files import code_of
+from .code_files import code_of, try_rewards
 from .folder import (
     SizeChoice,
     mirror_of,
@@ -109,6 +109,7 @@ def run(
         if note is not None:
             logger.info("%s", note)
         code_of(recipe)  # what is missing is an error before anything is loaded
+        world.on_main(lambda: try_rewards(recipe))
         with world.main_first():  # which may download
             recipe = settled(recipe, find_base(recipe, weights=False))
         return _run(recipe, world, callbacks, trust_pickle, parts, choose)

@@ -21,7 +21,7 @@ from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, by_name, means, models_of, total
-from ..training.rollouts.environment import OneTurn, UserEnvironment, converse
+from ..training.rollouts.environment import UserEnvironment, converse
 from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
 from ..training.rollouts.sampling_check import sampling_figures
 from ..training.stage import (
@@ -239,14 +239,15 @@ class GRPO:
         """Sample a group of responses to each prompt, reward them, and compare them."""
         rollouts = self._rollouts(context, examples)
         named = by_name(self.reward)
-        by_reward = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        by_reward = rewarded.by_reward
         rewards = total(by_reward, [one.weight for one in self.reward])
         starts = range(0, len(rewards), self.group_size)
         groups = [rewards[start : start + self.group_size] for start in starts]
         advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
         more = means([*named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
-        figures = {**_figures(rewards, groups, rollouts), **more, **gaps}
+        figures = {**rewarded.metrics, **_figures(rewards, groups, rollouts), **more, **gaps}
         if not any(advantages):
             return Prepared((), figures)
         kept = [not (self.drop_flat_groups and is_flat(g)) for g in groups for _ in g]
@@ -266,7 +267,7 @@ class GRPO:
             for _ in range(self.group_size)
         ]
         if self.environment is None:
-            return converse(context, repeated, self._sampling, OneTurn())
+            return converse(context, repeated, self._sampling)
         environment = UserEnvironment(self.environment, self.reward_timeout)
         return converse(context, repeated, self._sampling, environment, self.max_turns)
 

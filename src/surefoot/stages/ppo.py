@@ -29,7 +29,7 @@ from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, by_name, means, models_of, total
-from ..training.rollouts.environment import OneTurn, converse
+from ..training.rollouts.environment import converse
 from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
 from ..training.rollouts.sampling_check import gap_figures
 from ..training.stage import (
@@ -219,16 +219,18 @@ class PPO:
             ([int(x) for x in item["input_ids"]], read_row(item), number)
             for number, item in enumerate(examples)
         ]
-        rollouts = converse(context, prompts, self._sampling, OneTurn())
+        rollouts = converse(context, prompts, self._sampling)
         named = by_name(self.reward)
-        by_reward = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        by_reward = rewarded.by_reward
         scores = total(by_reward, [one.weight for one in self.reward])
         known = [
             _Response(rollout, score)
             for rollout, score in zip(rollouts, scores, strict=True)
             if score is not None and rollout.num_sampled
         ]
-        figures = {**_figures(known, rollouts), **means([*named], by_reward)}
+        more = means([*named], by_reward)
+        figures = {**rewarded.metrics, **_figures(known, rollouts), **more}
         if not known:
             return Prepared((), figures, context.state)
         return self._window(context, known, figures)

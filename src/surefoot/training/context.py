@@ -30,7 +30,8 @@ from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
-from .rewards.process import RewardProcess
+from .rewards.process import RewardProcess, RewardResult
+from .rewards.reward import Rewarded, rewarded
 from .rewards.running import RewardRunner
 from .rollouts.served_policy import ServedPolicy, WindowRequest
 from .stage import (
@@ -137,16 +138,16 @@ class NetworkContext:
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> list[list[float | None]]:
+    ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        found = list[list[float | None]]()
+        found = list[RewardResult]()
         for role, reward in rewards.items():
             if reward.task is not None:
                 found.append(self._running.compute(reward.task, rollouts, seconds, on_error))
             else:
                 items = [rollout.features(0.0) for rollout in rollouts]
-                found.append(self.reduce(role, items, _scores).tolist())
-        return found
+                found.append(RewardResult(self.reduce(role, items, _scores).tolist()))
+        return rewarded(found)
 
     @property
     def _running(self) -> RewardRunner:
@@ -202,9 +203,9 @@ class BlankContext:
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> list[list[float | None]]:
+    ) -> Rewarded:
         """The same of each."""
-        return [[float(number % 2) for number in range(len(rollouts))] for _ in rewards]
+        return Rewarded([[float(number % 2) for number in range(len(rollouts))] for _ in rewards])
 
 
 def _scores(outputs: Outputs, _batch: Batch) -> torch.Tensor:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
-    from .rewards.reward import Reward
+    from .rewards.reward import Reward, Rewarded
     from .rollouts.rollout import Event, Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
@@ -91,7 +91,7 @@ class StageContext(Protocol):
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> list[list[float | None]]:
+    ) -> Rewarded:
         """Of each reward those of all rollouts, None where there is none. A reward by a model has
         the role of its name."""
 

@@ -6,7 +6,7 @@ All problems are reported at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from glob import has_magic
 from pathlib import Path
@@ -16,9 +16,11 @@ from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
 from ...storage.address import is_address
+from ..example import Example
 from ..section import DataSection
 from .formats.fields import nearest
 from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_registry
+from .row_sources import BrokenRow
 from .rows import read_examples
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -84,6 +86,14 @@ class Catalog:
         listed = ", ".join(list(known)[:10]) + (", ..." if len(known) > 10 else "")
         hint = nearest(source, known) or f" (it has {listed})"
         return DataError(f"dataset {source!r} is not in {self._registry.path}{hint}")
+
+
+def training_examples(section: DataSection) -> Iterator[Example]:
+    """The rows of the training datasets, one dataset after the other. Raises ``DataError``."""
+    catalog = Catalog(section)
+    for name in section.datasets:
+        every = read_examples(catalog.entry(str(name)), max_broken_rows=section.max_broken_rows)
+        yield from (example for example in every if not isinstance(example, BrokenRow))
 
 
 def check_rows(entries: Sequence[DatasetEntry], section: DataSection) -> None:

@@ -7,6 +7,7 @@ that trains.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 
 from ...errors import RunError
 
+logger = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("worker.py")  # run by its path
 END_SECONDS = 5.0  # for a process to end by itself
 
@@ -34,13 +36,15 @@ class Texts:
     lengths: Sequence[int]  # tokens of each completion
     columns: Mapping[str, Sequence[object]]  # of their rows
     origins: Sequence[str] = ()  # of the rows, for messages
+    ids: Sequence[Sequence[int]] = ()  # of completions
+    sessions: Sequence[int] = ()  # the conversation of each, if it is not its place
 
     def at(self, place: int) -> Texts:
         """The response at ``place`` alone."""
         one = slice(place, place + 1)
-        columns = {name: values[one] for name, values in self.columns.items()}
         parts = self.prompts[one], self.completions[one], self.lengths[one]
-        return Texts(*parts, columns, self.origins[one])
+        columns = {name: values[one] for name, values in self.columns.items()}
+        return Texts(*parts, columns, self.origins[one], self.ids[one], [place])
 
     def name(self, place: int) -> str:
         """A response, for messages."""
@@ -63,6 +67,7 @@ class RewardFailure:
 
     place: int | None
     why: str
+    is_fatal: bool = False  # whatever the responses are
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class RewardResult:
 
     rewards: list[float | None]
     failures: Sequence[RewardFailure] = ()
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)  # what a function logged
+    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # of each response
 
 
 class LateError(Exception):
@@ -79,9 +86,17 @@ class LateError(Exception):
 
 @dataclass
 class RewardProcess:
-    """The process, started with the first task and again after it has been ended."""
+    """The process, started with the first task and again after it has been ended.
+
+    A task during which a signal kills it, such as the kernel's when memory is short, is tried once
+    more. The environments of the window live in the process: a new one gets all their responses
+    again, and must answer as before.
+    """
 
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _steps: list[tuple[Mapping[str, object], Mapping[str, object]]] = field(
+        default_factory=list, init=False
+    )  # of the window's environments, and what they answered
 
     def check(self, task: RewardTask, seconds: float) -> None:
         """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
@@ -103,9 +118,10 @@ class RewardProcess:
             why = f"took more than {seconds:g} seconds (reward_timeout)"
             return self._hanging(task, texts, seconds, why, is_one_enough=is_one_enough)
         if "error" in reply:
-            return RewardResult([None] * count, [RewardFailure(None, reply["error"])])
+            failure = RewardFailure(None, reply["error"], "is_fatal" in reply)
+            return RewardResult([None] * count, [failure])
         failures = [RewardFailure(int(at), why) for at, why in reply["errors"].items()]
-        return RewardResult(reply["rewards"], failures)
+        return RewardResult(reply["rewards"], failures, reply["metrics"], reply["extras"])
 
     def _hanging(
         self, task: RewardTask, texts: Texts, seconds: float, why: str, *, is_one_enough: bool
@@ -132,10 +148,15 @@ class RewardProcess:
     ) -> dict[str, Any]:
         """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
         ``place`` of its response."""
+        given = {"settings": {"path": path}, "events": list(events)}
+        if any(event["is_first"] for event in events):
+            self._steps = []
         try:
-            return self._send({"settings": {"path": path}, "events": list(events)}, seconds)
+            reply = self._send(given, seconds)
         except LateError:
             return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
+        self._steps.append((given, reply))
+        return reply
 
     def _ask(self, task: RewardTask, texts: Texts, seconds: float) -> dict[str, Any]:
         """The rewards of ``texts``. Raises ``LateError``."""
@@ -145,13 +166,35 @@ class RewardProcess:
             "prompts": list(texts.prompts),
             "completions": list(texts.completions),
             "lengths": list(texts.lengths),
+            "ids": [list(ids) for ids in texts.ids],
+            "sessions": list(texts.sessions or range(len(texts.completions))),
             "columns": {name: list(values) for name, values in texts.columns.items()},
         }
         return self._send(given, seconds)
 
     def _send(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The process's answer. Raises ``LateError``, and ends the process then."""
-        process = self._running()
+        reply = self._answer(given, seconds)
+        if "killed_by" in reply:
+            by = reply["killed_by"]
+            logger.warning("the process of rewards was killed by %s; it is started again", by)
+            reply = self._answer(given, seconds)
+        return reply
+
+    def _answer(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        """The same of one attempt."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+            for earlier, answer in self._steps:
+                if (now := self._exchange(earlier, seconds)) != answer:
+                    why = now.get("error", "it answers the same responses in another way")
+                    return {"error": f"the environment's process ended, and a new one: {why}"}
+        return self._exchange(given, seconds)
+
+    def _exchange(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+        """What the running process answers."""
+        process = self._process
+        assert process is not None
         line = json.dumps(given)
         assert process.stdin is not None
         try:
@@ -165,16 +208,14 @@ class RewardProcess:
             raise LateError
         return dict(json.loads(found)) if found else self._ended()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the process that trains
-            )
-            weakref.finalize(self, _end, self._process, os.getpid())
-        return self._process
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the process that trains
+        )
+        weakref.finalize(self, _end, self._process, os.getpid())
 
     def _ended(self) -> dict[str, Any]:
         """The process ended by itself, in a function of the user's."""
@@ -182,7 +223,8 @@ class RewardProcess:
         code = self._process.wait()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         self.end()
-        return {"error": f"ended its process {how}"}
+        killed = {"killed_by": signal.Signals(-code).name} if code < 0 else {}
+        return {"error": f"ended its process {how}", **killed}
 
     def end(self) -> None:
         """End the process, with all that it has started."""

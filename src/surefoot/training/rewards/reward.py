@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ...errors import RunError, counted
@@ -12,6 +13,15 @@ from .process import RewardProcess, RewardResult, RewardTask, Texts
 
 logger = logging.getLogger(__name__)
 OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of a window."""
+
+    by_reward: Sequence[Sequence[float | None]]  # of each reward those of all rollouts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what functions logged
+    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # the same of each rollout
 
 
 class Reward(Protocol):
@@ -55,18 +65,32 @@ def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
 
 def computed(
     process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
-) -> list[float | None]:
+) -> RewardResult:
     """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
-    response; if ``on_error`` is skip, those that failed have none."""
+    response; if ``on_error`` is skip, those that failed have none. What is wrong for every response
+    is always raised."""
     is_one_enough = on_error == "stop"
     found = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
     if not found.failures:
-        return found.rewards
+        return found
     said = _said(task, found, texts)
+    if found.failures[0].is_fatal:
+        raise RunError(said)
     if is_one_enough:
         raise RunError(f"{said}; mend it, or set on_reward_error: skip, which drops such responses")
     logger.warning("%s; skipped", said)
-    return found.rewards
+    return found
+
+
+def rewarded(results: Sequence[RewardResult]) -> Rewarded:
+    """What several rewards gave. A metric is the mean of all values that were logged for it."""
+    logged: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result.metrics.items():
+            logged.setdefault(name, []).extend(values)
+    metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+    extras = {name: values for result in results for name, values in result.extras.items()}
+    return Rewarded([result.rewards for result in results], metrics, extras)
 
 
 def _said(task: RewardTask, found: RewardResult, texts: Texts) -> str:

@@ -12,7 +12,7 @@ from ...errors import RunError
 from ...parallel.world import World
 from ...schema.locations import FunctionPath
 from ..rollouts.rollout import Event, Rollout
-from .process import RewardProcess, RewardTask, Texts, short
+from .process import RewardProcess, RewardResult, RewardTask, Texts, short
 from .reward import OnError, computed
 
 T = TypeVar("T")
@@ -28,10 +28,10 @@ class RewardRunner:
 
     def compute(
         self, task: RewardTask, rollouts: Sequence[Rollout], seconds: float, on_error: OnError
-    ) -> list[float | None]:
-        """The reward of each rollout. Raises ``RunError``."""
+    ) -> RewardResult:
+        """The rewards of a window's rollouts. Raises ``RunError``."""
 
-        def compute() -> list[float | None]:
+        def compute() -> RewardResult:
             return computed(self.process, task, self._texts(rollouts), seconds, on_error)
 
         return self._on_main(compute)
@@ -51,20 +51,15 @@ class RewardRunner:
             [one.num_sampled for one in rollouts],
             {name: [one.row.columns.get(name) for one in rollouts] for name in names},
             [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
+            [one.completion for one in rollouts],
         )
 
-    def _on_main(self, compute: Callable[[], list[T]]) -> list[T]:
+    def _on_main(self, compute: Callable[[], T]) -> T:
         """The result of rank 0, or its error, on every rank."""
-        found: list[T] | str = []
-        if self.world.is_main:
-            try:
-                found = compute()
-            except RunError as error:
-                found = str(error)
-        found = self.world.from_main(found)
-        if isinstance(found, str):
-            raise RunError(found)
-        return found
+        found: list[T] = []
+        self.world.on_main(lambda: found.append(compute()))
+        result: T = self.world.from_main(found[0] if found else None)
+        return result
 
 
 def stepped(
@@ -85,7 +80,7 @@ def stepped(
         return [None if one is None else _message(**one) for one in found["replies"]]
     where = ""
     if (at := found.get("place")) is not None:
-        where = f" {events[at].row.origin} (response {short(events[at].response)}):"
+        where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
     raise RunError(f"{path}:{where} {found['error']}")
 
 

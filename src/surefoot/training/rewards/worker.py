@@ -7,6 +7,7 @@ to stderr.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import inspect
 import json
@@ -17,9 +18,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 Columns = Mapping[str, Sequence[object]]
@@ -32,6 +35,10 @@ class WrongError(Exception):
     """What this file finds wrong with a reward or an environment."""
 
 
+class FatalError(WrongError):
+    """What is wrong with it for every response, so that no response can be skipped for it."""
+
+
 class Responses:
     """Responses to be rewarded, and the settings of the reward."""
 
@@ -41,6 +48,10 @@ class Responses:
         self.prompts: Sequence[str] = [task["prompts"][i] for i in at]
         self.completions: Sequence[str] = [task["completions"][i] for i in at]
         self.lengths: Sequence[int] = [task["lengths"][i] for i in at]  # tokens
+        self.ids: Sequence[Sequence[int]] = [task["ids"][i] for i in at] if task["ids"] else []
+        self.environments = [_SESSIONS.get(task["sessions"][i]) for i in at] if _SESSIONS else []
+        self.metrics: dict[str, list[float]] = {}  # what the function logs
+        self.extras: dict[str, list[object]] = {}
         columns = task["columns"].items()
         self.columns: Columns = {name: [values[i] for i in at] for name, values in columns}
 
@@ -49,20 +60,62 @@ class Responses:
         name = self.settings["column"]
         if name not in self.columns:
             known = ", ".join(self.columns) or "none"
-            raise WrongError(f"the dataset has no column {name!r} (its columns: {known})")
+            raise FatalError(f"the dataset has no column {name!r} (its columns: {known})")
         return self.columns[name]
+
+    def arguments(self) -> dict[str, object]:
+        """What a function may take, by the names of TRL. Where the column ``prompt`` of a row is a
+        list of messages, prompt and completion are lists of messages, too."""
+        prompts, completions = list[object](self.prompts), list[object](self.completions)
+        for i, given in enumerate(self.columns.get("prompt", ())):
+            if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+                prompts[i] = given
+                completions[i] = [{"role": "assistant", "content": self.completions[i]}]
+        own = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": self.ids,
+            "log_metric": self._log_metric,
+            "log_extra": self._log_extra,
+        }
+        if self.environments:
+            own["environments"] = self.environments
+        return {**self.columns, **own}
+
+    def _log_metric(self, name: str, value: float) -> None:
+        if not math.isfinite(number := float(value)):
+            raise WrongError(f"log_metric({name!r}): expected a finite number, got {value!r}")
+        self.metrics.setdefault(str(name), []).append(number)
+
+    def _log_extra(self, column: str, values: Sequence[object]) -> None:
+        if len(values) != len(self.completions):
+            counts = f"{len(values)} for {_counted(len(self.completions), 'completion')}"
+            raise FatalError(f"log_extra({column!r}): expected a value for each, got {counts}")
+        self.extras[str(column)] = list(values)
 
 
 def function(given: Responses) -> Values:
     """The user's, called as TRL calls it: with the columns that it names, or with all if it takes
     ``**kwargs``."""
     called = _loaded(given.settings["path"])
-    named = {"prompts": given.prompts, "completions": given.completions, **given.columns}
-    parameters = inspect.signature(called).parameters.values()
+    named = given.arguments()
+    signature = inspect.signature(called)
+    parameters = signature.parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in parameters):
         taken = {one.name for one in parameters}
         named = {name: values for name, values in named.items() if name in taken}
-    return list(called(**named))
+    try:
+        signature.bind(**named)
+    except TypeError as error:
+        own = ", ".join(sorted(given.arguments().keys() - given.columns.keys()))
+        known = ", ".join(given.columns) or "none"
+        raise FatalError(f"{error}; it may take columns ({known}) and {own}") from None
+    (found,) = _finished([called(**named)])
+    if isinstance(found, Exception):
+        raise found
+    if isinstance(found, (str, bytes, dict)) or not hasattr(found, "__iter__"):
+        raise FatalError(f"returned {found!r}; expected a list with a number for each completion")
+    return list(found)
 
 
 def exact_match(given: Responses) -> Values:
@@ -139,23 +192,46 @@ def _same(text: str, gold: object) -> bool:
     return text.strip() == str(gold).strip()
 
 
-_KNOWN: dict[str, Callable[..., Values]] = {}  # by path; a file is run once
+def _finished(values: Sequence[object]) -> list[object]:
+    """``values``, of coroutines what they return or raise: all run at the same time."""
+    if not any(inspect.isawaitable(value) for value in values):
+        return list(values)
+
+    async def finish(value: object) -> object:
+        return await value if inspect.isawaitable(value) else value
+
+    async def finish_all() -> list[object]:
+        return await asyncio.gather(*map(finish, values), return_exceptions=True)
+
+    if not _LOOP:  # one for all calls: clients that a file keeps belong to theirs
+        _LOOP.append(asyncio.new_event_loop())
+    return list(_LOOP[0].run_until_complete(finish_all()))
 
 
-def _loaded(path: str) -> Callable[..., Values]:
-    """The function at ``file.py:name``. Raises ``WrongError`` if there is none."""
-    if path not in _KNOWN:
-        file, _, name = path.rpartition(":")
+_LOOP: list[Any] = []
+_FILES: set[str] = set()  # of the user's, as tracebacks name them
+_MODULES: dict[str, ModuleType] = {}  # by file, which is run once: its parts share what they know
+
+
+def _loaded(path: str) -> Callable[..., Any]:
+    """The function at ``file.py:name``. Raises ``FatalError`` if there is none."""
+    file, _, name = path.rpartition(":")
+    if file not in _MODULES:
         spec = importlib.util.spec_from_file_location(f"_reward_{Path(file).stem}", file)
         if spec is None or spec.loader is None or not Path(file).is_file():
-            raise WrongError(f"there is no Python file {file}")
+            raise FatalError(f"there is no Python file {file}")
+        _FILES.add(spec.origin or file)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # dataclasses of the file look themselves up
-        spec.loader.exec_module(module)
-        if not callable(found := vars(module).get(name)):
-            raise WrongError(f"{file} defines no {name}")
-        _KNOWN[path] = found
-    return _KNOWN[path]
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise FatalError(_said(error)) from error
+        _MODULES[file] = module
+    found: Callable[..., Any] | None = vars(_MODULES[file]).get(name)
+    if found is None or not callable(found):
+        raise FatalError(f"{file} defines no {name}")
+    return found
 
 
 def result(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,9 +244,11 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
                 _loaded(task["settings"]["path"])
         except Exception as error:
             return {"error": _said(error)}
-        return {"rewards": [], "errors": {}}
+        return {"rewards": [], "errors": {}, "metrics": {}, "extras": {}}
     try:
-        return {"rewards": _computed(task, range(count)), "errors": {}}
+        return {**_computed(task, range(count)), "errors": {}}
+    except FatalError as error:
+        return {"error": _said(error), "is_fatal": True}
     except Exception as error:
         whole = _said(error)
     return _one_by_one(task, count, whole)
@@ -180,19 +258,27 @@ _SESSIONS: dict[int, Any] = {}  # objects of the user's environment, by the conv
 
 
 def replies(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What the user's environment says to each response: a message, or None at the end."""
-    found: list[dict[str, str] | None] = []
-    for number, event in enumerate(task["events"]):
-        try:
+    """What the user's environment says to each response: a message, or None at the end. Without a
+    response, its object is only made."""
+    events = task["events"]
+    said, found = list[object](), list[dict[str, str] | None]()
+    try:
+        for event in events:
             if event["is_first"]:
                 _SESSIONS[event["session"]] = _loaded(task["settings"]["path"])(event["row"])
-            found.append(_message(_SESSIONS[event["session"]].step(event["response"])))
-        except Exception as error:
-            return {"error": _said(error), "place": number}
+            step, response = _SESSIONS[event["session"]].step, event["response"]
+            said.append(None if response is None else step(response))
+        for message in _finished(said):
+            found.append(_message(message))
+    except Exception as error:
+        place = len(said) if len(said) < len(events) else len(found)
+        return {"error": _said(error), "place": place}
     return {"replies": found}
 
 
 def _message(said: object) -> dict[str, str] | None:
+    if isinstance(said, Exception):
+        raise said
     if said is None:
         return None
     if isinstance(said, str):
@@ -213,24 +299,34 @@ def _message(said: object) -> dict[str, str] | None:
 def _one_by_one(task: Mapping[str, Any], count: int, whole: str) -> dict[str, Any]:
     rewards: list[float | None] = []
     errors: dict[str, str] = {}
+    metrics: dict[str, list[float]] = {}
+    extras: dict[str, list[object]] = {}
     for i in range(count):
         try:
-            rewards += _computed(task, [i])
+            one = _computed(task, [i])
         except Exception as error:
             rewards.append(None)
             errors[str(i)] = _said(error)
+            continue
+        rewards += one["rewards"]
+        for name, values in one["metrics"].items():
+            metrics.setdefault(name, []).extend(values)
+        for name, (value,) in one["extras"].items():
+            extras.setdefault(name, [None] * count)[i] = value
     is_general = len(errors) == count > 1 and len({*errors.values()}) == 1
     if not errors or is_general:  # no row is at fault
         return {"error": whole}
-    return {"rewards": rewards, "errors": errors}
+    return {"rewards": rewards, "errors": errors, "metrics": metrics, "extras": extras}
 
 
-def _computed(task: Mapping[str, Any], at: Sequence[int]) -> list[float | None]:
-    found = RULES[task["rule"]](Responses(task, at))
+def _computed(task: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
+    given = Responses(task, at)
+    found = RULES[task["rule"]](given)
     if len(found) != len(at):
         rewards, responses = _counted(len(found), "reward"), _counted(len(at), "completion")
-        raise WrongError(f"gave {rewards} for {responses}")
-    return [_checked(value) for value in found]
+        raise FatalError(f"gave {rewards} for {responses}")
+    values = [_checked(value) for value in found]
+    return {"rewards": values, "metrics": given.metrics, "extras": given.extras}
 
 
 def _counted(count: int, word: str) -> str:
@@ -250,7 +346,13 @@ def _checked(value: object) -> float | None:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
+    """``error`` with the line of the user's file that raised it, or that called what did."""
+    if isinstance(error, WrongError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((f for f in reversed(frames) if f.filename in _FILES), None)
+    where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _end_with(parent: int) -> None:
@@ -272,7 +374,7 @@ def main() -> None:
     for line in tasks:
         task = json.loads(line)
         made = replies(task) if "events" in task else result(task)
-        results.write(f"{json.dumps(made)}\n")
+        results.write(f"{json.dumps(made, default=str)}\n")
         results.flush()
 
 

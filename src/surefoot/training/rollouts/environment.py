@@ -29,15 +29,6 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
-class OneTurn:
-    """The end after the first response."""
-
-    def step(self, context: StageContext, events: Sequence[Event]) -> list[Message | None]:
-        """Nothing."""
-        return [None for _ in events]
-
-
-@dataclass(frozen=True)
 class UserEnvironment:
     """A class in a user's file: ``Class(row)`` begins a conversation, ``step(response)`` answers
     with text, a message or None. It lives in the process of rewards."""
@@ -103,11 +94,11 @@ def converse(
     context: StageContext,
     prompts: Sequence[tuple[Sequence[int], DatasetRow, int]],
     settings: GenerateSection,
-    environment: Environment,
+    environment: Environment | None = None,
     max_turns: int = 1,
 ) -> list[Rollout]:
     """One conversation for each prompt, which has a row and a group, of at most
-    ``settings.max_new_tokens`` tokens after the prompt."""
+    ``settings.max_new_tokens`` tokens after the prompt; without an environment it has one turn."""
     every = [_Conversation(row, group, prompt) for prompt, row, group in prompts]
     most = settings.max_new_tokens
     for turn in range(max_turns):
@@ -120,7 +111,8 @@ def converse(
         heard = zip(open_ones, samples, left, strict=True)
         said = [(n, one, one.add_response(sample, count)) for (n, one), sample, count in heard]
         is_last = turn + 1 == max_turns
-        _answer(context, said, environment, most, is_first=not turn, is_last=is_last)
+        if environment is not None:
+            _answer(context, said, environment, most, is_first=not turn, is_last=is_last)
     return [one.rollout(settings.temperature) for one in every]
 
 
@@ -134,16 +126,16 @@ def _answer(
     is_last: bool,
 ) -> None:
     """Add what the environment says to each conversation, or end it."""
-    complete = [(n, one, sample) for n, one, sample in said if sample.finish_reason == "stop"]
-    for _, one, _ in said:
-        one.is_over = True
-    if is_last and is_first:
-        return  # conversations of one turn need no environment
     codec, decode = context.codec, context.codec.tokenizer.decode
-    events = [
-        Event(n, one.row, decode(list(sample.text_ids)), is_first) for n, one, sample in complete
-    ]
-    for (_, one, sample), message in zip(complete, environment.step(context, events), strict=True):
+    events = []
+    for n, one, sample in said:
+        one.is_over = True
+        is_complete = sample.finish_reason == "stop"
+        if is_complete or is_first:
+            text = decode(list(sample.text_ids)) if is_complete else None
+            events.append((one, sample, Event(n, one.row, text, is_first)))
+    replies = environment.step(context, [event for _, _, event in events])
+    for (one, sample, _), message in zip(events, replies, strict=True):
         if message is None or is_last:
             continue
         next_turn = _next(codec, sample, message)

@@ -48,6 +48,7 @@ class KeptRollout:
     reward: float | None
     advantage: float | None  # None: left out of training
     tokens: Sequence[KeptToken]
+    extras: Mapping[str, object] = field(default_factory=dict)  # that a reward logged of it
 
 
 @dataclass
@@ -157,6 +158,7 @@ def _kept(
             reward=totals[i],
             advantage=by_rollout[i],
             tokens=_tokens(rollout, computed, decode),
+            extras={name: values[i] for name, values in recorded.extras.items()},
         )
         for i, rollout, computed in zip(chosen, rollouts, outputs, strict=True)
     ]

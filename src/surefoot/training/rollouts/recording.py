@@ -13,7 +13,7 @@ from ...batch import Features, Outputs
 from ...data.text.codec import Codec
 from ...generate.section import GenerateSection
 from ...schema.locations import FunctionPath
-from ..rewards.reward import total
+from ..rewards.reward import Rewarded, total
 from ..stage import (
     Events,
     OnError,
@@ -39,6 +39,7 @@ class Recorded:
     rollouts: Sequence[Rollout]
     by_reward: Sequence[ByReward]  # of each time that they were rewarded
     weights: Mapping[str, float]
+    extras: Mapping[str, Sequence[object]]  # that rewards logged, of each rollout
 
     @property
     def rewards(self) -> list[float | None]:
@@ -92,10 +93,10 @@ class RecordingContext:
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
-    ) -> list[list[float | None]]:
+    ) -> Rewarded:
         """As ``inner``, and recorded."""
         every = [self.inner.reward(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
-        by_reward = [dict(zip(rewards, values, strict=True)) for values in every]
+        by_reward = [dict(zip(rewards, one.by_reward, strict=True)) for one in every]
         weights = {name: reward.weight for name, reward in rewards.items()}
-        self.found.append(Recorded(rollouts, by_reward, weights))
+        self.found.append(Recorded(rollouts, by_reward, weights, every[0].extras))
         return every[0]

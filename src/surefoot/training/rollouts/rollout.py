@@ -81,7 +81,7 @@ class Event:
 
     session: int  # the conversation, counted in its window
     row: DatasetRow
-    response: str
+    response: str | None  # None: it was cut off, and nothing is to be said to it
     is_first: bool
 
 
