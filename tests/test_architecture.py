@@ -100,6 +100,14 @@ def test_no_hidden_imports(file):
                 assert not hidden, f"line {node.lineno} imports {hidden} inside {function.name}"
 
 
+def test_no_process_that_we_start_takes_modules_from_the_current_folder():
+    for file, tree in FILES.items():
+        for node in ast.walk(tree):
+            words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+            if words and ast.unparse(words[0]) == "sys.executable":
+                assert ast.unparse(words[1]) == "'-P'", f"{file}:{node.lineno}"
+
+
 @each(FILES, lambda file: str(file.relative_to(ROOT)))
 def test_no_function_is_too_long(file):
     for node in ast.walk(FILES[file]):

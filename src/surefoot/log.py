@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TextIO
 
 from .terminal_text import visible
 
+SPEAKS_AFTER = 5.0  # seconds of waiting
 QUIET = ("transformers", "huggingface_hub", "datasets", "peft", "matplotlib", "filelock")
 
 
@@ -37,6 +39,20 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
     @property
     def stream(self) -> TextIO:
         return sys.stderr
+
+
+@contextmanager
+def announced(what: str, *arguments: object) -> Iterator[None]:
+    """A block that may wait for others: after some seconds it says for what, until when, and what
+    to do if that never comes."""
+    warn = logging.getLogger(__name__).warning
+    timer = threading.Timer(SPEAKS_AFTER, warn, (f"waiting for {what}", *arguments))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from surefoot.errors import OUT_OF_MEMORY, RunError
 from surefoot.parallel import launcher
-from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes
+from surefoot.parallel.launcher import _ProcessGroup, launch, num_processes, rerun_command
 from surefoot.parallel.section import ParallelSection
 
 
@@ -33,6 +33,13 @@ def test_every_process_is_told_who_it_is(tmp_path):
     assert launch(command(script), 3) == 0
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [line[:4] for line in told] == [[str(r), str(r), "3", "127.0.0.1"] for r in range(3)]
+
+
+def test_a_file_of_the_current_folder_is_no_module_of_the_ranks(tmp_path, monkeypatch):
+    for name in ("random", "token", "rich", "tokenizers", "click"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    assert launch(rerun_command(["recipe", "--help"]), 2) == 0
 
 
 def test_the_first_failure_ends_the_others_and_is_the_exit_code():

@@ -1,15 +1,17 @@
 """Who this process is, and what a recipe's axes make of so many processes."""
 
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
 import ranks
-from surefoot.errors import RunError
+from surefoot import log
+from surefoot.errors import LostPeerError, RunError
 from surefoot.parallel.launch_environment import launched
 from surefoot.parallel.section import ParallelSection
-from surefoot.parallel.world import ALONE, World, joined
+from surefoot.parallel.world import ALONE, World, connected, joined
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a"}
@@ -124,3 +126,23 @@ def test_who_loses_another_process_says_that_and_no_more():
         AssertionError, match="LostPeerError: rank 0: lost the connection to another rank"
     ):
         ranks.run(2, work)
+
+
+def test_a_rank_that_waits_for_others_says_for_whom_and_what_to_do(monkeypatch, caplog):
+    monkeypatch.setattr(log, "SPEAKS_AFTER", 0.05)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    few = ParallelSection(timeout_minutes=0.01)
+    with pytest.raises(LostPeerError), connected(few, 0, 2):
+        pass
+    said = "waiting for rank 1 of 2 at 127.0.0.1:0, for up to 0.01 minutes (parallel.timeout"
+    assert caplog.messages[0].startswith(said)
+    assert "unset MASTER_ADDR" in caplog.text
+
+
+def test_what_takes_no_time_is_not_announced(monkeypatch, caplog):
+    monkeypatch.setattr(log, "SPEAKS_AFTER", 0.05)
+    with log.announced("nobody"):
+        pass
+    time.sleep(0.1)
+    assert not caplog.records

@@ -51,6 +51,20 @@ def test_a_function_gets_the_columns_that_it_names(process):
     assert rewards(process, function("loud"), given) == [1.0, 1.0]
 
 
+def test_a_function_imports_what_lies_beside_it_and_nothing_there_shadows_python(tmp_path):
+    (tmp_path / "mine.py").write_text("import random\n\nVALUE = random.Random(0).randint(2, 2)\n")
+    (tmp_path / "random.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "code.py").write_text(
+        "def reward(completions):\n    import mine\n    return [mine.VALUE] * len(completions)\n"
+    )
+    own = FunctionReward(path=FunctionPath(f"{tmp_path / 'code.py'}:reward")).task
+    process = RewardProcess()
+    try:
+        assert rewards(process, own, texts("a", "b")) == [2.0, 2.0]
+    finally:
+        process.end()
+
+
 FAILURES = {
     "wrong": "gave 1 reward for 2 completions",
     "missing": "defines no missing",

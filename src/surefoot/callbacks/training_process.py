@@ -16,7 +16,7 @@ from ..errors import RunError
 from .launches import LaunchFiles
 
 LOG = "train.log"  # its output, in the folder of the run
-PYTHON = (sys.executable, "-m", "surefoot")
+PYTHON = (sys.executable, "-P", "-m", "surefoot")
 
 
 def shown(arguments: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ def exact_match(answers: Generations) -> float:
 def _surefoot(folder: Path, *arguments: str) -> None:
     """Show a command, and run it in ``folder``."""
     click.secho(f"\n$ surefoot {' '.join(arguments)}", fg="cyan", bold=True)
-    command = [sys.executable, "-m", "surefoot", *arguments]
+    command = [sys.executable, "-P", "-m", "surefoot", *arguments]
     ended = subprocess.run(command, cwd=folder, check=False)
     if ended.returncode != 0:
         raise RunError(f"`surefoot {' '.join(arguments)}` has failed; its error is printed above")

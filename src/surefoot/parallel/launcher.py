@@ -188,5 +188,6 @@ def _report(rank: int, code: int) -> None:
 
 
 def rerun_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs this program with ``arguments``."""
-    return [sys.executable, "-m", "surefoot", *arguments]
+    """The command that runs this program with ``arguments``. ``-P``: a file of the current folder
+    such as ``random.py`` is no module of it."""
+    return [sys.executable, "-P", "-m", "surefoot", *arguments]

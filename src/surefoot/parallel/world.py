@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import LostPeerError, RunError, SurefootError
+from ..log import announced
 from .launch_environment import LAUNCHER, launched
 from .section import ParallelSection
 
@@ -24,6 +25,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA_AXES = AXES[1:3]  # along these, processes see other examples
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_WAIT = (
+    "%s of %d at %s, for up to %g minutes (parallel.timeout_minutes). WORLD_SIZE, RANK and "
+    "MASTER_ADDR, or SLURM's names of them, are in the environment: if no launcher has started "
+    "this process, unset MASTER_ADDR"
+)
 _PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say
 
 
@@ -217,18 +223,25 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
         torch.cuda.set_device(local)
     try:
         with explain_peer_loss(rank):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(minutes=section.timeout_minutes),
-            )
+            with announced(_WAIT, *_waited_for(rank, size), section.timeout_minutes):
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(minutes=section.timeout_minutes),
+                )
             mesh = init_device_mesh(kind, section.axes(size), mesh_dim_names=AXES)
             patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
             yield World(rank, size, mesh, patient, local)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _waited_for(rank: int, size: int) -> tuple[str, int, str]:
+    """The ranks without which ``rank`` cannot begin, of how many, and where they meet."""
+    others = "rank 0" if rank else "rank 1" if size == 2 else f"ranks 1 to {size - 1}"
+    return others, size, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
 @contextlib.contextmanager

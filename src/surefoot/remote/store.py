@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import installation
+from ..log import announced
 from ..storage.address import Address
 from .retry import RetryPolicy, StoreError, status_of
 
@@ -45,7 +46,9 @@ class Store:
                     raise
                 return {}
 
-        found = self._patience.run(f"cannot list {self._where(below)}", find)
+        limit = self._patience.seconds
+        with announced("%s, for up to %g s of failures in a row", self._where(below), limit):
+            found = self._patience.run(f"cannot list {self._where(below)}", find)
         start = len(self._root) + 1
         return {
             name[start:]: (int(entry["size"] or 0), _version(entry))

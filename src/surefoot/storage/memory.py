@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ..log import announced
+
 PROC = Path("/proc")
 # of torch, CUDA and C++, in lower case
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
@@ -72,7 +74,8 @@ def exclusive(name: str) -> Iterator[None]:
         yield
         return
     try:
-        with contextlib.suppress(OSError):
+        said = announced("another process that holds %s, until it ends", path)
+        with said, contextlib.suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX)
         yield
     finally:

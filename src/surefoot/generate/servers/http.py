@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import urllib.error
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import RunError
+from ...log import announced
 
 _LONGEST = 300  # characters of an answer in a message
 
@@ -18,8 +20,13 @@ def exchange(url: str, body: Mapping[str, object] | None, seconds: float) -> str
     """The answer to a POST of ``body``, or to a GET. Raises ``RunError``."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    is_question = body is None  # which a server that is up answers at once
+    wait = announced("%s, for up to %g s (timeout)", url, seconds)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
+        with (
+            wait if is_question else contextlib.nullcontext(),
+            urllib.request.urlopen(request, timeout=seconds) as answer,
+        ):
             return str(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         said = short(error.read().decode(errors="replace"))

@@ -94,7 +94,7 @@ class HubUploads(TrainerCallback):
 
     def _start(self) -> None:
         settings = asdict(self.target) | {"checkpoints": self.has_checkpoints}
-        command = [sys.executable, "-m", f"{__package__}.worker", str(self.folder)]
+        command = [sys.executable, "-P", "-m", f"{__package__}.worker", str(self.folder)]
         try:
             with (self.folder / LOG).open("ab") as log:
                 self._process = _started([*command, json.dumps(settings)], log)

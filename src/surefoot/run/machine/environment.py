@@ -177,7 +177,7 @@ def _import(name: str) -> str:
 
 def probe(code: str) -> tuple[str, str]:
     """Run ``code`` in a new interpreter: its output, and its exit status if it failed."""
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired as error:

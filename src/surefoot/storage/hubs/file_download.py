@@ -19,6 +19,7 @@ from typing import IO, NoReturn
 from urllib.parse import urlsplit
 
 from ...errors import SurefootError
+from ...log import announced
 from .. import files
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return found
 
 
+_OTHER = (
+    "another process that downloads the same, until it is done or ends; it holds %s (`fuser` shows "
+    "its number)"
+)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create ``folder``, and wait until no other process downloads to it. Raises ``HubError``."""
@@ -84,7 +91,7 @@ def locked(folder: Path) -> Iterator[None]:
         files.make_folder(folder)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with announced(_OTHER, folder / LOCK), contextlib.suppress(OSError):  # one without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -222,6 +222,9 @@ def _loaded(path: str) -> Callable[..., Any]:
             raise FatalError(f"there is no Python file {file}")
         _FILES.add(spec.origin or file)
         module = importlib.util.module_from_spec(spec)
+        # What lies beside it, or in the current folder, can be imported by name, but is never taken
+        # for a module that Python or a package has.
+        sys.path += [at for at in (str(Path(file).parent), str(Path.cwd())) if at not in sys.path]
         sys.modules[spec.name] = module  # dataclasses of the file look themselves up
         try:
             spec.loader.exec_module(module)
