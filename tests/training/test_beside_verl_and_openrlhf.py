@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from stage_data import stage_of
 from surefoot.batch import Outputs
+from surefoot.data.section import DataSection
 from surefoot.data.text.pairs import join
 from surefoot.generate.generation import Sample
 from surefoot.model.head.divergence import forward_kl
@@ -371,6 +373,7 @@ class Models:
 
     policy: list
     reference: list
+    codec = SimpleNamespace(section=DataSection(datasets=("any",)))
 
     def reduce(self, role, examples, function):
         if "desirable" in examples[0]:

@@ -23,7 +23,7 @@ from ..run.auxiliary import columns_of, eval_set
 from ..run.contexts import context_of
 from ..run.networks.auxiliary_networks import heads_of, refuse_other_tokens
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
-from ..training.stage import POLICY, auxiliary_models
+from ..training.stage import POLICY, auxiliary_models, longest_row
 from .evaluation import encoded, ready_to_measure
 from .held_out_set import held_out
 from .model_loading import PLAINLY, open_start
@@ -51,7 +51,7 @@ def auxiliary_columns(
     found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
     if not found.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
-        longest = min(longest, recipe.data.longest)
+        longest = longest_row(recipe.stage, longest, recipe.data.longest)
         with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
             found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
     return {name: _columns(one, found) for name, one in sets.items()}

@@ -24,7 +24,7 @@ from ..recipe.recipe_data import fitted
 from ..run.contexts import build_evaluation
 from ..training.evaluation import EvaluationSet
 from ..training.precompute import NOTHING
-from ..training.stage import POLICY, Stage
+from ..training.stage import POLICY, Stage, longest_row
 from .model_loading import LoadedModel, refuse_reward_model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ def measure(
     items = encoded(recipe.stage, examples, opened.codec)
     if columns is not None:
         items = _with_columns(items, columns)
-    longest = min(recipe.data.longest, max(len(item["input_ids"]) for item in items))
+    encoded_length = max(len(item["input_ids"]) for item in items)
+    longest = longest_row(recipe.stage, encoded_length, recipe.data.longest)
     with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
         networks = {POLICY: network.compared_with(others) if others else network, **others}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from ..batch import Batch, Features
@@ -18,11 +19,13 @@ from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
 from ..data.prepared.streaming_data import StreamingData, TrainingData
 from ..data.text.codec import Codec
+from ..errors import DataError
 from ..model.pretrained.loading import device
 from ..parallel.launch_environment import launched
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import prepared, streamed
+from ..training.stage import longest_row
 from ..training.windows import num_steps
 from .encoder_worker import POLL_SECONDS, EncoderWorker
 
@@ -35,13 +38,39 @@ def open_data(
     """The datasets of a recipe, and the worker that must run while they are read."""
     with world.main_first():
         if recipe.data.streaming:
+            check_windows(recipe, None, world)
             return stream_data(recipe, codec, base)
         found = prepared(recipe, codec)
     for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
+    check_windows(recipe, len(found.complete[0]), world)
     for remark in recipe.stage.remarks(found.complete[0]):
         logger.warning("%s", remark)
     return found, nullcontext()
+
+
+def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> None:
+    """Raise ``DataError`` if a window of the run has fewer examples than the stage needs. Of a
+    stream, whose length is None, the last window of an epoch is unknown."""
+    train, least = recipe.train, recipe.stage.min_window
+    size, rest = train.global_batch_size, 0
+    if (
+        num_examples is not None
+        and num_steps(train, -(-num_examples // size)) * size > num_examples
+    ):
+        rest = num_examples % size  # else the run ends before the last window of the first epoch
+    if (rest or size) >= least:
+        return
+    step = train.fixed_micro_batch_size * world.num_data_ranks
+    found = (n for n in count(step, step) if n > size and not 0 < (num_examples or n) % n < least)
+    cure = f"set train.global_batch_size={next(found)}, for example"
+    if num_examples is not None and num_examples < least:
+        cure = "give it more rows"
+    what = f"the last of {num_examples:,} rows" if rest else "each row"
+    raise DataError(
+        f"train.global_batch_size: the stage compares the rows of a global batch, and with "
+        f"{size:,}, {what} would be alone; {cure}"
+    )
 
 
 def stream_data(
@@ -93,7 +122,7 @@ def longest_document(recipe: Recipe, data: TrainingData) -> int:
     longest = recipe.data.longest
     if data.order(recipe.data, seed=recipe.train.seed).is_complete:
         encoded = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
-        longest = min(longest, encoded)
+        longest = longest_row(recipe.stage, encoded, longest)
     return longest + recipe.stage.max_new_tokens
 
 

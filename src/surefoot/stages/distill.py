@@ -49,6 +49,7 @@ class Distill:
     encoding: ClassVar[str] = SFT.encoding
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1

@@ -64,6 +64,7 @@ class DPO:
     encoding: ClassVar[str] = ""
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     spec: ClassVar[OutputSpec] = LOGPS
     eval_spec: ClassVar[OutputSpec] = LOGPS
     passes: ClassVar[int] = 1

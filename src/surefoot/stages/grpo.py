@@ -60,6 +60,7 @@ class GRPO:
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     precompute = no_columns
     metrics = as_measured
     remarks = no_remarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -11,7 +12,7 @@ from ..data.encoded import EMPTY, Dropped, Encoded, Truncated
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
-from ..data.text.ranking import RANKED, answered, is_ranked
+from ..data.text.ranking import RANKED, answered, is_ranked, up_to_last_label
 from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
 
+logger = logging.getLogger(__name__)
 LOGPS = OutputSpec(("logps",))
 UNLABELED = Dropped(
     'neither desirable nor undesirable (dataset_info.json names the column: "kto_tag": "label")'
@@ -40,8 +42,9 @@ class KTO:
     likelier the model makes each than a reference does: the model as it was before the first step.
 
     The baseline ``kl`` compares both on mismatched pairs: each prompt with the answer of the
-    example before it in the global batch. Log-probabilities of the reference are computed for all
-    batches of the run before the first step, and kept; other epochs, batch sizes or seeds add some.
+    example before it in the global batch, which has two or more. Log-probabilities of the reference
+    are computed for all batches of the run before the first step, and kept; other epochs, batch
+    sizes or seeds add some.
     """
 
     uses_template: ClassVar[bool] = True
@@ -92,6 +95,11 @@ class KTO:
         when: Literal["ahead", "window"] = "ahead" if self.precompute_reference else "window"
         return {"reference": AuxiliaryModel(LOGPS, self.reference, when)}
 
+    @property
+    def min_window(self) -> int:
+        """Two rows, or each would be its own mismatched pair."""
+        return 2 if self.loss_type == "kto" else 1
+
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the last response is trained."""
         found = iter(codec.encode_chats([_last_answer(e) for e in examples if not _why_not(e)]))
@@ -109,14 +117,19 @@ class KTO:
     def _compared(self, context: StageContext, examples: Sequence[Features]) -> list[Features]:
         """With the reference's log-probability of each response, and of its mismatched one."""
         own = context.reduce("reference", examples, log_probabilities)
-        other = context.reduce("reference", mismatched(examples), log_probabilities)
+        pairs = mismatched(examples, context.codec.section.longest)
+        other = context.reduce("reference", pairs, log_probabilities)
         return [
             {**item, "reference": [a], "mismatched_reference": [b]}
             for item, a, b in zip(examples, own.tolist(), other.tolist(), strict=True)
         ]
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
-        """The baseline of the window, and how many of its responses are of each kind."""
+        """The baseline of the window, and how many of its responses are of each kind. A single row
+        at the end of a stream's epoch is skipped, as nothing is there to compare it with."""
+        if len(examples) < self.min_window:
+            logger.warning("stage.kto: a window of one row is skipped: it has no mismatched pair")
+            return Prepared(())
         if not self.precompute_reference:
             examples = self._compared(context, examples)
         z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
@@ -130,9 +143,10 @@ class KTO:
 
     def _baseline(self, context: StageContext, examples: Sequence[Features]) -> float:
         """How much likelier the model makes mismatched responses than the reference does."""
-        policy = context.reduce(POLICY, mismatched(examples), log_probabilities).tolist()
-        pairs = zip(policy, examples, strict=True)
-        ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in pairs]
+        pairs = mismatched(examples, context.codec.section.longest)
+        policy = context.reduce(POLICY, pairs, log_probabilities).tolist()
+        both = zip(policy, examples, strict=True)
+        ratios = [logp - float(item["mismatched_reference"][0]) for logp, item in both]
         return max(0.0, float(sum(ratios)) / len(ratios))
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
@@ -205,22 +219,22 @@ def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
     return preferences.sums_of_answers(outputs.logps, extras["owner"], len(extras["lengths"]))
 
 
-def mismatched(examples: Sequence[Features]) -> list[Features]:
+def mismatched(examples: Sequence[Features], cutoff_len: int) -> list[Features]:
     """Each prompt of a window with the response of the example before it (the first: of the last),
-    none longer than the longest example."""
-    longest = max(len(item["input_ids"]) for item in examples)
+    up to its end token, and cut like an example."""
     parts = [_split(item) for item in examples]
     found: list[Features] = []
     for (prompt, _), (_, answer) in zip(parts, [parts[-1], *parts[:-1]], strict=True):
-        ids = [*prompt, *answer][:longest]
-        labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
-        found.append({"input_ids": ids, "labels": labels})
+        labels = [IGNORE_INDEX] * len(prompt) + answer
+        ids = prompt + answer
+        found.append({"input_ids": ids[:cutoff_len], "labels": labels[:cutoff_len]})
     return found
 
 
 def _split(item: Features) -> tuple[list[int], list[int]]:
-    """Prompt and response."""
-    ids, labels = ([int(x) for x in item[name]] for name in ("input_ids", "labels"))
+    """Prompt and response, without what the template writes after it: that is never trained."""
+    ids = [int(x) for x in up_to_last_label(item)["input_ids"]]
+    labels = item["labels"]
     first = next(i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX)
     return ids[:first], ids[first:]
 

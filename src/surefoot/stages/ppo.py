@@ -94,6 +94,7 @@ class PPO:
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
     precompute = no_columns
     metrics = as_measured

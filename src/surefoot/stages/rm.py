@@ -47,6 +47,7 @@ class RM:
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     spec: ClassVar[OutputSpec] = SCORES
     eval_spec: ClassVar[OutputSpec] = SCORES
     passes: ClassVar[int] = 1

@@ -28,6 +28,7 @@ class SFT:
     encoding: ClassVar[str] = "2"  # drops undesirable rows
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
+    min_window: ClassVar[int] = 1
     auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,9 +39,11 @@ class EvaluationSet:
 
 
 def windows_of(count: int, size: int) -> dict[Place, Index]:
-    """The windows of ``count`` examples in order, the last one perhaps smaller."""
-    starts = enumerate(range(0, count, size))
-    return {(EVALUATION, n): np.arange(start, min(start + size, count)) for n, start in starts}
+    """The windows of ``count`` examples in order, the last one perhaps smaller. A single example at
+    the end belongs to the window before it: some stages compare the examples of a window."""
+    starts = [*range(0, max(1, count - (size > 1)), size), count]
+    windows = enumerate(pairwise(starts))
+    return {(EVALUATION, n): np.arange(start, end) for n, (start, end) in windows}
 
 
 @dataclass(frozen=True)

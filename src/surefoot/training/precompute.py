@@ -38,7 +38,7 @@ from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 
 logger = logging.getLogger(__name__)
-VERSION = 3  # of what is computed, how, and of the files
+VERSION = 4  # of what is computed, how, and of the files
 FOLDER = "reference"  # in data.cache_dir
 PIECE = 2048  # items
 REPORT_SECONDS = 10.0

@@ -105,6 +105,10 @@ class Stage(Protocol):
     kept_by: ClassVar[Literal["item", "window"]]  # what the columns of ``precompute`` depend on
 
     @property
+    def min_window(self) -> int:
+        """Examples that ``prepare`` must be given together."""
+
+    @property
     def spec(self) -> OutputSpec:
         """The outputs of the policy that the loss reads."""
 
@@ -168,6 +172,13 @@ class Stage(Protocol):
 def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
     """The auxiliary models of a stage that compute ``when``, by role."""
     return {role: one for role, one in stage.auxiliary.items() if one.when == when}
+
+
+def longest_row(stage: Stage, encoded: int, cutoff_len: int) -> int:
+    """Tokens of the longest row that a stage may make of examples of up to ``encoded`` tokens, less
+    what it generates: where examples are compared in windows, of the prompt of one with the
+    response of another."""
+    return min(cutoff_len, encoded * (2 if stage.kept_by == "window" else 1))
 
 
 # What stages share, to be assigned: ``prepare = as_loaded``.
