@@ -278,3 +278,72 @@ def test_the_preview_shows_an_end_that_is_trained_without_being_written():
     (item,) = made.encode_chats([Example(tuple(plain))])[0]
     text = "".join(part.text for part in _sequence(made, item).parts if part.learnt)
     assert text.count("</s>") == 2
+
+
+# Thoughts that the prompt has opened
+
+QWEN35 = QWEN3.replace(
+    "{%- if '</think>' in", "{%- if '<think>' in content and '</think>' in"
+).replace(
+    "<|im_start|>assistant\n' }}{%- if enable",
+    "<|im_start|>assistant\n' }}{{- '<think>\n' if enable_thinking is not defined }}{%- if enable",
+)
+
+
+def alone(source):
+    """Two turns with complete thoughts, and the same without the words that open them."""
+    both = [
+        m
+        if m.role == "user"
+        else Message(m.role, f"<think>\n{m.reasoning}\n</think>\n\n{m.content}")
+        for m in TWICE
+    ]
+    return both, [Message(m.role, m.content.removeprefix("<think>\n")) for m in both]
+
+
+@pytest.mark.parametrize(
+    ("template", "source"),
+    [
+        ("auto", QWEN35),
+        ("auto", QWEN3),
+        ("qwen3", None),
+        ("qwen3_5", None),
+        ("chatml", None),
+        ("auto", MARKED),
+    ],
+)
+def test_a_response_with_the_closing_word_alone_is_one_with_both(template, source):
+    made = codec(template, source)
+    both, short = alone(source)
+    assert shown(made, short) == shown(made, both)
+    assert made.encode_prompt(short[:3]) == made.encode_prompt(both[:3])
+    assert "<think>\nHm.\n</think>" in shown(made, short)[0].replace("⟦", "")
+
+
+@pytest.mark.parametrize("source", [None, QWEN35])
+def test_without_thinking_a_thought_without_its_opening_word_is_removed(source):
+    made = codec(source=source, enable_thinking=False)
+    _, short = alone(source)
+    assert shown(made, short) == shown(made, [Message(m.role, m.content) for m in TWICE])
+
+
+def test_a_response_that_only_closes_a_thought_has_none():
+    made = codec()
+    assert shown(made, [TWICE[0], Message("assistant", "</think>\n\n4")]) == shown(made, PLAIN)
+
+
+def test_a_closing_word_that_may_be_text_drops_the_row_and_a_quoted_one_is_text():
+    made = codec("chatml")
+    reason = shown(made, [TWICE[0], Message("assistant", "Write </think> after it.")])
+    assert "write `</think>` in backticks if it is text" in reason
+    (text,) = shown(made, [TWICE[0], Message("assistant", "Write `</think>` after it.")])
+    assert "⟦Write `</think>` after it.<|im_end|>⟧" in text
+
+
+@pytest.mark.parametrize(
+    "answer", ["Write `</think>` after it.", "A" * 30 + " `</think>` " + "B" * 30]
+)
+@pytest.mark.parametrize("thought", ["", "<think>\nAn easy one.\n</think>\n\n"])
+def test_a_template_that_removes_words_of_an_answer_drops_the_row(thought, answer):
+    reason = shown(codec(source=QWEN3), [TWICE[0], Message("assistant", thought + answer)])
+    assert reason == "the chat template changes a response"

@@ -30,7 +30,13 @@ from .sequence import Item, RenderedConversation, split, whole
 from .templates import Template, deadline
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
-from .thoughts import end_of_thought, split_thought, without_thought
+from .thoughts import (
+    end_of_thought,
+    is_unclear,
+    split_thought,
+    with_opening,
+    without_thought,
+)
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
 VERSION = 3  # of what this module makes of an example; part of the fingerprint
@@ -39,6 +45,10 @@ NOTHING = Dropped("no response to train on in this conversation")
 PLAIN = Dropped("plain text without a response; stage: pt trains on that")
 NO_ROOM = Dropped("the prompt leaves no room for a response within data.cutoff_len")
 TOO_LONG = Dropped("longer than data.cutoff_len (on_too_long: drop)")
+UNCLEAR = Dropped(
+    "a response has </think> in a line of text and no <think> before it; begin the response with "
+    "<think> if a thought ends there, or write `</think>` in backticks if it is text"
+)
 NO_TEXT = Dropped("empty text")
 
 
@@ -256,6 +266,7 @@ class Codec:
     def _thinking(self, message: Message) -> Message:
         """A message with its thought where the template takes it, or without any."""
         words = self.template.thoughts
+        message = with_opening(message, words)
         if self.section.enable_thinking is False:
             return without_thought(message, words)
         if self._renderer.thoughts_field and self._chat.spells_control(words):
@@ -304,6 +315,8 @@ class Codec:
         if any(messages[i].is_empty for i in learnt if messages[i].role == "assistant"):
             return EMPTY
         messages = messages[: learnt[-1] + 1]
+        if any(is_unclear(message, self.template.thoughts) for message in messages):
+            return UNCLEAR
         locator, is_whole = self._locator, self.section.train_on_prompt
         counted = range(len(messages)) if is_whole else learnt
         wanted = [i for i in counted if messages[i].role == "assistant"]

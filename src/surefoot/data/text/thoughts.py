@@ -21,6 +21,41 @@ def split_thought(message: Message, words: Words) -> Message:
     return replace(message, reasoning=thought, content=content) if found else message
 
 
+def lone_close(message: Message, words: Words) -> re.Match[str] | None:
+    """The closing word of a response's thought that has no opening word; None if there is none, or
+    if it is quoted."""
+    first, last = (word.strip() for word in words)
+    if message.role != "assistant" or message.reasoning or last not in message.content:
+        return None
+    found = re.search(rf"(?<![`'\"“‘(]){re.escape(last)}", message.content)
+    return None if found is None or first in message.content[: found.start()] else found
+
+
+def is_unclear(message: Message, words: Words) -> bool:
+    """Whether a lone closing word may end a thought or be text: it has blanks around it."""
+    found = lone_close(message, words)
+    if found is None:
+        return False
+    around = message.content[max(0, found.start() - 1) : found.end() + 1]
+    return around == f" {found[0]} "
+
+
+def with_opening(message: Message, words: Words) -> Message:
+    """A response whose thought the prompt had opened (servers log it so), with both words."""
+    found = lone_close(message, words)
+    if found is None or is_unclear(message, words):
+        return message
+    if not message.content[: found.start()].strip():  # an empty thought, which is none
+        return replace(message, content=message.content[found.end() :].lstrip("\n"))
+    return replace(message, content=words[0] + message.content.lstrip("\n"))
+
+
+def answer_in(content: str) -> str:
+    """What a response says after its thought, if the thought is in the content."""
+    before, closed, after = content.partition("</think>")
+    return after if closed and "<think>" in before else content
+
+
 def without_thought(message: Message, words: Words) -> Message:
     """A response without its thought."""
     if message.role != "assistant":

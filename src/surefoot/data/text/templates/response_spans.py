@@ -16,7 +16,7 @@ from typing import cast
 
 from ....errors import TemplateError, counted
 from ...example import THOUGHT_KEYS, Dicts
-from ..thoughts import thought_of
+from ..thoughts import answer_in, thought_of
 from .render import PROBES, Renderer
 
 logger = logging.getLogger(__name__)
@@ -195,8 +195,9 @@ def _check_written(message: Mapping[str, object], turn: ResponseSpan) -> None:
     text = turn.text[turn.start : turn.end]
     if not text:
         raise TemplateError("the chat template writes nothing of a response")
-    words = str(message["content"]).rpartition("</think>")[2]  # templates write thoughts anew
-    if words.strip()[-20:] not in text:
+    words = answer_in(str(message["content"])).strip()  # templates write thoughts anew
+    middle = words.partition("</think>")[0][-5:] + "</think>" if "</think>" in words else ""
+    if any(part not in text for part in (words[:20], middle, words[-20:])):
         raise TemplateError("the chat template changes a response")
     if _thought(message)[-20:] not in text:
         raise TemplateError(
