@@ -12,7 +12,7 @@ from surefoot.data.encoded import Dropped, Truncated
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
-from surefoot.data.text.templates import bundled, load_template
+from surefoot.data.text.templates import bundled, load_template, section_template
 from surefoot.errors import TemplateError
 
 TOOL = {"name": "add", "description": "Add", "parameters": {"type": "object", "properties": {}}}
@@ -46,6 +46,58 @@ def only(encoded):
     items = encoded.features if isinstance(encoded, Truncated) else encoded
     (item,) = items
     return item
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"enable_thinking": False}, {"enable_thinking": True}, {"reasoning_effort": "low"}, {}],
+)
+@pytest.mark.parametrize("recipe", [{}, {"enable_thinking": False}])
+def test_arguments_of_a_row_reach_the_template(arguments, recipe):
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    head = "<|im_start|>system\n{{ enable_thinking | default(true) }} {{ reasoning_effort }}"
+    tokenizer = tiny_tokenizers.tokenizer("qwen")
+    tokenizer.chat_template = head + "<|im_end|>\n" + source
+    section = DataSection(datasets=("any",), **recipe)
+    made = Codec(tokenizer, section_template(section, tokenizer), section)
+    examples = [chat("q", "a", template_arguments=arguments), chat("q", "a"), chat("q", "a")]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for example, encoded in zip(examples, made.encode_chats(examples), strict=True):
+        wanted = tokenizer.apply_chat_template(
+            messages, return_dict=False, **{**recipe, **example.template_arguments}
+        )
+        assert only(encoded)["input_ids"] == wanted
+        assert learnt(made, only(encoded)) == ["a<|im_end|>"]
+        wanted = tokenizer.apply_chat_template(
+            messages[:1],
+            add_generation_prompt=True,
+            return_dict=False,
+            **{**recipe, **example.template_arguments},
+        )
+        assert only(made.encode_prompts([example])[0])["input_ids"] == wanted
+
+
+def test_a_row_that_does_not_think_has_no_thought():
+    made = codec("qwen3")
+    said = "<think>\nHm.\n</think>\n\na"
+    (one,) = made.encode_chats([chat("q", said, template_arguments={"enable_thinking": False})])
+    section = DataSection(datasets=("any",), template="qwen3", enable_thinking=False)
+    quiet = Codec(made.tokenizer, section_template(section, made.tokenizer), section)
+    (other,) = quiet.encode_chats([chat("q", said)])
+    assert one == other
+
+
+def test_arguments_that_a_template_does_not_use_are_named_and_others_refused(caplog):
+    made = codec()
+    plain, other = chat("q", "a"), chat("q", "a", template_arguments={"enable_thinking": True})
+    (wanted, found) = made.encode_chats([plain, other])
+    assert found == wanted
+    assert "no argument 'enable_thinking'" in caplog.text
+    (refused,) = made.encode_chats([chat("q", "a", template_arguments={"messages": []})])
+    assert refused == Dropped("chat_template_kwargs: 'messages' is no argument of a row")
 
 
 def learnt(made, item):

@@ -32,6 +32,15 @@ def test_examples_know_where_they_come_from(entry):
     assert [e.origin for e in read_examples(entry(GOOD, GOOD))] == ["d:0", "d:1"]
 
 
+def test_arguments_of_a_row_are_those_with_a_value(entry):
+    given = {"enable_thinking": False, "effort": None}
+    rows = [{**GOOD, "chat_template_kwargs": each} for each in (given, json.dumps(given), None)]
+    wanted = [{"enable_thinking": False}] * 2 + [{}]
+    assert [e.template_arguments for e in read_examples(entry(*rows))] == wanted
+    with pytest.raises(DataError, match="'chat_template_kwargs': expected an object, got list"):
+        list(read_examples(entry({**GOOD, "chat_template_kwargs": [1]})))
+
+
 def test_broken_rows_keep_their_place_and_say_why(entry):
     rows = list(read_examples(entry(GOOD, "{", {**GOOD, "output": 1}, GOOD), max_broken_rows=2))
     assert [type(row) for row in rows] == [Example, BrokenRow, BrokenRow, Example]

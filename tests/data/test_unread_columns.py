@@ -53,13 +53,100 @@ def test_a_function_call_in_the_older_key_is_read(read):
 
 
 @pytest.mark.parametrize(
-    ("more", "hint"),
+    ("flag", "learn"),
     [
-        ({"loss": False}, '"weight": 0'),
-        ({"train": False}, '"weight": 0'),
-        ({"images": ["1.png"]}, "only text"),
+        *[({name: 0}, False) for name in ("weight", "loss_mask", "loss_scale", "lossWeight")],
+        *[({name: False}, False) for name in ("loss", "train", "trainable", "step_loss_mask")],
+        *[({name: True}, False) for name in ("masked", "mask", "is_masked")],
+        ({"loss_scale": 0.0}, False),
+        ({"training": "no"}, False),
+        ({"loss_mask": 1}, True),
+        ({"masked": 0}, True),
+        ({"loss": None, "trainable": ""}, None),
+        ({"constrained": 3, "glossary": "a", "learner": "b"}, None),
+        ({"weight": 0, "trainable": False}, False),
     ],
 )
+@pytest.mark.parametrize("form", ["openai", "sharegpt", "trl"])
+def test_flags_of_a_turn_say_what_is_learnt(read, flag, learn, form):
+    if form == "trl":
+        row = {"prompt": "a", "completion": [{"role": "assistant", "content": "b", **flag}]}
+    elif form == "openai":
+        row = turns(content="b", **flag)
+    else:
+        row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+        row["conversations"][1] |= flag
+    (example,) = read(row, formatting=form)
+    assert example.messages[1].learn is learn
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *[{"loss_scale": 0.5}, {"mask": 1}, {"loss_mask": [0, 1]}, {"trainable": "last"}],
+        *[{"no_loss": True}, {"token_weights": [1.0]}, {"doNotTrain": 1}, {"unmask": True}],
+        {"weight": 1, "masked": True},
+    ],
+)
+def test_a_flag_of_a_turn_without_an_obvious_meaning_is_refused_by_its_name(read, flag):
+    with pytest.raises(DataError) as caught:
+        read(turns(content="b", **flag), formatting="openai")
+    assert f"turn 2: {next(iter(flag))!r}" in str(caught.value)
+    assert '"weight": 0' in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["function_call", "gpt"])
+def test_a_call_as_a_turn_of_its_own_has_flags_too(read, role):
+    said = [{"from": "human", "value": "a"}, {"from": role, "value": '{"name": "f"}', "loss": 0}]
+    assert read({"conversations": said}, formatting="sharegpt")[0].messages[1].learn is False
+
+
+def test_a_part_of_a_turn_is_not_learnt_apart(read):
+    parts = [{"type": "text", "text": "b", "loss": False}]
+    with pytest.raises(DataError, match="a turn is learnt as a whole"):
+        read(turns(content=parts), formatting="openai")
+
+
+@pytest.mark.parametrize(
+    ("flag", "learnt"),
+    [
+        ({"loss_mask": [0, 1]}, (False, True)),
+        ({"loss_mask": "[0, 1]"}, (False, True)),
+        ({"trainable": [True, False]}, (True, False)),
+        ({"masked": [1, 0]}, (False, True)),
+        ({"trainable": True}, (None, None)),
+        ({"loss_mask": None, "masked": []}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_column_with_a_flag_for_each_turn_says_what_is_learnt(read, flag, learnt, system):
+    (example,) = read({**turns(content="b"), **flag, "system": system}, formatting="openai")
+    assert tuple(message.learn for message in example.messages[bool(system) :]) == learnt
+    assert example.unread == ()
+
+
+@pytest.mark.parametrize("flag", [{"trainable": False}, {"loss_mask": 0}, {"train": "no"}])
+def test_a_row_that_is_not_to_be_learnt_is_dropped(read, flag):
+    rows = read(*[{**turns(content="b"), **flag}] * 12, formatting="openai")
+    assert {row.is_dropped for row in rows} == {True}
+    assert rows[0].reason == f"the column {next(iter(flag))!r} says that it is not to be learnt"
+
+
+@pytest.mark.parametrize("flag", [{"loss_mask": [0, 1, 1]}, {"mask": [1, 0]}, {"loss_scale": 0.5}])
+def test_a_flag_of_a_row_without_an_obvious_meaning_is_refused_by_its_name(read, flag):
+    with pytest.raises(DataError, match=f"column {next(iter(flag))!r}: expected"):
+        read({**turns(content="b"), **flag}, formatting="openai")
+
+
+@pytest.mark.parametrize(
+    "flag", [{"loss": 1.23}, {"weight": 0}, {"mask": "User"}, {"attention_mask": [1, 1, 1]}]
+)
+def test_another_column_that_speaks_of_learning_is_named(read, flag):
+    (example,) = read({**turns(content="b"), **flag}, formatting="openai")
+    assert example.unread == tuple(flag)
+
+
+@pytest.mark.parametrize(("more", "hint"), [({"images": ["1.png"]}, "only text")])
 def test_keys_of_a_turn_that_change_its_meaning_are_not_left_out(read, more, hint):
     with pytest.raises(DataError, match="is not read; ") as caught:
         read(*[turns(content="b", **more)] * 11, formatting="openai")
@@ -90,7 +177,9 @@ def test_a_label_that_is_no_mark_may_be_anything(read, value):
     assert read({**QUESTION, "label": value})[0].unread_mark is None
 
 
-@pytest.mark.parametrize("name", ["score", "label", "system_prompt", "reward", "Weight", "context"])
+@pytest.mark.parametrize(
+    "name", ["score", "label", "system_prompt", "reward", "Weight", "val_loss"]
+)
 def test_a_column_that_nothing_reads_is_named_if_it_sounds_as_if_it_meant_something(read, name):
     rows = [{**QUESTION, name: None}, {**QUESTION, name: 0.5, "id": 3, "source": "web"}]
     assert [row.unread for row in read(*rows)] == [(), (name,)]

@@ -264,6 +264,19 @@ def test_rows_without_a_label_are_dropped_and_only_last_answers_are_trained_on()
     assert "kto_tag" in second.reason
 
 
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [(True, False), (1, 0), (1.0, 0.0), ("true", "False"), ("1", "0"), ("yes", "no")],
+)
+def test_labels_of_any_plain_form_are_read_without_an_entry(name, good, bad):
+    asked = (Message("user", "Hi"), Message("assistant", "Ho"))
+    rows = [Example(asked, columns={name: value}) for value in (good, bad, 2, None)]
+    first, second, *others = KTO().encode(rows, Chats())
+    assert (first[0]["desirable"], second[0]["desirable"]) == ([1], [0])
+    assert all("a column 'label' with true or false" in each.reason for each in others)
+
+
 @pytest.mark.parametrize("settings", [{"beta": 0}, {"desirable_weight": -1}])
 def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(RecipeError, match=next(iter(settings))):

@@ -49,5 +49,7 @@ class Example:
     label: bool | None = None  # kto: whether the last answer is desirable
     unread_mark: str | None = None  # a column that seems to say that, but that nothing reads
     unread: tuple[str, ...] = ()  # columns that nothing reads, by names that mean something
+    template_arguments: JSON = field(default_factory=dict)  # of this row, beside the recipe's
+    notes: tuple[str, ...] = ()  # what the reader of the report should know of the row
     columns: JSON = field(default_factory=dict)  # the row itself, for rewards
     origin: str = ""  # "dataset:row", for messages to people

@@ -73,6 +73,7 @@ class DatasetStats:
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> examples
     cut: int = 0
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
+    notes: dict[str, int] = field(default_factory=dict)  # note -> examples
     items: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -98,6 +99,8 @@ class DatasetStats:
             yield f"{counted(count, 'example')} dropped: {reason}"
         if self.unread:
             yield f"columns that nothing reads: {', '.join(self.unread)}"
+        for note, count in self.notes.items():
+            yield f"{counted(count, 'example')} with {note}"
         if self.cut:
             yield f"{counted(self.cut, 'example')} truncated to data.cutoff_len"
 
@@ -149,9 +152,11 @@ def _add(
 ) -> None:
     examples = [row for row in batch if isinstance(row, Example)]
     stats.rows += len(batch)
-    stats.broken += [
-        f"{stats.name}:{row.index}: {row.reason}" for row in batch if not isinstance(row, Example)
-    ]
+    for row in batch:
+        if isinstance(row, BrokenRow) and row.is_dropped:
+            stats.dropped[row.reason] = stats.dropped.get(row.reason, 0) + 1
+        elif isinstance(row, BrokenRow):
+            stats.broken.append(f"{stats.name}:{row.index}: {row.reason}")
     unlimited = codec.with_section(
         replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
     )
@@ -160,6 +165,8 @@ def _add(
     unread = unread_in(examples, [item for whole in wholes for item in items_of(whole)])
     stats.unread = list(dict.fromkeys((*stats.unread, *unread)))
     for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):
+        for note in example.notes:
+            stats.notes[note] = stats.notes.get(note, 0) + 1
         shown = _shown(codec, example, outcome, whole)
         if shown.dropped:
             stats.dropped[shown.dropped] = stats.dropped.get(shown.dropped, 0) + 1

@@ -12,7 +12,7 @@ from ..data.encoded import EMPTY, Dropped, Encoded, Truncated
 from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
-from ..data.text.ranking import RANKED, answered, is_ranked, up_to_last_label
+from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label
 from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOGPS = OutputSpec(("logps",))
 UNLABELED = Dropped(
-    'neither desirable nor undesirable (dataset_info.json names the column: "kto_tag": "label")'
+    "neither desirable nor undesirable: expected a column 'label' with true or false, 1 or 0 "
+    "(of another name: columns: {kto_tag: ...} in the entry of the dataset)"
 )
 
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3  # of weight times number, of desirable and other responses
@@ -102,6 +103,7 @@ class KTO:
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the last response is trained."""
+        examples = [labeled(example) for example in examples]
         found = iter(codec.encode_chats([_last_answer(e) for e in examples if not _why_not(e)]))
         return [_why_not(e) or _labeled(next(found), is_good=bool(e.label)) for e in examples]
 

@@ -109,7 +109,7 @@ def test_a_ranking_row_needs_both_answers(row):
         Alpaca(ranking=True).read(row)
 
 
-@pytest.mark.parametrize("value", [None, "maybe", 2, 0.0, [True]])
+@pytest.mark.parametrize("value", ["maybe", 2, 0.5, [True]])
 def test_a_kto_tag_must_be_true_or_false(value):
     with pytest.raises(DataError, match="column 'good': expected true or false"):
         Alpaca(kto_tag="good").read({**ROW, "good": value})

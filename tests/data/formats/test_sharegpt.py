@@ -143,7 +143,7 @@ def test_a_weight_says_whether_a_turn_is_learnt():
         (turns(("human", "a"), tools="[1]"), "column 'tools': expected a function schema"),
         (
             {"conversations": [{"from": "gpt", "value": "", "weight": 0.5}]},
-            "expected weight 0 or 1",
+            r"'weight': float 0\.5 is not read; write \"weight\": 0 to mask",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_bad_row_says_where_and_why(row, reason):
 @pytest.mark.parametrize(
     ("chosen", "reason"),
     [
-        (None, "no column 'chosen'"),
+        (None, "no value in the column 'chosen'"),
         (
             {"from": "human", "value": "a"},
             "column 'chosen': expected a response, got a turn",

@@ -36,7 +36,7 @@ from .row_choice import DrawnRows, draw_rows, mixed_items, mixing_of
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of what this module and the formats make of a row; part of the fingerprint
+VERSION = 2  # of what this module and the formats make of a row; part of the fingerprint
 ENCODING = ("template", "default_system", "cutoff_len", "on_too_long", "train_on_prompt")
 SETTINGS = (*ENCODING, "mask_history", "max_samples")  # what the items of a dataset depend on
 

@@ -28,6 +28,7 @@ class DatasetReport:
     tokens: int = 0
     trained_tokens: int = 0  # that carry a label
     unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
+    notes: Mapping[str, int] = field(default_factory=dict)  # note -> how many examples have it
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
@@ -41,6 +42,8 @@ class DatasetReport:
             yield f"{self.name}: examples dropped: {count:,} ({reason})"
         if self.unread:
             yield f"{self.name}: columns that nothing reads: {', '.join(self.unread)}"
+        for note, count in self.notes.items():
+            yield f"{self.name}: {counted(count, 'example')} with {note}"
         if self.cut:
             yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
 
@@ -80,6 +83,7 @@ def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
         tokens=one.tokens + more.tokens,
         trained_tokens=one.trained_tokens + more.trained_tokens,
         unread=tuple(dict.fromkeys((*one.unread, *more.unread))),
+        notes=dict((Counter(one.notes) + Counter(more.notes)).most_common()),
     )
 
 

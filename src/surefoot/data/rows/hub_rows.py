@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies
 
@@ -19,7 +19,11 @@ from ...storage.hubs import modelscope
 from ...storage.hubs.file_download import HubError, offline_setting
 from ...storage.hubs.huggingface import download_verified, prefetch
 from .formats.fields import Row
+from .readers import ROWS, rows_of
 from .row_sources import BrokenRow
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 NOT_NEEDED = ("*.py", ".git*")  # scripts are not run
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/(?P<path>.+)")
@@ -42,7 +46,9 @@ class Hub:
 
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the dataset cannot be loaded."""
-        yield from self._loaded
+        for table in self._loaded.with_format("arrow").iter(batch_size=ROWS):
+            for batch in table.to_batches():
+                yield from rows_of(batch)
 
     def content_hash(self) -> str:
         """The hub library's own fingerprint of what it loaded."""
@@ -60,7 +66,9 @@ class Hub:
 class _HubDataset(Protocol):
     _fingerprint: str
 
-    def __iter__(self) -> Iterator[Row]: ...
+    def with_format(self, form: str, /) -> _HubDataset: ...
+
+    def iter(self, batch_size: int) -> Iterator[pa.Table]: ...
 
 
 def _load_huggingface(source: Hub) -> _HubDataset:

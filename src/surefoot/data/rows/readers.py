@@ -6,11 +6,14 @@ CSV is read as text by Python's own module: a reader that infers types would tur
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError, counted
+from .formats.fields import Row
+from .formats.nulls import Struct
 from .json_rows import Line, check_encoding, not_utf8, read_json, read_jsonl, text_lines
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ def read_parquet(path: Path) -> Iterator[Line]:
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS):
-                yield from batch.to_pylist()
+                yield from rows_of(batch)
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a complete Parquet file ({error})") from error
 
@@ -70,9 +73,44 @@ def read_arrow(path: Path) -> Iterator[Line]:
             batches = _indexed(reader) if is_indexed else reader
             for batch in batches:
                 for start in range(0, batch.num_rows, ROWS):
-                    yield from batch.slice(start, ROWS).to_pylist()
+                    yield from rows_of(batch.slice(start, ROWS))
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a complete Arrow file ({error})") from error
+
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
+    """The rows of a batch: texts of the type Json as what they say, structures as ``Struct``."""
+    converters = {field.name: _converter(field.type) for field in batch.schema}
+    odd = {name: convert for name, convert in converters.items() if convert is not None}
+    for row in batch.to_pylist():
+        yield {**row, **{name: convert(row[name]) for name, convert in odd.items()}}
+
+
+def _converter(kind: pa.DataType) -> Callable[[Any], object] | None:
+    """What makes a value of a type from what Arrow gives; None if it is that."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        if kind.extension_name == "arrow.json":  # of ``datasets`` 4.8 and later, among others
+            return lambda value: None if value is None else json.loads(value)
+        return _converter(kind.storage_type)
+    if pa.types.is_struct(kind):
+        inner = {field.name: _converter(field.type) or _same for field in kind}
+        return lambda value: (
+            None if value is None else Struct({n: inner[n](each) for n, each in value.items()})
+        )
+    if pa.types.is_map(kind):
+        item = _converter(kind.item_type) or _same
+        return lambda value: None if value is None else {n: item(each) for n, each in value}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        of_item = _converter(kind.value_type)
+        if of_item is not None:
+            return lambda value: None if value is None else [of_item(each) for each in value]
+    return None
+
+
+def _same(value: object) -> object:
+    return value
 
 
 def _indexed(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:

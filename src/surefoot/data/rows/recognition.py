@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
 
 from .formats import Format
 from .formats.alpaca import Alpaca
@@ -14,7 +13,7 @@ from .formats.sharegpt import ShareGPT
 from .formats.trl import TRL
 from .row_sources import BrokenRow
 
-LOOK = 20  # rows at most
+LOOK, MOST = 20, 1000  # rows; the larger number if a column of the first ones has only nulls
 RESPONSES = ("output", "response", "completion", "answer")
 PROMPTS = ("instruction", "prompt", "question")
 MARKS = ("label", "kto_tag")
@@ -26,19 +25,24 @@ FORMS = (  # the usual columns of each form, for errors
 
 def recognized(rows: Iterable[Row | BrokenRow]) -> Format | None:
     """The format of the first ``rows``; None if they are broken, absent, or of no known form."""
-    found = [row for row in islice(rows, LOOK) if not isinstance(row, BrokenRow)]
-    columns = {name: value for row in reversed(found) for name, value in row.items()}
-    return _format({name: value for name, value in columns.items() if value is not None})
+    columns: dict[str, object] = {}  # the first value of each, None of those that have none
+    for count, row in enumerate(rows, 1):
+        if not isinstance(row, BrokenRow):
+            columns |= {k: v for k, v in row.items() if columns.get(k) is None}
+        if count >= LOOK and (count >= MOST or None not in columns.values()):
+            break
+    return _format(columns)
 
 
-def _format(row: Row) -> Format | None:
+def _format(columns: Row) -> Format | None:
     """The format of rows with these columns."""
+    row = {name: value for name, value in columns.items() if value is not None}
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return _ranking(row)
     for name in ("messages", "conversations"):
         if name in row:
             return _conversations(row, name)
-    return _single(row)
+    return _single(row, columns)
 
 
 def _ranking(row: Row) -> Format:
@@ -61,10 +65,12 @@ def _conversations(row: Row, name: str) -> OpenAI | ShareGPT:
     return ShareGPT(messages=name) if is_sharegpt else OpenAI(messages=name)
 
 
-def _single(row: Row) -> Format | None:
-    """The format of rows with one response in a column of its own, or of plain text."""
+def _single(row: Row, columns: Row) -> Format | None:
+    """The format of rows with one response in a column of its own, or of plain text. ``columns``
+    has those without a value, too: a response is one where all that were seen are null."""
     prompt = next((name for name in PROMPTS if name in row), None)
-    response = next((name for name in RESPONSES if name in row), "output")
+    named = (name for some in (row, columns) for name in RESPONSES if name in some)
+    response = next(named, "output")
     if prompt == "prompt" and response == "completion":
         mark = next((name for name in MARKS if isinstance(row.get(name), bool)), None)
         return TRL(kto_tag=mark)

@@ -27,6 +27,7 @@ class BrokenRow:
 
     index: int  # of the row in its dataset, from 0
     reason: str
+    is_dropped: bool = False  # it is as it should be, and has nothing to learn: a null, a flag
 
 
 class RowSource(Protocol):

@@ -12,11 +12,13 @@ from ..data_order import Index
 from ..example import Example
 from .dataset_report import shown
 from .formats import FORMATS
-from .formats.fields import Row, nearest
+from .formats.fields import NothingToLearnError, Row, nearest, template_arguments
+from .formats.nulls import without_added_nulls
 from .registry import DatasetEntry
 from .row_sources import BrokenRow
-from .unread_columns import check_columns, meaningful_columns, read_columns, unread_mark
+from .unread_columns import check_columns, flagged, meaningful_columns, read_columns, unread_mark
 
+TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
 Numbered = TypeVar("Numbered")
 
 
@@ -40,7 +42,7 @@ def read_examples(
             found.update(dict.fromkeys(row))
             check_columns(entry, index, row)
         item = _read(entry, index, row, read)
-        if isinstance(item, BrokenRow):
+        if isinstance(item, BrokenRow) and not item.is_dropped:
             broken.append(item)
         if len(broken) > max_broken_rows:
             _check_columns(entry, found, rows)
@@ -69,16 +71,20 @@ def _read(
     if isinstance(row, BrokenRow):
         return row
     try:
-        example = entry.format.read(row)
+        form = entry.format
+        turns = [getattr(form, name, None) for name in TURNS]
+        plain, notes = without_added_nulls(row, form.tools, turns)
+        example = replace(form.read(plain), columns=row, notes=tuple(notes))
+        example, flags = flagged(example, entry, row, read)
         return replace(
             example,
-            columns=row,
+            template_arguments=template_arguments(row),
             origin=f"{entry.name}:{index}",
             unread_mark=unread_mark(entry, row),
-            unread=meaningful_columns(row, read),
+            unread=meaningful_columns(row, {*read, *flags}),
         )
     except DataError as error:
-        return BrokenRow(index, str(error))
+        return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
 
 
 def _check_columns(

@@ -95,13 +95,18 @@ class Encoder:
         more = DatasetReport(
             name=self.name,
             rows=len(batch),
-            broken=tuple(row for row in batch if isinstance(row, BrokenRow)),
-            dropped=Counter(each.reason for each in outcomes if isinstance(each, Dropped)),
+            broken=tuple(r for r in batch if isinstance(r, BrokenRow) and not r.is_dropped),
+            dropped=Counter(
+                each.reason
+                for each in (*batch, *outcomes)
+                if isinstance(each, Dropped) or (isinstance(each, BrokenRow) and each.is_dropped)
+            ),
             cut=sum(isinstance(each, Truncated) for each in outcomes),
             items=len(items),
             tokens=sum(map(num_tokens, items)),
             trained_tokens=sum(map(_num_trained, items)),
             unread=unread_in(batch, items),
+            notes=Counter(n for row in batch if isinstance(row, Example) for n in row.notes),
         )
         self.report = add(self.report, more)
 

@@ -28,6 +28,7 @@ from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
 from .templates import Template, deadline
+from .templates.arguments import check_row_arguments
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
 from .thoughts import (
@@ -40,6 +41,8 @@ from .thoughts import (
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
 VERSION = 3  # of what this module makes of an example; part of the fingerprint
+
+MOST_ARGUMENTS = 64  # of rows, for which a codec is kept
 
 NOTHING = Dropped("no response to train on in this conversation")
 PLAIN = Dropped("plain text without a response; stage: pt trains on that")
@@ -78,6 +81,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.section = section
         self._template = template
+        self._of_arguments: dict[str, Codec] = {}  # see ``_for``
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
@@ -157,7 +161,7 @@ class Codec:
                 messages.pop()
             try:
                 with self._lock, self._naming(example):
-                    ids = self.encode_prompt(messages, example.tools)
+                    ids = self._for(example).encode_prompt(messages, example.tools)
             except TemplateError as error:
                 found.append(Dropped(str(error)))
                 continue
@@ -292,7 +296,36 @@ class Codec:
 
     def _drafted(self, example: Example) -> RenderedConversation | Dropped:
         with self._naming(example):
-            return self._draft(example)
+            try:
+                codec = self._for(example)
+            except TemplateError as error:
+                return Dropped(str(error))
+            return codec._draft(example)
+
+    def _for(self, example: Example) -> Codec:
+        """This codec, or one that gives the template the arguments of the example's own row.
+        Raises ``TemplateError``: the template cannot be used with them."""
+        arguments = example.template_arguments
+        if not arguments:
+            return self
+        key = json.dumps(arguments, sort_keys=True, default=str)
+        if key not in self._of_arguments:
+            if len(self._of_arguments) == MOST_ARGUMENTS:  # such as another date in each row
+                self._of_arguments.clear()
+            self._of_arguments[key] = self._with_arguments(arguments)
+        return self._of_arguments[key]
+
+    def _with_arguments(self, arguments: JSON) -> Codec:
+        check_row_arguments(self.template.source, arguments, self.template.name)
+        thinking = arguments.get("enable_thinking")
+        section = self.section
+        if isinstance(thinking, bool):
+            section = replace(section, enable_thinking=thinking)
+        made = self.with_section(section)
+        renderer = self._renderer.given(arguments)
+        locator = ResponseLocator(renderer, self.template.last_end)
+        vars(made).update(_renderer=renderer, _locator=locator, _chat=self._chat)
+        return made
 
     @contextmanager
     def _naming(self, example: Example) -> Iterator[None]:
@@ -311,7 +344,7 @@ class Codec:
         messages = self._with_system(example.messages)
         learnt = [i for i in range(len(messages)) if self._is_trained(messages, i)]
         if not learnt:
-            return NOTHING if example.text is None else PLAIN
+            return PLAIN if example.text else NOTHING
         if any(messages[i].is_empty for i in learnt if messages[i].role == "assistant"):
             return EMPTY
         messages = messages[: learnt[-1] + 1]

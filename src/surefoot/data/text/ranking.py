@@ -11,6 +11,8 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError
 from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import Example, Message
+from ..rows.formats.fields import truth
+from ..rows.unread_columns import MARKS
 from .pairs import join
 
 if TYPE_CHECKING:
@@ -29,6 +31,15 @@ NO_ROOM = Dropped("the prompt leaves no room for both responses within data.cuto
 def is_ranked(example: Example) -> bool:
     """Whether it has two responses, and so no last one of its own."""
     return example.chosen is not None and example.rejected is not None
+
+
+def labeled(example: Example) -> Example:
+    """The example with the label of its row, where no entry names the column: ``label`` or
+    ``kto_tag`` with true or false, 1 or 0, or these as text."""
+    if example.label is not None:
+        return example
+    found = (truth(example.columns.get(name)) for name in MARKS)
+    return replace(example, label=next((each for each in found if each is not None), None))
 
 
 def not_to_imitate(example: Example) -> Dropped | None:

@@ -66,7 +66,11 @@ class _Checker:
         examples = []
         for row in batch:
             if isinstance(row, BrokenRow):
-                figures.broken.add(f"{figures.name}:{row.index}: {row.reason}")
+                origin = f"{figures.name}:{row.index}"
+                if row.is_dropped:
+                    figures.dropped.setdefault(row.reason, Counted()).add(origin)
+                else:
+                    figures.broken.add(f"{origin}: {row.reason}")
                 reading.num_rows = max(reading.num_rows, row.index + 1)
             else:
                 examples.append(row)
@@ -95,6 +99,8 @@ class _Checker:
             figures.dropped.setdefault(outcome.reason, Counted()).add(example.origin)
         if isinstance(outcome, Truncated):
             figures.cut.add(example.origin)
+        for note in example.notes:
+            figures.notes.setdefault(note, Counted()).add(example.origin)
         figures.items += len(items)
         figures.tokens += sum(map(num_tokens_of, items))
         figures.trained_tokens += sum(map(num_trained_of, items))

@@ -63,6 +63,7 @@ class DatasetFigures:
     cut: Counted = field(default_factory=Counted)
     dropped: dict[str, Counted] = field(default_factory=dict)  # by reason
     odd: dict[str, Counted] = field(default_factory=dict)  # by what is odd
+    notes: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
     labels: Counter[bool] = field(default_factory=Counter)  # of kto
     scripts: Counter[str] = field(default_factory=Counter)  # of responses, or of plain texts

@@ -55,6 +55,8 @@ class Alpaca:
             thought = text(row, self.reasoning) or ""
             messages = (*before, Message("assistant", answer, reasoning=thought))
             return Example(messages, functions, label=label(row, self.kto_tag))
+        if self.response in row:  # a null: a question without its answer is no plain text
+            return Example(before, functions, text="")
         if query or len(before) > 1:
             return Example(before, functions)
         if not prompt:

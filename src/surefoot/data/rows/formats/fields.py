@@ -14,7 +14,13 @@ from ....errors import DataError
 from ...example import JSON
 
 Row = Mapping[str, object]
-TRUTH = {"true": True, "1": True, "false": False, "0": False}  # csv has only text
+TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # TRL's column, of rows of every format
+
+
+class NothingToLearnError(DataError):
+    """A row that is not broken, but has a null where its value belongs, or says itself that it is
+    not to be learnt. Such rows are dropped and counted, however many there are."""
 
 
 def text(row: Row, column: str | None) -> str | None:
@@ -66,6 +72,7 @@ def tools(row: Row, column: str | None) -> tuple[JSON, ...]:
 
 
 def _function(value: object, where: str) -> JSON:
+    value = from_json(value, where) if isinstance(value, str) else value
     schema = value.get("function", value) if isinstance(value, Mapping) else value
     if not isinstance(schema, Mapping) or not isinstance(schema.get("name"), str):
         raise DataError(f"{where}: expected a function schema with a name, got {shown(value)}")
@@ -77,14 +84,32 @@ def label(row: Row, column: str | None) -> bool | None:
     if column is None:
         return None
     value = _value(row, column)
-    truth = TRUTH.get(str(value).lower())
-    if truth is None or not isinstance(value, bool | int | str):
+    if value is None:
+        raise missing(row, column)
+    if (found := truth(value)) is None:
         raise DataError(f"column {column!r}: expected true or false, got {shown(value)}")
-    return truth
+    return found
+
+
+def truth(value: object) -> bool | None:
+    """What ``true``, 1, or either of them as text means, as csv has it; None of anything else."""
+    if not isinstance(value, bool | int | float | str):
+        return None
+    return TRUTH.get(str(value).strip().lower().removesuffix(".0"))
+
+
+def template_arguments(row: Row) -> JSON:
+    """What a row gives the chat template beside its messages, such as ``enable_thinking``."""
+    value = structure(row, TEMPLATE_ARGUMENTS)
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"column {TEMPLATE_ARGUMENTS!r}: expected an object, got {shown(value)}")
+    return {name: each for name, each in (value or {}).items() if each is not None}
 
 
 def missing(row: Row, column: str | None) -> DataError:
-    """The error for a row without its main column."""
+    """The error for a row without its main column, or with a null in it."""
+    if column in row:
+        return NothingToLearnError(f"no value in the column {column!r}")
     found = ", ".join(row) or "none"
     return DataError(f"no column {column!r} (columns found: {found}){nearest(str(column), row)}")
 

@@ -7,24 +7,51 @@ Function calls are read in two forms: a turn of its own whose content is the cal
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ....errors import DataError
 from ...example import JSON, THOUGHT_KEYS, Example, Message, Role
-from .fields import Row, as_text, from_json, label, missing, nearest, shown, structure, text, tools
+from .fields import (
+    Row,
+    as_text,
+    from_json,
+    label,
+    missing,
+    nearest,
+    shown,
+    structure,
+    text,
+    tools,
+    truth,
+)
 
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 WRAPPED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_TRAINED = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
-_MEDIA = "only text is supported"
-UNREAD = {  # keys of a turn that change what it means, and what to do with them
-    **dict.fromkeys(("loss", "train", "training", "train_detail"), _TRAINED),
-    **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), _MEDIA),
-}
+_CURE = 'write "weight": 0 to mask a turn, "weight": 1 to train on it'
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn that have a place of their own in a message.
-_READ = ("role", "content", "tool_calls", "function_call", "weight", *THOUGHT_KEYS, *UNREAD)
+_READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
+EMPTY: tuple[object, ...] = (None, "", [], {})
+# Names that speak of what is learnt; "constrain", "glossary" and "learner" do not.
+LEARNING = re.compile(r"(?<!s)train|(?<![bgf])loss|mask|weight|learn(?!er|ing)", re.IGNORECASE)
+# Of these, without "_" and capitals, the ones that other trainers read: 1 trains on a turn ...
+_TRAINS = re.compile(
+    r"(?:is|step|turn)?(?:weight|loss|(?:loss|train|training)(?:mask|weight|scale)|"
+    r"train|training|trainable|learn|learnable)s?"
+)
+_MASKS = re.compile(r"(?:is)?mask(?:ed)?")  # ... or masks it
+
+
+def trains(key: str, value: object) -> bool | None:
+    """Whether a flag says to train on a turn; None if it is no flag, or has no obvious meaning."""
+    name, said = re.sub(r"[^a-z]", "", key.lower()), truth(value)
+    if said is None or _TRAINS.fullmatch(name):
+        return said
+    # A mask of 0 and 1 means one thing to one trainer, and the opposite to another.
+    is_clear = name != "mask" or str(value).lower() in ("true", "false")
+    return not said if _MASKS.fullmatch(name) and is_clear else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +86,22 @@ class Turns:
         return message
 
     def message(self, turn: object, where: str) -> Message:
-        """One turn."""
+        """One turn; as an object, or as the JSON text of one."""
+        if isinstance(turn, str) and turn.lstrip().startswith("{"):
+            turn = from_json(turn, where)
         if not isinstance(turn, Mapping):
             raise DataError(f"{where}: expected an object, got {shown(turn)}")
         role, content = turn.get(self.role), turn.get(self.content)
-        learn = _learn(turn, where)
+        learn = _learn(turn, where, (self.role, self.content))
+        for key in MEDIA:
+            if turn.get(key) not in EMPTY:
+                raise DataError(f"{where}: {key!r} is not read; only text is supported")
         if role == self.function:
             words, calls = _written_calls(as_text(content, where), where)
             return Message("assistant", words, calls, learn, fields=self._fields(turn))
         known = self.roles.get(role) if isinstance(role, str) else None
         if known is None:
             raise self._unknown_role(turn, where)
-        for key, hint in UNREAD.items():
-            if turn.get(key) not in (None, "", [], {}):
-                raise DataError(f"{where}: {key!r} is not read; {hint.format(self.content)}")
         calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
         thought = _thought(turn, known, where)
         if calls and known != "assistant":
@@ -87,7 +116,8 @@ class Turns:
     def _fields(self, turn: Row) -> JSON:
         """Keys that a chat template may read, such as ``name`` and ``tool_call_id``."""
         read = {self.role, self.content, *_READ}
-        return {key: value for key, value in turn.items() if key not in read and value is not None}
+        others = {key: value for key, value in turn.items() if key not in read}
+        return {k: v for k, v in others.items() if v is not None and not LEARNING.search(k)}
 
     def _unknown_role(self, turn: Row, where: str) -> DataError:
         if self.role not in turn:
@@ -171,14 +201,21 @@ def _only(value: object) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _learn(turn: Row, where: str) -> bool | None:
-    """``weight`` 0 or 1, as in OpenAI's fine-tuning files: whether to train on this turn."""
-    weight = turn.get("weight")
-    if weight is None:
-        return None
-    if weight not in (0, 1):
-        raise DataError(f"{where}: expected weight 0 or 1, got {shown(weight)}")
-    return bool(weight)
+def _learn(turn: Row, where: str, read: Collection[str] = ()) -> bool | None:
+    """Whether to train on this turn, by its keys that say so, such as ``weight`` of OpenAI's files.
+    Raises ``DataError``: one has no obvious meaning, or two have different ones."""
+    given = {
+        key: value
+        for key, value in turn.items()
+        if key not in read and value not in EMPTY and LEARNING.search(key)
+    }
+    for key, value in given.items():
+        if trains(key, value) is None:
+            raise DataError(f"{where}: {key!r}: {shown(value)} is not read; {_CURE}")
+    found = {trains(key, value) for key, value in given.items()}
+    if len(found) > 1:
+        raise DataError(f"{where}: {' and '.join(map(repr, given))} contradict each other; {_CURE}")
+    return found.pop() if found else None
 
 
 def _thought(turn: Row, role: Role, where: str) -> str:
@@ -201,6 +238,8 @@ def _content(value: object, where: str) -> str:
     for part in value:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
+        if _learn(part, where) is not None:
+            raise DataError(f"{where}: a turn is learnt as a whole, got {shown(part)}; {_CURE}")
     return "".join(_part(part, where) for part in value)
 
 

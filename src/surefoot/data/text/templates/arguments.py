@@ -7,11 +7,14 @@ caller can still pass another value.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
 from ....errors import TemplateError
+
+logger = logging.getLogger(__name__)
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by what renders it
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -32,6 +35,22 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
                 "would change nothing; remove it, or choose another data.template"
             )
     return "".join(_default(name, value) for name, value in arguments.items()) + source
+
+
+def check_row_arguments(source: str, arguments: Mapping[str, object], template: str) -> None:
+    """Warn of arguments of a row that ``source`` does not use. Raises ``TemplateError``: one has
+    the name of what is given by whatever renders it."""
+    known = set(_NAME.findall(source))
+    for name in arguments:
+        if name in GIVEN:
+            raise TemplateError(f"chat_template_kwargs: {name!r} is no argument of a row")
+        if name not in known:
+            logger.warning(
+                "chat template %r has no argument %r, so chat_template_kwargs of a row changes "
+                "nothing",
+                template,
+                name,
+            )
 
 
 def _key(name: str) -> str:

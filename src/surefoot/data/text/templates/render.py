@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache, cached_property, partial
 from typing import cast
 
@@ -78,14 +79,22 @@ class Renderer:
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
         self._words = frozenset(_WORD.findall(source))
-        self._names = dict(tokenizer.special_tokens_map)
+        names = dict(tokenizer.special_tokens_map)
+        self._names: dict[str, object] = {**names}
         added = tokenizer.added_tokens_decoder.values()
         if not is_bundled:
-            _try(source, tuple(sorted(self._names.items())))
-        self._render_messages = fast_renderer(source, self._names, self._run)
+            _try(source, tuple(sorted(names.items())))
+        self._render_messages = fast_renderer(source, names, self._run)
         self._deadline = Deadline()
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
+
+    def given(self, arguments: JSON) -> Renderer:
+        """The same template with further arguments."""
+        made = copy(self)
+        made._names = {**self._names, **arguments}
+        made._render_messages = made._run
+        return made
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
