@@ -75,6 +75,74 @@ def test_a_forced_call_is_one(choice, client):
 
 
 @pytest.mark.parametrize(
+    "forced",
+    [
+        {"response_format": SHORT},
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    ],
+)
+def test_a_forced_answer_ends_though_the_model_writes_white_space_wherever_it_may(forced, client):
+    known = tokenizer()
+    (brace,) = known.encode("}", add_special_tokens=False)
+    white = {known.encode(one, add_special_tokens=False)[0]: 100 for one in " \n\t\r"}
+    body = {**SAMPLED, **forced, "max_tokens": 150, "seed": 1}
+    found = client.ok(CHAT, **body, logit_bias={**white, brace: 90})
+    for choice in found["choices"]:
+        assert choice["finish_reason"] in ("stop", "tool_calls")
+        called = choice["message"].get("tool_calls")
+        json.loads(called[0]["function"]["arguments"] if called else choice["message"]["content"])
+
+
+def test_a_forced_call_that_is_cut_off_is_no_content(client):
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 9}
+    (choice,) = client.ok(CHAT, **body)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": None}
+    assert choice["finish_reason"] == "length"
+    deltas = [chunk["choices"][0]["delta"] for chunk in client.chunks(CHAT, **body)]
+    assert deltas == [{"role": "assistant", "content": ""}, {}]
+
+
+def test_what_clients_send_by_habit_is_accepted(client):
+    body = {"messages": ASKED, "max_tokens": 1, "modalities": ["text"], "tool_choice": "none"}
+    assert client.ok(CHAT, **body)["choices"]
+    options = {"include_obfuscation": False, "include_usage": True}
+    assert "usage" in client.chunks(CHAT, **body, stream_options=options)[-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tool_choice": "yes"}, "tool_choice: expected 'none', 'auto' or 'required' or an object"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
+            "tool_choice: function.name: Field required",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice: it needs tools"),
+        ({"tool_choice": {"function": {"name": "pick"}}}, "tool_choice: it needs tools"),
+        ({"top_logprobs": 2}, "top_logprobs: it needs logprobs: true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: it needs stream: true"),
+        (
+            {"max_completion_tokens": 2},
+            "max_completion_tokens: it and max_tokens exclude each other; send one of them",
+        ),
+        ({"stop": 3}, "stop: expected a text or a list of texts"),
+        ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation: Input should be False",
+        ),
+        ({"messages": [{"content": 7}, 3]}, "messages.1: Input should be a valid dictionary"),
+        ({"messages": None}, "messages: Input should be a valid list"),
+    ],
+)
+def test_an_error_names_the_parameter_and_what_it_may_be(body, said, client):
+    status, found = client.post(CHAT, **{"messages": ASKED, "max_tokens": 2, **body})
+    assert (status, found["error"]["message"]) == (400, said)
+    assert said.startswith(f"{found['error']['param']}: ")
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format"),

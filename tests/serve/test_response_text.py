@@ -78,3 +78,11 @@ def test_text_is_shown_as_soon_as_it_can_be_no_mark():
 
 def test_every_syntax_says_how_its_calls_begin():
     assert OPENINGS.keys() == SYNTAXES.keys()
+
+
+@pytest.mark.parametrize("syntax", ["qwen", "default", "glm4", "llama3", "mistral"])
+def test_a_forced_call_that_cannot_be_read_is_no_text(syntax):
+    for text in ("<tool_call>\n{", "Act", "pick", '{"name": "pi', "[TOOL_CALLS]["):
+        parser = ResponseText(USUAL, is_forced=True, syntax=syntax, tools=WITH_TOOLS["tools"])
+        assert [parser.push(letter) for letter in text] == [[]] * len(text)
+        assert parser.push("", is_last=True) == []

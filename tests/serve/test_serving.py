@@ -1,6 +1,8 @@
 """Answers of the server, beside those of transformers, and beside each other."""
 
 import json
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -256,6 +258,11 @@ def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
         ({"model": "two"}, 404, "model", "model_not_found"),
         ({"n": 300}, 400, "n", "invalid_value"),
         ({"prompt": "\ud800"}, 400, None, "invalid_value"),
+        ({"prompt": ["a", 1]}, 400, "prompt", "invalid_value"),
+        ({"prompt": "x" * 1_000_000}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": [[5]] * 1000, "n": 128}, 400, "n", None),
+        ({"logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "invalid_value"),
+        ({"stream_options": {}}, 400, "stream_options", "invalid_value"),
     ],
 )
 def test_what_is_not_understood_is_refused(body, status, param, code, client):
@@ -266,6 +273,68 @@ def test_what_is_not_understood_is_refused(body, status, param, code, client):
     assert found.status_code == status, error
     assert (error["code"] == code) and (error["param"] == param), error
     assert error["message"]
+
+
+def test_a_body_that_is_no_object_of_json_is_named_as_that(client):
+    def refused(data, kind="application/json"):
+        found = client.http.post(TEXT, content=data, headers={"content-type": kind})
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] is None
+        return found.json()["error"]["message"]
+
+    place = "the body is not JSON: key must be a string at line 1 column 2"
+    assert refused(b"{prompt: 1}") == place
+    assert refused(b"[1]") == "the body is JSON, but no object: expected {...}"
+    assert "recursion limit" in refused(b'{"prompt":' + b"[" * 50_000)
+    assert "more than 100,000 lists" in refused(b'{"prompt": [' + b"[5]," * 100_001 + b"[5]]}")
+    assert "out of range" in refused(b'{"seed": ' + b"1" * 5000 + b"}")
+    for kind in ("text/plain", "application/jsonx", ""):
+        assert "Content-Type: application/json" in refused(b'{"prompt": "x"}', kind)
+    accepted = {"content-type": "application/json; charset=utf-8"}
+    data = b'{"prompt": "x", "max_tokens": 1}'
+    assert client.http.post(TEXT, content=data, headers=accepted).status_code == 200
+
+
+LARGE = [
+    (TEXT, {"prompt": [[5]] * 20_000, "n": 128}),
+    (TEXT, {"prompt": "x" * 600_000}),
+    (TEXT, {"prompt": [5] * 200_000}),
+    (TEXT, {"prompt": [5] * 200_000, "stop": [5] * 200_000}),
+    (TEXT, {"prompt": "x", "logit_bias": {str(token): 1 for token in range(50_000)}}),
+    (TEXT, {"prompt": "x", **{f"name{number}": 1 for number in range(50_000)}}),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 600_000}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 20_000}),
+    (CHAT, {"messages": ASKED, "tools": [{}] * 50_000}),
+]
+
+
+def test_nothing_that_grows_with_a_request_runs_on_the_event_loop(folder):
+    """Calls of Python and of C are counted in the thread that all clients share, and what reads or
+    writes a body in one call is looked for by its name."""
+    counts, names = Counter(), set()
+
+    def note(frame, event, called):
+        if event in ("call", "c_call"):
+            counts[threading.get_ident()] += 1
+        if event == "c_call":
+            names.add((threading.get_ident(), called.__name__))
+
+    threading.setprofile(note)
+    try:
+        with running(folder / "base") as client:
+            loop = next(one.ident for one in threading.enumerate() if one.name.endswith("(run)"))
+            client.ok(TEXT, prompt="x", max_tokens=1)  # what is imported only once
+            client.chat("Hi", max_tokens=1)
+            for path, body in LARGE:
+                before = counts[loop]
+                assert client.post(path, **body)[0] == 400
+                parts = len(json.dumps(body)) / 100  # the bytes come in as they are sent
+                assert counts[loop] - before < 2000 + parts, (path, list(body))
+    finally:
+        threading.setprofile(None)
+    called = {name for thread, name in names if thread != loop}
+    assert {"from_json", "validate_python"} <= called
+    assert not {"from_json", "validate_python"} & {name for thread, name in names if thread == loop}
 
 
 def test_a_full_queue_refuses_with_the_time_to_wait(folder):
@@ -280,7 +349,9 @@ def test_a_full_queue_refuses_with_the_time_to_wait(folder):
             assert found.json()["error"]["code"] == "queue_full"
             assert [one.result()["usage"]["completion_tokens"] for one in slow] == [150] * 2
         assert client.ok(TEXT, prompt="x", max_tokens=1)
-        assert client.post(TEXT, prompt="x", n=3)[0] == 429  # more than there will ever be room
+        status, error = client.post(TEXT, prompt="x", n=3)  # waiting would not help
+        assert (status, error["error"]["param"]) == (400, "n")
+        assert client.post(CHAT, messages=ASKED, n=3)[0] == 400
 
 
 def test_a_key_and_this_machines_name_are_needed(folder):

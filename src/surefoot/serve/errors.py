@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -82,33 +80,14 @@ def of_user(_: Request, error: Exception) -> JSONResponse:
 
 
 def of_http(_: Request, error: Exception) -> JSONResponse:
-    """An address or a method that does not exist, or a body that is no JSON."""
+    """An address or a method that does not exist."""
     assert isinstance(error, HTTPException)
     found = ApiError(str(error.detail), status=error.status_code, headers=error.headers)
     return found.response
-
-
-def of_validation(_: Request, error: Exception) -> JSONResponse:
-    """A parameter that is unknown or has a wrong value."""
-    assert isinstance(error, RequestValidationError)
-    return of_error(error.errors()[0]).response
-
-
-def of_error(first: Mapping[str, Any]) -> ApiError:
-    """The first error of a validation."""
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(place) or None
-    if first["type"] == "extra_forbidden":
-        message = f"{name}: this server has no such parameter, and ignores none; remove it"
-        code = "unknown_parameter"
-    else:
-        message, code = f"{name or 'body'}: {first['msg']}", "invalid_value"
-    return ApiError(message, param=name, code=code)
 
 
 HANDLERS = {
     ApiError: of_api,
     SurefootError: of_user,
     HTTPException: of_http,
-    RequestValidationError: of_validation,
 }

@@ -3,13 +3,19 @@ the answer is named as such, and everything else is refused."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from ..generate.choosing import Chooser
 from ..generate.decode import Decode
@@ -18,12 +24,13 @@ from ..generate.live import Constraint, RowSettings
 from ..generate.requests import OpenResponse, Request, requests_of
 from ..generate.section import GenerateSection, with_options
 from .answers.prompt_ids import check_prompt, too_long
+from .body import WITHOUT_EFFECT, Body, Texts
 from .errors import ApiError
 from .running.engine import EngineThread
 from .running.models import ServedModel
 
 _SEEDS = 2**63
-_WITHOUT_EFFECT = "It has no effect on the answer."
+_TOKEN = re.compile("[0-9]{1,9}")
 
 
 class StreamOptions(BaseModel):
@@ -32,32 +39,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
-
-
-class Body(BaseModel):
-    """What every request may have."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    model: str | None = Field(default=None, max_length=4096)
-    user: str | None = Field(default=None, description=_WITHOUT_EFFECT)
-    metadata: dict[str, JsonValue] | None = Field(default=None, description=_WITHOUT_EFFECT)
-    store: bool | None = Field(default=None, description=_WITHOUT_EFFECT)
-    service_tier: str | None = Field(default=None, description=_WITHOUT_EFFECT)
-    safety_identifier: str | None = Field(default=None, description=_WITHOUT_EFFECT)
-    prompt_cache_key: str | None = Field(default=None, description=_WITHOUT_EFFECT)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_text(cls, value: Any) -> Any:
-        """JSON may have halves of surrogate pairs, which are no text."""
-        if not isinstance(value, dict):
-            return value
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text has half of a surrogate pair, which is no character") from None
-        return value
+    include_obfuscation: Literal[False] | None = Field(default=None, description=WITHOUT_EFFECT)
 
 
 class SamplingBody(Body):
@@ -70,10 +52,10 @@ class SamplingBody(Body):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(default=None, max_length=4096)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=4096, fail_fast=True)
     seed: int | None = Field(default=None, ge=-_SEEDS, lt=_SEEDS)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=256)
+    stop: str | Texts | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=256, fail_fast=True)
     ignore_eos: bool = False
     n: int | None = Field(default=None, ge=1, le=128)
     stream: bool | None = None
@@ -82,6 +64,15 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
 
     most_stops: ClassVar[int] = 64
+
+    @field_validator("stream_options")
+    @classmethod
+    def _check_options(
+        cls, value: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("it needs stream: true")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -97,7 +88,7 @@ class SamplingBody(Body):
     @classmethod
     def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token, bias in (value or {}).items():
-            if not token.isascii() or not token.isdigit() or not -100 <= bias <= 100:
+            if not _TOKEN.fullmatch(token) or not -100 <= bias <= 100:
                 raise ValueError("expected token ids with numbers from -100 to 100")
         return value
 
@@ -157,8 +148,8 @@ def rows_for(
     most: int | None,
     reported: Reported,
 ) -> list[tuple[Request, RowSettings]]:
-    """``n`` rows for each prompt. Raises ``ApiError``: a prompt is empty, is too long, or has ids
-    outside the vocabulary."""
+    """``n`` rows for each prompt; not for the event loop, as it grows with them. Raises
+    ``ApiError``: a prompt is empty, is too long, or has ids outside the vocabulary."""
     count = body.n or 1
     left = [_left(model, prompt, reported.param) for prompt in prompts]
     wanted = most or max(left)
@@ -176,7 +167,7 @@ def rows_for(
             model.after_settings,
         )
 
-    every = [prompt for prompt in prompts for _ in range(count)]
+    every = [ids for prompt in prompts for ids in [tuple(prompt)] * count]  # no copies
     allowed = [min(space, wanted) for space in left for _ in range(count)]
     found = requests_of(every, allowed, body.seed, max_new_tokens=wanted)
     return [(replace(request, index=engine.number()), settings()) for request in found]
@@ -188,7 +179,7 @@ def _left(model: ServedModel, prompt: Sequence[int], param: str) -> int:
     space = room(model.opened.model, prompt)
     left = min(model.longest - len(prompt), model.longest if space is None else space)
     if left <= 0:
-        raise too_long(model, prompt, param)
+        raise too_long(model, f"{len(prompt):,} tokens", param)
     return left
 
 

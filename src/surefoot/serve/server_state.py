@@ -45,12 +45,13 @@ class ServerState:
     ) -> AsyncIterator[AsyncIterator[tuple[int, Token]]]:
         """The tokens of ``rows`` as they come, each with the place of its row. Rows that are not
         complete when the block ends are dropped. Raises ``ServerBusyError``."""
-        self._check_room(len(rows))
+        self.check_room(len(rows))
         places = {request.index: place for place, (request, _) in enumerate(rows)}
         sink: Sink = asyncio.Queue()
         self.num_open += len(rows)
         started = time.monotonic()
-        self.metrics.prompt_tokens.inc(sum(map(len, {request.prompt for request, _ in rows})))
+        prompts = {id(request.prompt): len(request.prompt) for request, _ in rows}
+        self.metrics.prompt_tokens.inc(sum(prompts.values()))
         self.engine.submit(model.lane, rows, sink)
         try:
             yield self._tokens(sink, places, started)
@@ -62,7 +63,7 @@ class ServerState:
     async def compute(self, model: ServedModel, work: Callable[[], T]) -> T:
         """The result of ``work``, done with the weights of ``model`` between two steps. Raises
         ``ServerBusyError``."""
-        self._check_room(1)
+        self.check_room(1)
 
         def run() -> T:
             model.activate()
@@ -99,8 +100,16 @@ class ServerState:
         self.metrics.seconds.observe(seconds)
         self._seconds += _SHARE * (seconds - self._seconds)
 
-    def _check_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
+        """Raise ``ServerBusyError`` if there is no room for ``count`` responses now; ``ApiError``
+        if there never is. Asked before anything is made for them."""
         most = self.settings.max_batch + self.settings.max_waiting
+        if count > most:
+            raise ApiError(
+                f"the request is for {count:,} responses, and this server takes {most:,} at a "
+                "time; send fewer prompts, or a smaller n",
+                param="n",
+            )
         if self.num_open + count > most:
             waiting = max(0, self.num_open - self.settings.max_batch)
             rounds = 1 + waiting / self.settings.max_batch

@@ -16,6 +16,7 @@ from ...errors import DataError, SurefootError
 from ...inference.model_loading import LoadedModel
 from ..errors import ApiError
 from ..running.models import ServedModel
+from .prompt_ids import check_length
 from .response_text import ResponseText
 
 _MOST = 8  # templates with arguments that are kept
@@ -30,12 +31,12 @@ class ChatPrompt:
     tools: Sequence[JSON]
     is_thinking: bool  # it has begun a thought
 
-    def text(self, model: ServedModel) -> ResponseText:
-        """What takes a response apart."""
+    def text(self, model: ServedModel, *, is_forced: bool) -> ResponseText:
+        """What takes a response apart; ``is_forced``: it must be calls."""
         template = model.opened.template
         assert template is not None
         syntax = model.tool_syntax if self.tools else None
-        return ResponseText(template.thoughts, self.is_thinking, syntax, self.tools)
+        return ResponseText(template.thoughts, self.is_thinking, syntax, self.tools, is_forced)
 
 
 def prompt_of(
@@ -50,6 +51,8 @@ def prompt_of(
         raise ApiError(
             f"the model {model.name!r} has no chat template; use /v1/completions", param="messages"
         )
+    texts = (text for one in messages for text in _texts(one.get("content")))
+    check_length(model, sum(map(len, texts)), "messages")
     example = _read(messages, tools)
     if example.tools and model.tool_syntax is None:
         raise ApiError(f"tools: the chat template of {model.name!r} writes no tools", param="tools")
@@ -60,6 +63,12 @@ def prompt_of(
     first = opened.template.thoughts[0].strip()
     begun = model.exactly(ids[-_TAIL:]).rstrip().endswith(first)
     return ChatPrompt(ids, example.tools, begun)
+
+
+def _texts(content: object) -> list[str]:
+    parts = content if isinstance(content, list) else [content]
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return [text for text in found if isinstance(text, str)]
 
 
 def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Example:

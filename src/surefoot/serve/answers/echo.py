@@ -6,6 +6,7 @@ is answered. They are of the model's distribution. The first token follows nothi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,12 +59,12 @@ async def echoes_of(
         texts = [None]
     found = []
     for text, prompt in zip(texts, prompts, strict=True):
-        said = decode(prompt) if text is None else text
+        said = await asyncio.to_thread(decode, prompt) if text is None else text
         found.append(Echo(said, {}))
         if body.logprobs is not None:
             tokens = await _tokens(state, model, prompt, body.logprobs)
             as_ids = bool(body.return_tokens_as_token_ids)
-            found[-1] = _with_logprobs(model, said, tokens, as_ids=as_ids)
+            found[-1] = await asyncio.to_thread(_with_logprobs, model, said, tokens, as_ids=as_ids)
     return found
 
 

@@ -96,11 +96,10 @@ def _forced(tools: Sequence[JSON], choice: ToolChoice | None) -> Sequence[JSON]:
     if choice is None or choice in ("none", "auto"):
         return ()
     if not isinstance(choice, FunctionChoice):
-        found = list(tools)
-    else:
-        found = [tool for tool in tools if _name(tool) == choice.function.name]
+        return tools
+    found = [tool for tool in tools if _name(tool) == choice.function.name]
     if not found:
-        name = choice.function.name if isinstance(choice, FunctionChoice) else "one"
+        name = choice.function.name
         raise ApiError(f"tool_choice: tools has no function {name!r}", param="tool_choice")
     return found
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # an extra, and here only names
 _TAIL = 32  # last tokens of a response in which the end of a thought is looked for
 Grammar = Callable[[], Sequence[Constraint]]  # the constraints of one row
 FREE: Grammar = tuple
+# llguidance allows any amount of white space by default, and a model that was not trained on JSON
+# can write it until max_tokens. Here a separator has one space or none, as json.dumps writes it.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(eq=False)
@@ -112,7 +115,7 @@ def _tokenizer(model: ServedModel) -> LLTokenizer:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps({'x-guidance': _SPACES, **schema})}"
 
 
 def _function(tool: JSON) -> Mapping[str, Any]:

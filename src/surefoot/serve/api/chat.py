@@ -8,11 +8,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from starlette.responses import JSONResponse, Response
 
 from ...generate.live import RowSettings, Token
@@ -22,7 +22,7 @@ from ..answers.forced import ResponseFormat, ToolChoice, grammar_of
 from ..answers.response_text import ResponseText, TextPiece
 from ..answers.token_report import chat_entry
 from ..answers.usage import usage_of
-from ..errors import ApiError
+from ..body import WITHOUT_EFFECT, post, read
 from ..running.models import ServedModel
 from ..sampling import Reported, SamplingBody, rows_for
 from ..server_state import ServerState, unless_gone
@@ -35,17 +35,41 @@ Message = dict[str, JsonValue]
 class ChatCompletionBody(SamplingBody):
     """A conversation, and how its next response is sampled."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
-    tools: list[Message] | None = Field(default=None, max_length=512)
+    tools: list[Message] | None = Field(default=None, max_length=512, fail_fast=True)
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=100)
+    modalities: list[Literal["text"]] | None = Field(
+        default=None, min_length=1, max_length=1, description=WITHOUT_EFFECT
+    )
     chat_template_kwargs: dict[str, JsonValue] | None = Field(default=None, max_length=32)
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _check_most(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("max_tokens") is not None:
+            raise ValueError("it and max_tokens exclude each other; send one of them")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_alternatives(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and not info.data.get("logprobs"):
+            raise ValueError("it needs logprobs: true")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        if value not in (None, "none") and not info.data.get("tools"):
+            raise ValueError("it needs tools")
+        return value
 
     @property
     def most(self) -> int | None:
@@ -86,8 +110,10 @@ class Chat:
 
     def choices(self) -> list[ChatChoice]:
         """The responses, without tokens yet."""
+        is_forced = self.body.tool_choice not in (None, "none", "auto")
         return [
-            ChatChoice(self, place, self.prompt.text(self.model)) for place in range(len(self.rows))
+            ChatChoice(self, place, self.prompt.text(self.model, is_forced=is_forced))
+            for place in range(len(self.rows))
         ]
 
 
@@ -143,7 +169,7 @@ class ChatChoice:
         content = self.said.get("content", "")
         found: dict[str, object] = {
             "role": "assistant",
-            "content": None if self.calls and not content else content,
+            "content": content or (None if self.calls or self.text.is_forced else ""),
         }
         if "reasoning_content" in self.said:
             found["reasoning_content"] = self.said["reasoning_content"]
@@ -193,26 +219,26 @@ class ChatChoice:
 def routes(state: ServerState) -> APIRouter:
     """The address of conversations."""
     router = APIRouter()
-    router.post("/v1/chat/completions")(_create(state))
+    post(router, "/v1/chat/completions", ChatCompletionBody, _create(state))
     return router
 
 
 def _create(state: ServerState) -> Callable[..., object]:
-    async def create(body: ChatCompletionBody, http: HttpRequest) -> Response:
+    async def create(
+        body: Annotated[ChatCompletionBody, read(ChatCompletionBody)], http: HttpRequest
+    ) -> Response:
         """The next response to a conversation."""
         chat = await prepared(state, body)
         if body.stream:
             return await stream_of(_chunks(state, chat))
-        found = await unless_gone(http, _whole(state, chat))
-        return found if isinstance(found, Response) else JSONResponse(found)
+        return await unless_gone(http, _whole(state, chat))
 
     return create
 
 
 async def prepared(state: ServerState, body: ChatCompletionBody) -> Chat:
     """The request, ready to be answered. Raises ``ApiError``."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+    state.check_room(body.n or 1)
     model = await state.models.get_generating(body.model)
     prompt = await asyncio.to_thread(prompt_of, model, body.messages, body.offered, body.arguments)
     several = body.parallel_tool_calls is not False
@@ -227,11 +253,13 @@ async def prepared(state: ServerState, body: ChatCompletionBody) -> Chat:
         "messages",
         grammar,
     )
-    rows = rows_for(state.engine, model, body, [prompt.ids], body.most, reported)
+    rows = await asyncio.to_thread(
+        rows_for, state.engine, model, body, [prompt.ids], body.most, reported
+    )
     return Chat(model, body, prompt, rows)
 
 
-async def _whole(state: ServerState, chat: Chat) -> dict[str, object]:
+async def _whole(state: ServerState, chat: Chat) -> Response:
     """The answer in one piece."""
     choices = chat.choices()
     async with state.answering(chat.model, chat.rows) as tokens:
@@ -244,7 +272,7 @@ async def _whole(state: ServerState, chat: Chat) -> dict[str, object]:
     }
     if chat.body.return_token_ids:
         found["prompt_token_ids"] = list(chat.prompt.ids)
-    return found
+    return await asyncio.to_thread(JSONResponse, found)
 
 
 async def _chunks(state: ServerState, chat: Chat) -> Chunks:

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -16,9 +17,10 @@ from starlette.responses import JSONResponse, Response
 from ...generate.live import RowSettings, Token
 from ...generate.requests import Request
 from ..answers.echo import Echo, echoes_of
-from ..answers.prompt_ids import prompts_of
+from ..answers.prompt_ids import num_prompts, prompts_of
 from ..answers.token_report import completion_logprobs
 from ..answers.usage import usage_of
+from ..body import Prompts, post, read
 from ..errors import ApiError
 from ..running.models import ServedModel
 from ..sampling import Reported, SamplingBody, rows_for
@@ -32,7 +34,7 @@ _USUAL = 16  # tokens of a response, as OpenAI documents
 class CompletionBody(SamplingBody):
     """Texts or lists of token ids, and how each is continued."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompts
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     return_tokens_as_token_ids: bool | None = None
@@ -107,32 +109,36 @@ class Completion:
 def routes(state: ServerState) -> APIRouter:
     """The address of completions."""
     router = APIRouter()
-    router.post("/v1/completions")(_create(state))
+    post(router, "/v1/completions", CompletionBody, _create(state))
     return router
 
 
 def _create(state: ServerState) -> Callable[..., object]:
-    async def create(body: CompletionBody, http: HttpRequest) -> Response:
+    async def create(
+        body: Annotated[CompletionBody, read(CompletionBody)], http: HttpRequest
+    ) -> Response:
         """Continue a text, or token ids."""
         asked = await unless_gone(http, _prepared(state, body))
         if isinstance(asked, Response):
             return asked
         if body.stream:
             return await stream_of(_chunks(state, asked))
-        found = await unless_gone(http, _whole(state, asked))
-        return found if isinstance(found, Response) else JSONResponse(found)
+        return await unless_gone(http, _whole(state, asked))
 
     return create
 
 
 async def _prepared(state: ServerState, body: CompletionBody) -> Completion:
     _refuse(body)
+    state.check_room(num_prompts(body.prompt) * (body.n or 1))
     model = await state.models.get_generating(body.model)
     prompts = await asyncio.to_thread(prompts_of, model, body.prompt, "prompt")
     decode = model.plainly if body.skip_special_tokens else model.exactly
     reported = Reported(body.logprobs, decode, "prompt")
     most = _USUAL if body.max_tokens is None else body.max_tokens
-    rows = rows_for(state.engine, model, body, prompts, most, reported) if most else []
+    rows = []
+    if most:
+        rows = await asyncio.to_thread(rows_for, state.engine, model, body, prompts, most, reported)
     echoes = await echoes_of(state, model, body, prompts, decode) if body.echo else []
     return Completion(model, body, prompts, rows, echoes)
 
@@ -147,13 +153,14 @@ def _refuse(body: CompletionBody) -> None:
         raise ApiError("best_of: expected the value of n; all responses are given", param="best_of")
 
 
-async def _whole(state: ServerState, asked: Completion) -> dict[str, object]:
+async def _whole(state: ServerState, asked: Completion) -> Response:
     found: list[list[Token]] = [[] for _ in range(asked.num_choices)]
     async with state.answering(asked.model, asked.rows) as tokens:
         async for place, token in tokens:
             found[place].append(token)
     choices = [asked.choice(i, row, 0, is_first=True)[0] for i, row in enumerate(found)]
-    return {**asked.head, "choices": choices, "usage": asked.usage(sum(map(len, found)))}
+    answer = {**asked.head, "choices": choices, "usage": asked.usage(sum(map(len, found)))}
+    return await asyncio.to_thread(JSONResponse, answer)
 
 
 async def _chunks(state: ServerState, asked: Completion) -> Chunks:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse
 
+from ..body import post, read
 from ..server_state import ServerState
 
 
@@ -46,9 +47,9 @@ def routes(state: ServerState) -> APIRouter:
     router = APIRouter()
     router.get("/v1/models")(_list(state))
     router.get("/v1/models/{name:path}")(_card(state))
-    router.post("/v1/load_lora_adapter")(_load(state))
-    router.post("/v1/unload_lora_adapter")(_unload(state))
-    router.post("/v1/update_weights")(_update(state))
+    post(router, "/v1/load_lora_adapter", AdapterBody, _load(state))
+    post(router, "/v1/unload_lora_adapter", AdapterNameBody, _unload(state))
+    post(router, "/v1/update_weights", WeightsBody, _update(state))
     return router
 
 
@@ -70,7 +71,7 @@ def _card(state: ServerState) -> Callable[..., object]:
 
 
 def _load(state: ServerState) -> Callable[..., object]:
-    async def load(body: AdapterBody) -> PlainTextResponse:
+    async def load(body: Annotated[AdapterBody, read(AdapterBody)]) -> PlainTextResponse:
         """Serve the adapter in a folder of this machine under a name."""
         await state.models.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -79,7 +80,7 @@ def _load(state: ServerState) -> Callable[..., object]:
 
 
 def _unload(state: ServerState) -> Callable[..., object]:
-    async def unload(body: AdapterNameBody) -> PlainTextResponse:
+    async def unload(body: Annotated[AdapterNameBody, read(AdapterNameBody)]) -> PlainTextResponse:
         """Let an adapter go. Requests to it that have begun are answered."""
         await state.models.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
@@ -88,7 +89,7 @@ def _unload(state: ServerState) -> Callable[..., object]:
 
 
 def _update(state: ServerState) -> Callable[..., object]:
-    async def update(body: WeightsBody) -> dict[str, object]:
+    async def update(body: Annotated[WeightsBody, read(WeightsBody)]) -> dict[str, object]:
         """Serve the weights in a folder under a name, in place of those that came before them."""
         name = body.name or f"weights-{secrets.token_hex(4)}"
         is_adapter = body.kind == "adapter"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from starlette.responses import JSONResponse, Response
 
 from ...generate.live import Token
 from ..answers.response_items import Event, OutputItems, messages_of
-from ..errors import ApiError, of_error
-from ..sampling import Body
+from ..body import FIRST, Body, checked, post, read
+from ..errors import ApiError
 from ..server_state import ServerState, unless_gone
 from ..streaming import Chunks, stream_of
 from .chat import Chat, ChatChoice, ChatCompletionBody, prepared
@@ -41,7 +42,7 @@ class ReasoningBody(BaseModel):
 class ResponsesBody(Body):
     """What a response is made of."""
 
-    input: str | list[dict[str, JsonValue]]
+    input: str | Annotated[list[dict[str, JsonValue]], FIRST]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -74,10 +75,7 @@ class ResponsesBody(Body):
             "response_format": _form(self.text),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
-        try:
-            return ChatCompletionBody(**given)
-        except ValidationError as error:
-            raise of_error(error.errors()[0]) from None
+        return checked(ChatCompletionBody, given)
 
 
 @dataclass(eq=False)
@@ -136,29 +134,30 @@ class ResponseAnswer:
 def routes(state: ServerState) -> APIRouter:
     """The address of responses."""
     router = APIRouter()
-    router.post("/v1/responses")(_create(state))
+    post(router, "/v1/responses", ResponsesBody, _create(state))
     return router
 
 
 def _create(state: ServerState) -> Callable[..., object]:
-    async def create(body: ResponsesBody, http: HttpRequest) -> Response:
+    async def create(
+        body: Annotated[ResponsesBody, read(ResponsesBody)], http: HttpRequest
+    ) -> Response:
         """A response to a text, or to items."""
-        chat = await prepared(state, body.as_chat())
+        chat = await prepared(state, await asyncio.to_thread(body.as_chat))
         answer = ResponseAnswer(body, chat, chat.choices()[0])
         if body.stream:
             return await stream_of(_numbered(state, answer), has_names=True)
-        found = await unless_gone(http, _whole(state, answer))
-        return found if isinstance(found, Response) else JSONResponse(found)
+        return await unless_gone(http, _whole(state, answer))
 
     return create
 
 
-async def _whole(state: ServerState, answer: ResponseAnswer) -> dict[str, object]:
+async def _whole(state: ServerState, answer: ResponseAnswer) -> Response:
     async with state.answering(answer.chat.model, answer.chat.rows) as tokens:
         async for _, token in tokens:
             for _event in answer.add(token):
                 pass
-    return answer.object(answer.status)
+    return await asyncio.to_thread(JSONResponse, answer.object(answer.status))
 
 
 async def _numbered(state: ServerState, answer: ResponseAnswer) -> Chunks:

@@ -8,7 +8,7 @@ import secrets
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import APIRouter
@@ -22,13 +22,13 @@ from ...errors import DataError
 from ...inference.scoring import score
 from ..answers.prompt_ids import prompts_of
 from ..answers.usage import usage_of
+from ..body import Body, Prompts, Texts, post, read
 from ..errors import ApiError
 from ..running.models import ServedModel
-from ..sampling import Body
 from ..server_state import ServerState, unless_gone
 
 MOST = 2048  # texts of a request
-Text = str | list[str]
+Text = str | Texts
 
 
 class ScoreBody(Body):
@@ -51,7 +51,7 @@ class RerankBody(Body):
 class EmbeddingsBody(Body):
     """Texts or token ids."""
 
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
@@ -60,15 +60,15 @@ def routes(state: ServerState) -> APIRouter:
     """The addresses of numbers."""
     router = APIRouter()
     for path in ("/score", "/v1/score"):
-        router.post(path)(_score(state))
+        post(router, path, ScoreBody, _score(state))
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        router.post(path)(_rerank(state))
-    router.post("/v1/embeddings")(_embeddings(state))
+        post(router, path, RerankBody, _rerank(state))
+    post(router, "/v1/embeddings", EmbeddingsBody, _embeddings(state))
     return router
 
 
 def _score(state: ServerState) -> Callable[..., object]:
-    async def scores(body: ScoreBody, http: HttpRequest) -> Response:
+    async def scores(body: Annotated[ScoreBody, read(ScoreBody)], http: HttpRequest) -> Response:
         """The reward of each response by a reward model."""
         model = await _reward_model(state, body.model)
         found = await unless_gone(http, _rewards(state, model, _examples(body)))
@@ -84,7 +84,7 @@ def _score(state: ServerState) -> Callable[..., object]:
 
 
 def _rerank(state: ServerState) -> Callable[..., object]:
-    async def rerank(body: RerankBody, http: HttpRequest) -> Response:
+    async def rerank(body: Annotated[RerankBody, read(RerankBody)], http: HttpRequest) -> Response:
         """Responses to a prompt in the order of their rewards, the highest first."""
         model = await _reward_model(state, body.model)
         examples = [_example(body.query, text) for text in body.documents]
@@ -108,7 +108,9 @@ def _rerank(state: ServerState) -> Callable[..., object]:
 
 
 def _embeddings(state: ServerState) -> Callable[..., object]:
-    async def embeddings(body: EmbeddingsBody, http: HttpRequest) -> Response:
+    async def embeddings(
+        body: Annotated[EmbeddingsBody, read(EmbeddingsBody)], http: HttpRequest
+    ) -> Response:
         """The state of the last layer at the last token of each text, of length 1."""
         if body.dimensions is not None:
             raise ApiError(

@@ -73,10 +73,15 @@ class ServedModel:
         words = template.thoughts if template is not None else ()
         return any(token in word for token in special for word in words)
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Tokens that the model has logits for."""
         return int(self.opened.inner.config.get_text_config().vocab_size)
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Of a prompt: as many tokens as there may be, each the longest of the vocabulary."""
+        return self.longest * max(map(len, self.opened.tokenizer.get_vocab()))
 
     @property
     def card(self) -> dict[str, object]:
