@@ -215,6 +215,11 @@ def test_without_a_registry_a_name_says_what_else_could_be_named(tmp_path):
         Catalog(section(tmp_path, "sums")).entries  # noqa: B018
 
 
+def test_a_compressed_file_is_no_name_of_a_registry(tmp_path):
+    with pytest.raises(DataError, match=r"'rows.jsonl.gz': is compressed; .* gunzip rows.jsonl.gz"):
+        Catalog(section(tmp_path, "rows.jsonl.gz")).entries  # noqa: B018
+
+
 @pytest.mark.parametrize("named", ["pipe.jsonl", "./folder"])
 def test_a_pipe_is_not_waited_for(tmp_path, named):
     (tmp_path / "folder").mkdir()

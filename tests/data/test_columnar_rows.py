@@ -104,7 +104,7 @@ def test_a_null_that_somebody_wrote_stays(tmp_path):
     assert not notes
     found = examples(parquet(tmp_path / "rows.parquet", rows))[0]
     assert found[0][1].tool_calls[0]["arguments"] == {"name": "Rome", "zone": None}, "required"
-    assert "left out" in found[2][0]
+    assert "omitted" in found[2][0]
 
 
 def test_a_null_of_a_call_without_a_schema_is_named(tmp_path):
@@ -114,7 +114,7 @@ def test_a_null_of_a_call_without_a_schema_is_named(tmp_path):
     assert "kept" in notes[0]
     ((messages, _, notes), _) = examples(parquet(tmp_path / "rows.parquet", rows))
     assert messages[1].tool_calls[0]["arguments"] == {"city": "Rome"}
-    assert "left out" in notes[0]
+    assert "omitted" in notes[0]
 
 
 MIXED = [row(WEATHER, city="Rome", unit=None), row(ADD, x=2, y=[3]), row(WEATHER, city=7)]

@@ -54,6 +54,93 @@ def test_what_cannot_be_read_is_refused(folder, name, reason):
         find_files(folder / name)
 
 
+TRAIN, TEST, VALID = "train-00000-of-00001", "test-0", "validation"
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "left"),
+    [
+        ((TRAIN, TEST, VALID), (TRAIN,), "test-0.jsonl, validation.jsonl"),
+        (("train", "dev", "more"), ("train",), "dev.jsonl, more.jsonl"),
+        (("rows", "my_eval"), ("rows",), "my_eval.jsonl"),
+        (("data/training-1", "data/training-2", "data/val"), ("data/training-1", "data/training-2"),
+         "data/val.jsonl"),
+        (("train/0", "train/1", "test/0"), ("train/0", "train/1"), "test/0.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_splits_is_read_without_those_for_evaluation(tmp_path, names, kept, left):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"in": name}) + "\n")
+    (tmp_path / "README.md").write_text("---\n---\n")
+    source = find_files(tmp_path)
+    assert [row["in"] for row in source.rows()] == list(kept)
+    (remark,) = source.remarks
+    assert remark.endswith(f"; not {left}")
+    for split in {"test": TEST, "validation": VALID} if TEST in names else {}:
+        (row,) = find_files(tmp_path, split).rows()
+        assert row["in"] == {"test": TEST, "validation": VALID}[split]
+
+
+@pytest.mark.parametrize(
+    "names", [("a", "b"), ("train", "more"), ("test-1", "dev-2"), ("contest", "trains"), ("test",)]
+)
+def test_a_folder_without_such_a_choice_is_read_as_a_whole(tmp_path, names):
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    source = find_files(tmp_path)
+    assert len(list(source.rows())) == len(names)
+    assert source.remarks == ()
+
+
+def test_a_split_that_a_folder_does_not_have_is_named_with_those_that_it_has(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match="no split 'validation'; its files are of train, test"):
+        find_files(tmp_path, "validation")
+    with pytest.raises(DataError, match=r"train.jsonl has no splits, so not 'test'"):
+        find_files(tmp_path / "train.jsonl", "test")
+
+
+def test_folders_in_a_folder_are_named(tmp_path):
+    (tmp_path / "en").mkdir()
+    (tmp_path / "de").mkdir()
+    with pytest.raises(DataError, match="contains no files, but folders; name one: de, en"):
+        find_files(tmp_path)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 841823\n"
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt"])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (POINTER.encode(), "a pointer of Git LFS, not the file itself; get it: git lfs pull"),
+        (b"\x1f\x8b\x08\x00abc", "compressed by gzip; .* gunzip"),
+        (b"PK\x03\x04abcdefgh", "a ZIP archive or a sheet of Excel"),
+        (b"\xef\xbb\xbf<!DOCTYPE html><title>Sign in</title>", "a page of HTML"),
+        (b"\n<HTML>", "a page of HTML"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named_as_what_it_is(tmp_path, suffix, content, what):
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(content)
+    if suffix == ".txt" and "HTML" in what:
+        assert list(find_files(path).rows()), "somebody may want to train on it"
+        return
+    with pytest.raises(DataError, match=rf"rows\{suffix}: is {what}"):
+        list(find_files(path).rows())
+
+
+@pytest.mark.parametrize(("suffix", "unpack"), [(".gz", "gunzip"), (".zst", "unzstd")])
+def test_a_compressed_file_says_how_it_is_unpacked(tmp_path, suffix, unpack):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(b"abc")
+    with pytest.raises(DataError, match=rf"is compressed; unpack it first: {unpack} rows.jsonl"):
+        find_files(path)
+
+
 def test_a_file_that_goes_away_is_an_error(folder):
     source = find_files(folder / "a.jsonl")
     (folder / "a.jsonl").unlink()

@@ -103,7 +103,7 @@ def test_a_call_as_a_turn_of_its_own_has_flags_too(read, role):
 
 def test_a_part_of_a_turn_is_not_learnt_apart(read):
     parts = [{"type": "text", "text": "b", "loss": False}]
-    with pytest.raises(DataError, match="a turn is learnt as a whole"):
+    with pytest.raises(DataError, match="a turn is trained on as a whole"):
         read(turns(content=parts), formatting="openai")
 
 
@@ -129,7 +129,7 @@ def test_a_column_with_a_flag_for_each_turn_says_what_is_learnt(read, flag, lear
 def test_a_row_that_is_not_to_be_learnt_is_dropped(read, flag):
     rows = read(*[{**turns(content="b"), **flag}] * 12, formatting="openai")
     assert {row.is_dropped for row in rows} == {True}
-    assert rows[0].reason == f"the column {next(iter(flag))!r} says that it is not to be learnt"
+    assert rows[0].reason == f"the column {next(iter(flag))!r} says that it is not to be trained on"
 
 
 @pytest.mark.parametrize("flag", [{"loss_mask": [0, 1, 1]}, {"mask": [1, 0]}, {"loss_scale": 0.5}])

@@ -73,6 +73,7 @@ class DatasetStats:
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> examples
     cut: int = 0
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
+    notices: list[str] = field(default_factory=list)  # on how its source is read
     notes: dict[str, int] = field(default_factory=dict)  # note -> examples
     items: int = 0
     tokens: int = 0
@@ -93,6 +94,7 @@ class DatasetStats:
 
     def remarks(self) -> Iterator[str]:
         """What was not read, or not as it is; nothing if all is well."""
+        yield from self.notices
         if self.broken:
             yield f"{counted(len(self.broken), 'row')} cannot be read, such as {self.broken[0]}"
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
@@ -136,7 +138,7 @@ def _preview(
     entry = Catalog(recipe.data).entry(name)
     rows = read_examples(entry, max_samples=recipe.data.max_samples, max_broken_rows=UNLIMITED)
     wanted = islice(rows, min(limits)) if limits else rows
-    stats = DatasetStats(name)
+    stats = DatasetStats(name, notices=list(entry.source.remarks))
     while batch := list(islice(wanted, BATCH)):
         _add(stats, recipe, codec, batch, count)
     stats.all_rows = next(rows, None) is None

@@ -114,7 +114,7 @@ def find(encoding: Encoding) -> EncodedData | None:
         cached = cache.find(encoding.root, encoding.key(entry, entry.source.content_hash()))
         if cached is None:
             return None
-        report = report_from(cached.report, entry.name)
+        report = report_from(cached.report, entry.name, entry.source.remarks)
         loaded[entry.name] = _Loaded(cached.store, report, encoding.drawn.get(entry.name))
     return _arranged(encoding, loaded)
 
@@ -224,7 +224,7 @@ def _load(entry: DatasetEntry, encoding: Encoding, content: str) -> _Loaded:
     cached = load_or_build(encoding.root, encoding.key(entry, content), build)
     seconds = f"encoded in {time.monotonic() - start:.1f} s"
     logger.info("%s: %s", entry.name, seconds if cached.is_new else "loaded from the cache")
-    report = report_from(cached.report, entry.name)
+    report = report_from(cached.report, entry.name, entry.source.remarks)
     if len(report.broken) > section.max_broken_rows:
         raise too_many_broken(entry.name, report.broken, section.max_broken_rows)
     return _Loaded(cached.store, report, drawn)

@@ -20,7 +20,7 @@ from ..example import Example
 from ..section import DataSection
 from .formats.fields import nearest
 from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_registry
-from .row_sources import BrokenRow
+from .row_sources import PACKED, BrokenRow
 from .rows import read_examples
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -72,6 +72,13 @@ class Catalog:
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
+        suffixes = [suffix.lower() for suffix in Path(source).suffixes]
+        if suffixes[-1:] and suffixes[-1] in PACKED and {*suffixes} & {*DATA_FILES}:
+            unpack = PACKED[suffixes[-1]]
+            raise DataError(
+                f"dataset {source!r}: is compressed; unpack it, and name what comes out: {unpack} "
+                f"{source}"
+            )
         if files.exists(near := folder / source) and source not in (".", ".."):
             return DataError(f"dataset {source!r}: no such file here; did you mean {near}?")
         if "/" in source or Path(source).suffix.lower() in DATA_FILES:

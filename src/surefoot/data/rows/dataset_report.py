@@ -28,6 +28,7 @@ class DatasetReport:
     tokens: int = 0
     trained_tokens: int = 0  # that carry a label
     unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
+    remarks: tuple[str, ...] = ()  # on how its source is read
     notes: Mapping[str, int] = field(default_factory=dict)  # note -> how many examples have it
 
     def lines(self) -> Iterator[str]:
@@ -35,6 +36,8 @@ class DatasetReport:
         rows, examples = counted(self.rows, "row"), counted(self.items, "example")
         tokens = f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained"
         yield f"{self.name}: {rows}, {examples}, {tokens}"
+        for remark in self.remarks:
+            yield f"{self.name}: {remark}"
         if self.broken:
             yield f"{self.name}: broken rows: {len(self.broken):,}"
             yield from shown(self.broken)
@@ -63,18 +66,21 @@ class EncodingReport:
             yield f"examples held out for evaluation: {self.held_out:,}"
 
 
-def report_from(saved: JSON, name: str) -> DatasetReport:
+def report_from(saved: JSON, name: str, remarks: tuple[str, ...] = ()) -> DatasetReport:
     """The report stored in a folder of the cache, with the dataset's current name."""
     fields: dict[str, Any] = dict(saved)
     broken = tuple(BrokenRow(**row) for row in fields["broken"])
     unread = tuple(fields.get("unread", ()))
-    return DatasetReport(**{**fields, "broken": broken, "unread": unread, "name": name})
+    return DatasetReport(
+        **{**fields, "broken": broken, "unread": unread, "name": name, "remarks": remarks}
+    )
 
 
 def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
     """The report of two consecutive parts of a dataset."""
     return DatasetReport(
         name=one.name,
+        remarks=one.remarks or more.remarks,
         rows=one.rows + more.rows,
         broken=one.broken + more.broken,
         dropped=dict((Counter(one.dropped) + Counter(more.dropped)).most_common()),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies
 
@@ -40,6 +40,7 @@ class Hub:
     subset: str | None = None
     split: str = "train"
     folder: str | None = None
+    remarks: ClassVar[tuple[str, ...]] = ()
 
     def __str__(self) -> str:
         return f"{self.url} ({self.hub})"

@@ -29,6 +29,21 @@ NULS: dict[
     (False, True, True, True): "UTF-32LE",
     (True, True, True, False): "UTF-32BE",
 }
+_AGAIN = "; download the file itself"
+KINDS = {  # by the first bytes, and what to do about it
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; get it: git lfs pull",
+    b"<!doctype": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
+    b"<html": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
+    b"<?xml": f"XML, such as the error of a server{_AGAIN}",
+    b"\x1f\x8b": "compressed by gzip; add .gz to its name and unpack it: gunzip",
+    b"(\xb5/\xfd": "compressed by Zstandard; add .zst to its name and unpack it: unzstd",
+    b"BZh": "compressed by bzip2; add .bz2 to its name and unpack it: bunzip2",
+    b"PK\x03\x04": "a ZIP archive or a sheet of Excel; unpack it, or save it as CSV",
+    b"%PDF-": "a PDF; write its text into a file",
+    b"PAR1": "a Parquet file; end its name in .parquet",
+    b"ARROW1": "an Arrow file; end its name in .arrow",
+    b"SQLite format 3": "an SQLite database; write its rows into a file",
+}
 TOKEN = 32  # longer than any JSON token but a string or number
 SPACE = re.compile(r"[ \t\r\n]*")
 WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
@@ -84,10 +99,23 @@ def read_json(path: Path) -> Iterator[Line]:
     return read_jsonl(path)
 
 
-def check_encoding(path: Path) -> None:
-    """Raises ``DataError``: the text is UTF-16 or UTF-32 that decodes as UTF-8, with NULs."""
+def check_kind(path: Path) -> bytes:
+    """The first bytes of a file. Raises ``DataError``: by these it is another kind of file."""
     with path.open("rb") as file:
-        kind = NULS.get(tuple(byte == 0 for byte in file.read(4)))
+        start = file.read(64)
+    text = start.removeprefix(BOM).lstrip()
+    own = {".parquet": b"PAR1", ".arrow": b"ARROW1", ".txt": b"<"}.get(path.suffix.lower(), b"\0")
+    for mark, kind in KINDS.items():
+        is_that = text.lower().startswith(mark) if mark[:1] == b"<" else start.startswith(mark)
+        if is_that and not mark.startswith(own):
+            raise DataError(f"{path}: is {kind}")
+    return start
+
+
+def check_encoding(path: Path) -> None:
+    """Raises ``DataError``: the file is no text, or the text is UTF-16 or UTF-32 that decodes as
+    UTF-8, with NULs."""
+    kind = NULS.get(tuple(byte == 0 for byte in check_kind(path)[:4]))
     if kind is not None:
         raise DataError(f"{path}: line 1: NUL bytes beside every letter; {_convert(kind)}")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import DataError, counted
 from .formats.fields import Row
 from .formats.nulls import Struct
-from .json_rows import Line, check_encoding, not_utf8, read_json, read_jsonl, text_lines
+from .json_rows import Line, check_encoding, check_kind, not_utf8, read_json, read_jsonl, text_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -53,6 +53,7 @@ def read_parquet(path: Path) -> Iterator[Line]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    check_kind(path)
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=ROWS):
@@ -65,6 +66,7 @@ def read_arrow(path: Path) -> Iterator[Line]:
     """The rows of an Arrow file, in its indexed or its streaming form."""
     import pyarrow as pa
 
+    check_kind(path)
     try:
         with pa.memory_map(str(path)) as file:
             is_indexed = file.read(6) == b"ARROW1"

@@ -33,7 +33,7 @@ from ...storage.hubs.file_download import (
     request,
 )
 from .formats.fields import Row
-from .row_sources import BrokenRow, Files
+from .row_sources import BrokenRow, Files, split_of
 
 logger = logging.getLogger(__name__)
 HTTP = ("http", "https")
@@ -62,6 +62,11 @@ class RemoteFiles:
     def stamp(self) -> str:
         """Changes when a file is downloaded again."""
         return self._local.stamp()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is not read of a folder."""
+        return self._local.remarks
 
     @cached_property
     def _local(self) -> Files:
@@ -182,6 +187,11 @@ def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
             failures.append(f"{type(error).__name__}: {error}")
             continue
         rows = [e for e in found if Path(e["name"]).suffix.lower() in DATA_FILES]
+        splits = {split_of(e["name"].rpartition("/")[2]) for e in rows}
+        if "train" in splits:  # the same as of a folder here
+            rows = [e for e in rows if split_of(e["name"].rpartition("/")[2]) == "train"]
+        elif None in splits:
+            rows = [e for e in rows if split_of(e["name"].rpartition("/")[2]) is None]
         kinds = {Path(entry["name"]).suffix.lower() for entry in rows}
         if len(kinds) != 1:
             raise HubError(f"expected files of one kind, found {', '.join(sorted(kinds)) or None}")

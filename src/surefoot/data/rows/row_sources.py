@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,22 @@ from typing import Any, Protocol
 
 import xxhash
 
-from ...errors import DataError
+from ...errors import DataError, counted
 from ...schema.locations import matches
 from ...storage import files
 from .formats.fields import Row
 from .readers import READERS
 
+SPLIT_NAMES = ("train", "validation", "test")
+# As the hub knows them: a word of its own in the name of a file, or of a folder of files.
+SPLIT = re.compile(
+    r"(?:^|[-._ /0-9])(?:(train|training)|(validation|valid|dev|val)|"
+    r"(test|testing|eval|evaluation))(?=[-._ /0-9]|$)",
+    re.IGNORECASE,
+)
+# Files beside those with rows, in a folder that was downloaded from a hub.
+COMPANIONS = re.compile(r"readme(\.\w+)?|licen[sc]e(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)
+PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of Dataset and DatasetDict.save_to_disk
 CHUNK = 1 << 22  # bytes that are hashed at a time
 
@@ -33,6 +44,10 @@ class BrokenRow:
 class RowSource(Protocol):
     """A source of rows."""
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How it is read, where that is not plain."""
+
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the source cannot be read at all."""
 
@@ -48,6 +63,7 @@ class Files:
     """Files of one kind, read one after another."""
 
     paths: tuple[Path, ...]
+    remarks: tuple[str, ...] = ()  # what is not read of a folder
 
     def __str__(self) -> str:
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
@@ -96,20 +112,56 @@ def find_files(path: Path, split: str | None = None) -> Files:
     """The file at ``path``, or the files of the folder there, which must be of one kind, or those
     of a ``split`` of datasets that were saved to the folder."""
     if files.exists(path / SPLITS):
-        path = path / _known_split(path, split)
-    elif split not in (None, "train"):
-        raise DataError(f"{path} has no splits, so not {split!r}; leave split out")
+        path, split = path / _known_split(path, split), None
     if files.exists(path / SAVED):
         return Files(_saved(path))
-    paths = _paths_at(path)
+    paths, remarks = _of_split(_paths_at(path), path, split)
     kinds = {p.suffix.lower() for p in paths}
     if len(kinds) > 1:
         what = f"folder {path} contains" if files.is_folder(path) else f"{path} matches"
         raise DataError(f"{what} files of several kinds: {', '.join(sorted(kinds))}")
     if not kinds <= READERS.keys():
         known = ", ".join(kind[1:] for kind in READERS)
+        if (unpack := PACKED.get(paths[0].suffix.lower())) is not None:
+            raise DataError(f"{paths[0]}: is compressed; unpack it first: {unpack} {paths[0].name}")
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
-    return Files(tuple(paths))
+    return Files(tuple(paths), remarks)
+
+
+def _of_split(
+    paths: list[Path], folder: Path, split: str | None
+) -> tuple[list[Path], tuple[str, ...]]:
+    """The files of a ``split``, by their names; what is to be trained on if none is wanted: no
+    files of a split for evaluation. All files if there are no splits."""
+    in_folder = paths if files.is_folder(folder) else []
+    found = {path: split_of(str(path.relative_to(folder))) for path in in_folder}
+    names = set(found.values()) - {None}
+    if split is not None and names:
+        if split not in names:
+            raise DataError(f"{folder}: no split {split!r}; its files are of {_words(names)}")
+        return [path for path in paths if found[path] == split], ()
+    if split not in (None, "train"):
+        raise DataError(f"{folder} has no splits, so not {split!r}; leave split out")
+    wanted = "train" if "train" in names else None
+    others = [path for path, name in found.items() if name not in (wanted, None)]
+    if not others or len(others) == len(paths):
+        return paths, ()
+    kept = [path for path in paths if found[path] == wanted]
+    left = ", ".join(str(path.relative_to(folder)) for path in paths if path not in kept)
+    return kept, (
+        f"{counted(len(kept), 'file')} of {folder} {'is' if len(kept) == 1 else 'are'} read, "
+        f"which {'are' if wanted is None else 'train has'}; not {left}",
+    )
+
+
+def split_of(name: str) -> str | None:
+    """The split that the name of a file is of, as on a hub; None if of none."""
+    match = SPLIT.search(name)
+    return SPLIT_NAMES[match.lastindex - 1] if match and match.lastindex else None
+
+
+def _words(names: Iterable[str | None]) -> str:
+    return ", ".join(name for name in SPLIT_NAMES if name in names)
 
 
 def _paths_at(path: Path) -> list[Path]:
@@ -120,13 +172,24 @@ def _paths_at(path: Path) -> list[Path]:
             raise DataError(f"no file or folder {path}")
         return found
     if files.is_folder(path):
-        found = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
-        if not found:
-            raise DataError(f"folder {path} contains no files")
-        return found
+        found = _visible(path)
+        if found and not all(COMPANIONS.fullmatch(p.name) for p in found):
+            return [p for p in found if not COMPANIONS.fullmatch(p.name)]
+        inner = [p for p in sorted(path.iterdir()) if files.is_folder(p) and p.name[0] != "."]
+        known = [p for p in inner if p.name == "data" or split_of(p.name)]
+        if known and (found := [each for folder in known for each in _visible(folder)]):
+            return found
+        if inner:
+            names = ", ".join(p.name for p in inner)
+            raise DataError(f"folder {path} contains no files, but folders; name one: {names}")
+        raise DataError(f"folder {path} contains no files")
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder; write its rows to a file first")
     return [path]
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_file() and not p.name.startswith("."))
 
 
 def _known_split(folder: Path, split: str | None) -> str:

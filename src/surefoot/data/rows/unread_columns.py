@@ -63,7 +63,7 @@ def flagged(
 ) -> tuple[Example, set[str]]:
     """The example with what its row's columns say of its turns (``"loss_mask": [0, 0, 0, 1]``), and
     the names of these columns. Raises ``DataError``: such a column has no obvious meaning, or says
-    that the row is not to be learnt."""
+    that the row is not to be trained on."""
     names = set[str]()
     for name in row:
         if name in read or row[name] in EMPTY or not LEARNING.search(name):
@@ -80,7 +80,7 @@ def flagged(
                 f"got {shown(value)}; remove the column to train on every response"
             )
         if not is_list and trains(name, value) is False:
-            raise NothingToLearnError(f"the column {name!r} says that it is not to be learnt")
+            raise NothingToLearnError(f"the column {name!r} says that it is not to be trained on")
         names.add(name)
         example = replace(example, messages=messages)
     return example, names

@@ -52,6 +52,7 @@ class RowSequence:
     source: str  # where they are, for errors
     read: Callable[[], Iterator[Row]]  # from the beginning
     stamp: Callable[[], str]  # changes whenever the rows may have changed
+    remarks: tuple[str, ...] = ()  # on how the source is read
 
 
 def rows_of(
@@ -63,7 +64,8 @@ def rows_of(
         limit = entry.limit(section.max_samples)
         return read_examples(entry, max_samples=limit, max_broken_rows=section.max_broken_rows)
 
-    return RowSequence(entry.name, str(entry.source), read, lambda: key(entry.source.stamp()))
+    source = entry.source
+    return RowSequence(entry.name, str(source), read, lambda: key(source.stamp()), source.remarks)
 
 
 def find_shard(folder: Path, number: int, repair: Repair | None = None) -> Cached | None:
@@ -97,7 +99,11 @@ def encode_shards(
     shard. Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no
     trained tokens."""
     rows = _Rows(source.read())
-    stamp, number, total = source.stamp(), 0, DatasetReport(name=source.name)
+    stamp, number, total = (
+        source.stamp(),
+        0,
+        DatasetReport(name=source.name, remarks=source.remarks),
+    )
 
     def build(writer: Writer) -> JSON:
         encoder = Encoder(source.name, encode, writer, first_row=total.rows)

@@ -48,6 +48,7 @@ class _Checker:
     ) -> Reading:
         """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
         reading = Reading(DatasetFigures(entry.name, is_evaluation), len(self._hashes))
+        reading.figures.remarks = list(entry.source.remarks)
         most = entry.limit(self._recipe.data.max_samples) if chosen is None else None
         rows = read_examples(entry, max_samples=most, max_broken_rows=UNLIMITED, chosen=chosen)
         started = time.monotonic()

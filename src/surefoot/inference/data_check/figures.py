@@ -63,6 +63,7 @@ class DatasetFigures:
     cut: Counted = field(default_factory=Counted)
     dropped: dict[str, Counted] = field(default_factory=dict)  # by reason
     odd: dict[str, Counted] = field(default_factory=dict)  # by what is odd
+    remarks: list[str] = field(default_factory=list)  # on how its source is read
     notes: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
     labels: Counter[bool] = field(default_factory=Counter)  # of kto

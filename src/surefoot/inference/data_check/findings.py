@@ -66,6 +66,8 @@ def _of_dataset(figures: DatasetFigures) -> Iterator[Finding]:
         yield found(level, "rows that resemble an earlier one", similar.count, similar.rows, _TWICE)
     yield from _of_lengths(figures)
     yield from _of_responses(figures)
+    for remark in figures.remarks:
+        yield found("note", remark, figures.rows, (), "")
     for note, counted in figures.notes.items():
         yield found("note", f"rows with {note}", counted.count, counted.rows, "")
     if figures.unread:

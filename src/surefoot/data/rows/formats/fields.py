@@ -20,7 +20,7 @@ TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # TRL's column, of rows of every fo
 
 class NothingToLearnError(DataError):
     """A row that is not broken, but has a null where its value belongs, or says itself that it is
-    not to be learnt. Such rows are dropped and counted, however many there are."""
+    not to be trained on. Such rows are dropped and counted, however many there are."""
 
 
 def text(row: Row, column: str | None) -> str | None:

@@ -16,8 +16,8 @@ from .fields import Row, structure
 
 Parameters = Mapping[str, tuple[Collection[str], Collection[str]]]  # function -> all, required
 MEANT = ("default", "const", "example", "examples")  # keys of a schema that may have a null
-LEFT_OUT = (
-    "nulls in arguments of calls, or as defaults of schemas, left out, as a columnar file adds "
+OMITTED = (
+    "nulls in arguments of calls, or as defaults of schemas, omitted, as a columnar file adds "
     "them; if they are meant, store calls and schemas as JSON text"
 )
 KEPT = (
@@ -84,7 +84,7 @@ def _schema(value: object, is_exported: bool, notes: dict[str, None], key: str =
     for name, each in value.items():
         is_free = name in MEANT and key != "properties"
         if each is None and is_free and is_added:
-            notes[LEFT_OUT] = None
+            notes[OMITTED] = None
         if each is not None or (is_free and not is_added):
             made[name] = _schema(each, is_exported, notes, name)
     return made
@@ -126,7 +126,7 @@ def _is_meant(
     if known is not None and (argument not in known[0] or argument in known[1]):
         return argument in known[1]
     if is_added or known is None:
-        notes[LEFT_OUT if is_added else KEPT] = None
+        notes[OMITTED if is_added else KEPT] = None
     return not is_added
 
 

@@ -34,7 +34,7 @@ MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
 EMPTY: tuple[object, ...] = (None, "", [], {})
-# Names that speak of what is learnt; "constrain", "glossary" and "learner" do not.
+# Names that speak of what is trained on; "constrain", "glossary" and "learner" do not.
 LEARNING = re.compile(r"(?<!s)train|(?<![bgf])loss|mask|weight|learn(?!er|ing)", re.IGNORECASE)
 # Of these, without "_" and capitals, the ones that other trainers read: 1 trains on a turn ...
 _TRAINS = re.compile(
@@ -239,7 +239,7 @@ def _content(value: object, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise DataError(f"{where}: only text parts are supported, got {shown(part)}")
         if _learn(part, where) is not None:
-            raise DataError(f"{where}: a turn is learnt as a whole, got {shown(part)}; {_CURE}")
+            raise DataError(f"{where}: a turn is trained on as a whole, got {shown(part)}; {_CURE}")
     return "".join(_part(part, where) for part in value)
 
 
