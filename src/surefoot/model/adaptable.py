@@ -8,11 +8,14 @@ its adapter, so that a model can be read before and after PEFT has wrapped it.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -22,7 +25,17 @@ from ..errors import RecipeError
 
 HEAD = "the output head"
 ROUTER = "a router"
+UNREACHED = "text does not pass through it"
 READ = "its layer reads the weight itself, past any adapter"
+# what an architecture raises that needs values when it is made, or called
+_NEEDS_VALUES = (
+    RuntimeError,
+    NotImplementedError,
+    AttributeError,
+    IndexError,
+    TypeError,
+    ImportError,
+)
 _WRAPPER = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.|$)")
 _ADDED = re.compile(r"\.(lora_\w+|oft_\w+|modules_to_save|trainable_tokens_\w+)\.")
 _ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
@@ -56,7 +69,7 @@ def is_added(name: str) -> bool:
 def matrices(model: PreTrainedModel) -> list[Matrix]:
     """All matrices of ``model``, in its order."""
     modules, routers = _modules(model), router_names(model)
-    head = model.get_output_embeddings()
+    head, unreached = model.get_output_embeddings(), unreached_by_text(model)
     found = []
     for name, module in modules.items():
         if isinstance(module, nn.Linear | Conv1D):
@@ -64,7 +77,39 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
             why, can = _left_out(name, module, parent, routers, is_head=module is head)
             found.append(Matrix(f"{name}.weight", left_out=why, is_adaptable=can))
         found += [Matrix(f"{name}.{own}", is_fused=True) for own, _ in _fused(name, module)]
-    return found
+    return [
+        replace(m, left_out=UNREACHED, is_adaptable=False) if m.name in unreached else m
+        for m in found
+    ]
+
+
+def unreached_by_text(model: PreTrainedModel) -> Collection[str]:
+    """The parameters of ``model`` that get no gradient from a row of text, such as those of a tower
+    for pictures: found on its meta twin, so that they are the same whatever the model holds.
+    Nothing, where it reads nothing but text, or computes with values that a meta tensor lacks."""
+    kind: type = type(model)
+    if model.input_modalities in ("text", ("text",)):
+        return ()
+    return _without_gradient(kind, model.config.to_json_string(use_diff=False))
+
+
+@cache
+def _without_gradient(kind: type, config: str) -> Collection[str]:
+    """The parameters of a ``kind`` of model without a gradient; seconds for a large one."""
+    settings, made_by = json.loads(config), cast("type[PreTrainedModel]", kind)
+    try:
+        with torch.device("meta"):
+            twin = made_by._from_config(
+                made_by.config_class.from_dict(settings),
+                dtype=torch.bfloat16,
+                attn_implementation="eager",
+            ).requires_grad_(True)
+            ids, mask = torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 1, 8, 8)
+            rows = {"input_ids": ids, "attention_mask": mask.bfloat16(), "use_cache": False}
+            twin(**rows).logits.sum().backward()
+    except _NEEDS_VALUES:
+        return ()
+    return {name for name, parameter in twin.named_parameters() if parameter.grad is None}
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .adaptable import ROUTER, Matrix, matrices, names_of_parts
+from .adaptable import ROUTER, UNREACHED, Matrix, matrices, names_of_parts
 from .targets import endings, linear_names
 
 LORA = "method.lora.targets"  # the setting that names targets
@@ -93,10 +93,11 @@ def _named(
 ) -> dict[str, bool]:
     """The parameters called ``target`` -> whether PEFT must take them as parameters."""
     found = {}
-    for matrix in known:
-        if _matches(matrix.target, target):
-            _check_adaptable(matrix, target, key)
-            found[matrix.name] = matrix.is_fused
+    called_so = [matrix for matrix in known if _matches(matrix.target, target)]
+    reached = [matrix for matrix in called_so if matrix.left_out != UNREACHED]
+    for matrix in reached or called_so:  # a tower for pictures may have layers of the same names
+        _check_adaptable(matrix, target, key)
+        found[matrix.name] = matrix.is_fused
     for fused, parts in names_of_parts(model, [m.name for m in known if m.is_fused]).items():
         if target in parts:
             _check_complete(target, fused, parts, targets, key)

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from .adaptable import ROUTER, adapted, is_added, matrices, plain_name, router_names
+from .adaptable import (
+    ROUTER,
+    UNREACHED,
+    adapted,
+    is_added,
+    matrices,
+    plain_name,
+    router_names,
+    unreached_by_text,
+)
 from .pretrained.quantized import num_elements
 
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
@@ -35,7 +44,7 @@ def coverage(
     alternates = {p for name, p in model.named_parameters() if name in in_turn}
     layers = adapted(model) if model is not inner else {}
     updated = {name for name, layer in layers.items() if _has_trained(layer)}
-    why = _reasons(inner, has_adapter=bool(layers))
+    why, unreached = _reasons(inner, has_adapter=bool(layers)), unreached_by_text(inner)
     sizes: dict[tuple[str, str], dict[str, int]] = {}
     for wrapped, parameter in inner.named_parameters():
         if is_added(wrapped):
@@ -46,6 +55,8 @@ def coverage(
         trained = ADAPTER if name in updated else full if is_full else f"no: {why[name]}"
         if ".token_adapter." in wrapped:
             trained = NEW_TOKENS
+        if name in unreached:
+            trained = f"no: {UNREACHED}"
         place, leaf = _place(name, parameter)
         group = sizes.setdefault((place, trained), {})
         group[leaf] = group.get(leaf, 0) + num_elements(parameter)
