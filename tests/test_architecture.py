@@ -37,6 +37,13 @@ TORCH_FREE = (
     "checkpoint/disk/manifest",
 )
 
+# Files of runs and of strangers' folders are read here, through the one door of `storage.files`.
+BEHIND_THE_DOOR = ("board", "serve", "recipe", "cli/runs", "cli/watch", "cli/rollouts")
+BEHIND_THE_DOOR += ("callbacks/follower", "callbacks/launches", "callbacks/training_process")
+BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
+BEHIND_THE_DOOR += ("sweep/files", "sweep/trial_process")
+OPENING = {"open", "read_text", "read_bytes", "fdopen"}
+
 KNOW_THE_RECIPE = {"recipe", "run", "sweep", "inference", "forecast", "board", "serve", "cli"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs
@@ -149,6 +156,18 @@ def test_nothing_is_unpickled_and_nothing_is_left_for_later():
         for word in ("torch.load(", "torch.save(", "import pickle", "TODO", "FIXME"):
             assert word not in text, f"{file.name}: {word}"
         assert part(file) == "cli" or not re.search(r"(?<![\w.])print\(", text), file.name
+
+
+def test_what_a_stranger_may_have_written_is_opened_through_one_door():
+    """``storage.files`` follows no link in it, reads regular files only, and knows a limit."""
+    for file, tree in FILES.items():
+        if not str(file.relative_to(ROOT).with_suffix("")).startswith(BEHIND_THE_DOOR):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                is_open = name == "open" or ("." in name and name.rpartition(".")[2] in OPENING)
+                assert not is_open or "/proc/" in name, f"{file}:{node.lineno}: {name}"
 
 
 def test_only_these_rooms_know_the_recipe():

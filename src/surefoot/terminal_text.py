@@ -1,4 +1,5 @@
-"""Text of others on a terminal: nothing in it that the terminal could act on.
+"""Text of others on a terminal: nothing in it that the terminal could act on; and values of others
+in JSON: nothing in it that a reader of JSON could not take.
 
 Datasets, models and names of files may contain escape sequences, which move the cursor, set the
 title or answer for the user, and marks that turn the direction of writing. Every error, log line
@@ -8,12 +9,18 @@ and table goes through here.
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Mapping
+from typing import Any
 
 # Control characters (C0, DEL, C1) but tab and newline; separators of lines that are no newline;
 # marks of the direction of writing (Unicode standard annex 9); halves of characters.
 _ACTING = re.compile(
     "[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]"
 )
+_HALVES = re.compile("[\ud800-\udfff]")
+MAX_DEPTH = 64  # of values; Python's and pydantic's writers of JSON end at some hundred
+_LARGEST = sys.float_info.max  # an integer of thousands of digits cannot be printed
 
 
 def visible(text: str) -> str:
@@ -27,6 +34,22 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     r"""The same, with tabs and newlines written as ``\t`` and ``\n``."""
     return visible(text).replace("\t", "\\t").replace("\n", "\\n")
+
+
+def plain(value: object, depth: int = 0) -> Any:
+    """``value`` as JSON that every program can read, whatever file it comes from: no halves of
+    characters, numbers that are finite and short, and nesting of at most ``MAX_DEPTH``."""
+    if isinstance(value, Mapping | list | tuple) and depth == MAX_DEPTH:
+        return "…"
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, str):
+        return _HALVES.sub("\ufffd", value)
+    if isinstance(value, int | float):
+        return value if -_LARGEST <= value <= _LARGEST else None
+    return value
 
 
 def duration(seconds: float) -> str:

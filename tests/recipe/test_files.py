@@ -64,7 +64,9 @@ def test_the_folder_of_a_run_leads_to_the_recipe_in_its_newest_checkpoint(tmp_pa
 
 
 def test_a_file_as_a_folder_is_refused(folder):
-    assert refused(folder / "qwen.yaml" / "x").endswith("cannot be read: Not a directory")
+    assert refused(folder / "qwen.yaml" / "x").endswith(
+        "cannot be read: a part of the path is not a folder"
+    )
 
 
 def test_text_that_is_not_utf_8_says_where(tmp_path):

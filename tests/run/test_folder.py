@@ -71,4 +71,5 @@ def test_a_lock_that_fails_is_one_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     found = why(ALONE, tmp_path / "run")
-    assert found.startswith(f"train.output_dir: cannot lock {tmp_path / 'run'}: another machine")
+    assert found.startswith(f"train.output_dir: cannot lock {tmp_path / 'run'}: ")
+    assert "another machine has replaced or removed it" in found

@@ -361,3 +361,16 @@ def test_a_tree_deeper_than_python_calls_is_removed(tmp_path):
         deep.mkdir()
     files.remove_tree(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/hostname", "", ".", "a/../../secret", "link/x"]
+)
+def test_no_name_leads_out_of_a_folder(tmp_path, name):
+    folder = tmp_path / "folder"
+    (folder / "a").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "x").touch()
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"not a name|irectory"):
+        files.open_inside(folder, name)

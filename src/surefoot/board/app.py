@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from ..errors import SurefootError
 from ..storage.address import Address
+from ..terminal_text import plain
 from .api import chat, checkpoints, prometheus, recipes, runs, sweeps
 from .board import open_board
 from .host_names import Hosts
@@ -69,10 +70,10 @@ def _page() -> FileResponse:
 def _explained(_: Request, error: Exception) -> JSONResponse:
     """An error that a user can fix, or a file that vanished while it was read."""
     status = 404 if isinstance(error, OutsideRootError | FileNotFoundError) else 409
-    return JSONResponse({"error": str(error)}, status)
+    return JSONResponse(plain({"error": str(error)}), status)
 
 
 def _refused(_: Request, error: Exception) -> JSONResponse:
     found = error.errors() if isinstance(error, RequestValidationError) else []
     said = "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in found)
-    return JSONResponse({"error": said or str(error)}, 422)
+    return JSONResponse(plain({"error": said or str(error)}), 422)

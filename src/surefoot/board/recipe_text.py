@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import RecipeError, SurefootError
-from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, changes, load, load_text
+from ..recipe.files import RUN_RECIPE, read_text
+from ..recipe.recipe import Recipe, changes, load_text
 from ..recipe.yaml import edited, parse
 from ..schema import json_schema
 
@@ -61,7 +61,11 @@ def edit(text: str, keys: Sequence[str], value: object) -> str:
 
 def differences(one: Path, other: Path) -> list[Mapping[str, object]]:
     """The settings that differ between the recipes of two runs. Raises ``SurefootError``."""
-    found = changes(load(one / RUN_RECIPE), load(other / RUN_RECIPE))
+    old, new = (
+        load_text(read_text(run / RUN_RECIPE, follow=False), str(run / RUN_RECIPE), run)
+        for run in (one, other)
+    )
+    found = changes(old, new)
     return [{"path": c.path, "old": c.old, "new": c.new} for c in found]
 
 

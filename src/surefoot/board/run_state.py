@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..callbacks.launches import HEARTBEAT, NAME, is_alive
+from ..storage import files
 from ..storage.folder_lock import is_held
+from ..terminal_text import plain
 from .run_folders import LOCK, METRICS, RESULTS
 
 TAIL = 1 << 18  # bytes of launches.jsonl that are enough for its last launch
@@ -82,18 +82,16 @@ def last_launch(folder: Path) -> LastLaunch:
 def small_json(path: Path) -> Mapping[str, object] | None:
     """The object in a small file; None if it is missing or half-written."""
     try:
-        if path.stat().st_size > MAX_SMALL:
-            return None
-        return parsed(path.read_bytes())
+        return parsed(files.read_inside(path.parent, path.name, MAX_SMALL))
     except OSError:
         return None
 
 
 def parsed(line: bytes) -> dict[str, object] | None:
-    """The object in a line; None if it is no JSON object."""
+    """The object in a line, fit to be shown; None if it is no JSON object."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = plain(files.parse_json(line))
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 
@@ -101,13 +99,12 @@ def parsed(line: bytes) -> dict[str, object] | None:
 def tail(path: Path, length: int) -> bytes:
     """The last whole lines of a file, at most ``length`` bytes; nothing if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - length))
-            data = file.read(length)
+        with files.open_inside(path.parent, path.name) as file:
+            start = max(0, file.size - length)
+            data = file.read(start, file.size - start)
     except OSError:
         return b""
-    return data if size <= length else data.partition(b"\n")[2]
+    return data.partition(b"\n")[2] if start else data
 
 
 def _starting(folder: Path, found: LastLaunch) -> tuple[str, str] | None:

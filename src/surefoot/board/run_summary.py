@@ -121,7 +121,7 @@ def last_rows(folder: Path) -> tuple[dict[str, object], dict[str, object], bool]
 def recipe_facts(folder: Path) -> dict[str, object]:
     """What the recipe of a run says, as far as it can be read."""
     try:
-        data = parse(read_text(folder / RUN_RECIPE), RUN_RECIPE).data
+        data = parse(read_text(folder / RUN_RECIPE, follow=False), RUN_RECIPE).data
     except (RecipeError, OSError) as error:
         return {"recipe_problem": str(error)}
     except SurefootError as error:

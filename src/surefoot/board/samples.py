@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..storage.files import open_inside
 from .run_state import parsed
 
 MAX_BYTES = 8 << 20
@@ -36,10 +37,9 @@ def read_samples(folder: Path, name: str) -> dict[str, object]:
     known = {one.name: one for one in sample_files(folder)}
     if name not in known:
         return {"rows": [], "broken": 0, "is_cut": False}
-    path = folder / name
-    with path.open("rb") as file:
-        data = file.read(MAX_BYTES)
-        is_cut = bool(file.read(1))
+    with open_inside(folder, name) as file:
+        is_cut = file.size > MAX_BYTES
+        data = file.read_up_to(0, MAX_BYTES)
     lines = data.split(b"\n")
     rest = lines.pop()
     rows = [parsed(line) for line in lines[:MAX_ROWS]]

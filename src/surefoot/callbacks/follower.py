@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..storage.files import File, open_inside, parse_json
+from ..terminal_text import plain
 
 BLOCK = 1 << 22  # bytes read at a time
 _LONGEST = 1 << 28  # bytes of a line
@@ -25,10 +26,10 @@ class Follower:
     def at_end(self) -> Follower:
         """Skip the whole lines that are there, without reading them all."""
         try:
-            with self.path.open("rb") as file:
-                self.position = _end_of_lines(file.fileno())
+            with open_inside(self.path.parent, self.path.name) as file:
+                self.position = _end_of_lines(file)
                 start = max(0, self.position - _PROOF)
-                self.proof = os.pread(file.fileno(), self.position - start, start)
+                self.proof = file.read(start, self.position - start)
         except OSError:
             self.position, self.proof = 0, b""
         return self
@@ -45,26 +46,24 @@ class Follower:
     def blocks(self) -> Iterator[tuple[bytes, bool]]:
         """The same as blocks of whole lines; the first one has whether it begins another file."""
         try:
-            with self.path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-                if stamp == self._stamp:
+            with open_inside(self.path.parent, self.path.name) as file:
+                if (stamp := file.stamp) == self._stamp:
                     return
-                file.seek(self.position - len(self.proof))
-                is_other = file.read(len(self.proof)) != self.proof
+                start = self.position - len(self.proof)
+                is_other = file.read_up_to(start, len(self.proof)) != self.proof
                 if is_other:
                     self.position, self.proof = 0, b""
                 self._stamp = stamp
                 yield b"", is_other
-                yield from ((block, False) for block in self._blocks(file.fileno()))
+                yield from ((block, False) for block in self._blocks(file))
         except OSError:
             was_there = self.position > 0
             self.position, self.proof, self._stamp = 0, b"", (0, 0, 0)
             yield b"", was_there
 
-    def _blocks(self, descriptor: int) -> Iterator[bytes]:
+    def _blocks(self, file: File) -> Iterator[bytes]:
         size = BLOCK
-        while data := os.pread(descriptor, size, self.position):
+        while data := file.read_up_to(self.position, size):
             whole = data.rfind(b"\n") + 1
             if not whole and len(data) == size < _LONGEST:
                 size *= 2
@@ -78,21 +77,21 @@ class Follower:
                 break
 
 
-def _end_of_lines(descriptor: int) -> int:
+def _end_of_lines(file: File) -> int:
     """Where the last whole line of a file ends."""
-    end = os.fstat(descriptor).st_size
+    end = file.size
     while end > 0:
         begin = max(0, end - BLOCK)
-        if whole := os.pread(descriptor, end - begin, begin).rfind(b"\n") + 1:
+        if whole := file.read(begin, end - begin).rfind(b"\n") + 1:
             return begin + whole
         end = begin
     return 0
 
 
 def record(line: bytes) -> dict[str, object] | None:
-    """The record in a line; None if it is none."""
+    """The record in a line, fit to be shown; None if it is none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = plain(parse_json(line))
+    except ValueError:
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..storage.files import append_line
+
 NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
 INTERVAL = 1.0  # seconds between heartbeats
@@ -67,9 +69,10 @@ class LaunchFiles:
         self._append("end", outcome=outcome, **facts)
 
     def _append(self, event: str, **facts: object) -> None:
-        line = json.dumps({"event": event, "time": time.time(), **facts}) + "\n"
-        with suppress(OSError), (self.folder / NAME).open("a", encoding="utf-8") as file:
-            file.write(line)
+        with suppress(OSError):
+            append_line(
+                self.folder / NAME, json.dumps({"event": event, "time": time.time(), **facts})
+            )
 
 
 def process() -> dict[str, object]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import RunError
+from ..storage.files import open_log
 from .launches import LaunchFiles
 
 LOG = "train.log"  # its output, in the folder of the run
@@ -35,7 +36,7 @@ def start_training(
     environment and ``environment``. Raises ``RunError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOG).open("ab") as log:
+        with open_log(folder / LOG) as log:
             log.write(f"$ {shown(arguments)}\n".encode())
             log.flush()
             process = subprocess.Popen(

@@ -37,7 +37,7 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
     environment said.
     """
     with loading():
-        from ..training.rollouts.kept import name_of, read, steps_of
+        from ..training.rollouts.kept import name_of, read, read_text, steps_of
     steps = steps_of(run)
     if not steps:
         raise RunError(
@@ -50,7 +50,7 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
         raise RunError(f"--step {step}: {run} has rollouts of the steps {known}")
     path = run / name_of(chosen)
     if as_json:
-        click.echo(visible(path.read_text(encoding="utf-8")), nl=False)
+        click.echo(visible(read_text(path)), nl=False)
         return
     _show(read(path), chosen, count)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from ..terminal_text import one_line
+from ..terminal_text import one_line, plain
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -171,14 +170,4 @@ def as_dict(value: object) -> dict[str, object]:
 
 def print_json(value: object) -> None:
     """Strict JSON; what is not a finite number is null."""
-    click.echo(json.dumps(_strict(value), indent=2, default=str, allow_nan=False))
-
-
-def _strict(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return value
+    click.echo(json.dumps(plain(value), indent=2, default=str, allow_nan=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +19,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a path has lost its second sl
 SUFFIXES = (".yaml", ".yml", ".json")
 
 
-def read_text(path: Path) -> str:
-    """The text of ``path``.
+def read_text(path: Path, *, follow: bool = True) -> str:
+    """The text of the file ``path``. It is a regular file; with ``follow=False``, which is for the
+    recipes of runs, no link.
 
     Raises:
         RecipeError: it is missing (similar names are suggested), a folder, unreadable, or not text.
@@ -29,10 +29,11 @@ def read_text(path: Path) -> str:
     try:
         if path.is_dir():
             raise RecipeError(f"{path}: is a folder, expected a recipe file{_inside(path)}")
-        if path.stat().st_size > MAX_BYTES:
-            size = f"{path.stat().st_size:,} bytes"
-            raise RecipeError(f"{path}: {size} is too large for a recipe; is it another file?")
-        raw = path.read_bytes()
+        with files.open_file(path, follow=follow) as file:
+            if file.size > MAX_BYTES:
+                size = f"{file.size:,} bytes"
+                raise RecipeError(f"{path}: {size} is too large for a recipe; is it another file?")
+            raw = files.read_all(file, MAX_BYTES)
     except FileNotFoundError:
         if _URL.match(str(path)):
             raise RecipeError(
@@ -41,7 +42,8 @@ def read_text(path: Path) -> str:
             ) from None
         raise RecipeError(f"{path}: no such file{_near(path)}") from None
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+        error.filename = None  # it is said
+        raise RecipeError(f"{path}: cannot be read: {files.explain(error)}") from None
     return _decode(raw, path)
 
 
@@ -49,7 +51,7 @@ def read_adapter(folder: Path) -> Mapping[str, object] | None:
     """The settings of the adapter in ``folder``; None if they cannot be read, which is an error
     when the adapter is."""
     try:
-        found = json.loads((folder / ADAPTER).read_bytes())
+        found = files.read_json(folder / ADAPTER)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -49,7 +49,7 @@ def prune_options(folder: Path, options: Mapping[str, Any]) -> PruneOptions:
 
 def _recipe(path: Path) -> tuple[CheckpointSection, dict[str, Any]]:
     """Two of its sections; the others may be of another version."""
-    document = parse(read_text(path), str(path))
+    document = parse(read_text(path, follow=False), str(path))
     sections = document.data if isinstance(document.data, dict) else {}
 
     def wrong(problems: Sequence[schema.Problem]) -> Exception:

@@ -66,7 +66,7 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     with ``overrides`` applied. Raises ``RecipeError``: with all validation errors, each with file,
     line and column."""
     file, run = recipe_in(path)
-    document = parse(read_text(file), str(file))
+    document = parse(read_text(file, follow=run is None), str(file))
     if is_llamafactory(document.data):
         return load_translation(*translate_document(document, overrides))
     check_recipe(document)

@@ -40,7 +40,7 @@ def best_of(checkpoint: Path) -> str | None:
     if not recipe.is_file():
         recipe = checkpoint / RUN_RECIPE
     try:
-        train = parse(read_text(recipe)).data["train"]  # type: ignore[index]
+        train = parse(read_text(recipe, follow=False)).data["train"]  # type: ignore[index]
         step = trainer_state.read(trainer_state.load(checkpoint)).best_step
     except (RecipeError, CheckpointError, KeyError, TypeError):
         return None

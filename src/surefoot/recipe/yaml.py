@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -26,8 +28,9 @@ from ..schema import Keys, Problem
 from .document import Document, Mark
 
 MAX_DEPTH = 32  # a recipe is four levels deep
-MAX_NODES = 20_000  # aliases of aliases grow exponentially; a recipe has about a hundred nodes
+MAX_NODES = 5000  # a recipe has about a hundred; aliases of aliases grow exponentially
 TAG = "tag:yaml.org,2002:"
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def parse(text: str, name: str = "") -> Document:
@@ -44,7 +47,9 @@ def _composed(text: str, name: str, read: Callable[[Node], object]) -> Document:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an anchor used twice
-            node = YAML(typ="safe", pure=True).compose(io.StringIO(text))
+            yaml = YAML(typ="safe", pure=True)
+            yaml.Composer = _Composer
+            node = yaml.compose(io.StringIO(text))
         data = None if node is None else builder.build(node, (), 0)
     except YAMLError as error:
         raise RecipeError(_syntax(error, name, text)) from None
@@ -108,7 +113,10 @@ def edited(text: str, keys: Sequence[str], value: object) -> str:
     yaml = YAML(typ="rt", pure=True)
     yaml.preserve_quotes = True
     yaml.width = 1_000_000
-    root = yaml.load(text)
+    try:
+        root = yaml.load(text)
+    except ValueError:  # it converts what parse() leaves as text, such as 5,000 digits
+        raise RecipeError("a number in it has too many digits; quote it") from None
     root = CommentedMap() if root is None else root
     if not isinstance(root, CommentedMap):
         raise RecipeError("expected sections such as model: {...}")
@@ -167,6 +175,24 @@ _Representer.add_representer(list, _Representer.represent_list)
 _Representer.add_representer(str, _Representer.represent_str)
 
 
+class _Composer(Composer):
+    """Ends where a text has more nodes than any recipe, not after it has read all of them."""
+
+    num_nodes = 0
+
+    def compose_node(self, parent: Node | None, index: int) -> Node | None:
+        """The next node."""
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            raise _beyond(self.parser.peek_event().start_mark)
+        return super().compose_node(parent, index)  # type: ignore[no-any-return]
+
+
+def _beyond(mark: object) -> MarkedYAMLError:
+    problem = "nested or repeated far beyond what a recipe needs"
+    return MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
 @dataclass
 class _Builder:
     """Converts nodes to plain data, and records positions and problems."""
@@ -179,10 +205,7 @@ class _Builder:
     def build(self, node: Node, path: Keys, depth: int) -> object:
         self.num_nodes += 1
         if depth > MAX_DEPTH or self.num_nodes > MAX_NODES:
-            raise MarkedYAMLError(
-                problem="nested or repeated far beyond what a recipe needs",
-                problem_mark=node.start_mark,
-            )
+            raise _beyond(node.start_mark)
         if isinstance(node, MappingNode):
             self._refuse_tag(node, path, ("map",))
             return self._mapping(node, path, depth)
@@ -190,6 +213,8 @@ class _Builder:
             self._refuse_tag(node, path, ("seq",))
             return [self._item(item, (*path, i), depth) for i, item in enumerate(node.value)]
         self._refuse_tag(node, path, tuple(SCALARS) + TEXTS)
+        if _HALF.search(node.value):  # nothing can be written with it: no file, no path, no request
+            self._refuse(path, "half of a character, such as \\ud83d without what follows it")
         return self.read(node)
 
     def _mapping(self, node: MappingNode, path: Keys, depth: int) -> dict[str, object]:

@@ -17,6 +17,7 @@ from ..errors import RunError, SurefootError
 from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
+from ..storage.files import read_json
 from ..training.rewards import REWARDS
 from ..training.rewards.kinds import FunctionReward
 from ..training.rewards.process import RewardProcess, Texts
@@ -104,7 +105,7 @@ def check_code(code: Mapping[str, bytes], folder: Path) -> None:
     """Warn if a function has changed since the checkpoint in ``folder`` was saved. Raises
     ``RunError`` if one that the run was trained with is not given any more."""
     path = folder / NAME
-    before = json.loads(path.read_bytes()) if path.is_file() else {}
+    before = read_json(path) if path.is_file() else {}
     now = json.loads(code.get(NAME, b"{}"))
     for role in GIVEN:
         if role in before and role not in now:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,22 +31,20 @@ from ..remote.publishing.in_background import uploads_of as uploads_of  # noqa: 
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
 from ..storage.address import Address, is_address
 from ..storage.files import (
-    NO_LOCKS,
     digest,
-    explain,
     is_folder,
     raising,
     size_of,
     write_aside,
     write_new,
 )
+from ..storage.folder_lock import lock
 from .machine import launch_record
 from .machine.launch_record import LaunchRecord
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
-_GLANCE = 0.2  # seconds for a process that looks at the lock to let it go
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
 FREE = (  # beginnings of their paths
@@ -101,47 +97,21 @@ def recorded(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise RunError(
-            f"train.output_dir: cannot write in {folder}: {error.strerror}; choose another folder"
-        ) from None
-    try:
-        try:
-            _take(descriptor)  # a dead process holds no lock
-        except BlockingIOError:
-            raise RunError(
-                f"train.output_dir: another process is training in {folder}; "
-                "stop it or choose another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise RunError(
-                    f"train.output_dir: cannot lock {folder}: {explain(error)}"
-                ) from None
+    held = lock(  # a dead process holds none
+        folder,
+        RunError,
+        doing=f"train.output_dir: cannot lock {folder}",
+        taken=f"train.output_dir: another process is training in {folder}, or saves to it; "
+        "stop it or choose another folder",
+    )
+    with held:
+        if not held.is_real:
             logger.warning(
                 "%s: this file system has no locks, so a second process that trains in the same "
                 "folder is not noticed; start only one",
                 folder,
             )
         yield
-    finally:
-        os.close(descriptor)
-
-
-def _take(descriptor: int) -> None:
-    """Lock the file; ``BlockingIOError`` if a process keeps its lock. Whoever only looks whether
-    there is one, such as the board, has it for an instant."""
-    deadline = time.monotonic() + _GLANCE
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.02)
 
 
 def _must_be_shared(folder: Path, world: World) -> None:

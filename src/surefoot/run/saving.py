@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..callbacks.jsonl import NAME as METRICS
+from ..callbacks.launches import NAME as LAUNCHES
 from ..callbacks.tensorboard import FOLDER as TENSORBOARD
 from ..data.text.codec import Codec
 from ..model.pretrained import companions
@@ -36,5 +37,5 @@ def build_saver(
         metric=recipe.train.metric_for_best_model,
         greater=recipe.train.is_greater_better,
         world=world,
-        beside=(METRICS, TENSORBOARD),
+        beside=(METRICS, LAUNCHES, TENSORBOARD),
     )

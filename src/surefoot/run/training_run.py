@@ -22,7 +22,7 @@ from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read, with_adapter_settings
 from ..recipe.recipe_data import find_base, settled
-from ..storage.files import raising, write_aside
+from ..storage.files import raising, read_json, write_aside
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from .assembly import Start
@@ -188,7 +188,7 @@ def _is_finished(trainer: Trainer) -> bool:
     if not trainer.state.is_complete:
         return False
     try:
-        results = json.loads((trainer.section.folder / RESULTS).read_bytes())
+        results = read_json(trainer.section.folder / RESULTS)
     except (OSError, ValueError):
         return False
     return isinstance(results, dict) and results.get("global_step") == trainer.state.global_step

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..errors import RecipeError
+from ..errors import RecipeError, counted
 from .locations import DatasetReference
 from .problem import Problem, explain
 from .setting import (
@@ -27,6 +27,7 @@ from .setting import (
 )
 
 T = TypeVar("T")
+MAX_PROBLEMS = 100  # that are explained; similar names are looked for in each
 MAX_DEPTH = 32  # a recipe is four levels deep
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -54,7 +55,10 @@ def read(
     try:
         return typing.cast(T, _adapter(section, all_variants(section)).validate_json(text)[0])
     except ValidationError as error:
-        found = [explain(section, plain, e) for e in error.errors(include_url=False)]
+        errors = error.errors(include_url=False)
+        found = [explain(section, plain, e) for e in errors[:MAX_PROBLEMS]]
+        if more := len(errors) - len(found):
+            found.append(Problem((), f"and {counted(more, 'more problem')}"))
         raise fail(list(dict.fromkeys(found))) from None
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import secrets
 import stat
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
 from .hashes import digest as digest  # noqa: PLC0414
@@ -26,10 +28,12 @@ from .os_errors import raising as raising  # noqa: PLC0414
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
 PAGE = 4096  # bytes; what lies at a page, in memory and in the file, can go to the disk uncopied
 _FETCH = 8 << 20  # bytes that are fetched ahead of sequential reads
+MAX_JSON = 64 << 20  # bytes of a configuration or an index: the largest are a few megabytes
 _DIRECT_BLOCK = 4 << 20  # bytes per write that goes to the disk uncopied
 
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe of that name must not hang the reader
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+_APPEND = os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _CREATE = os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
 _CLONE = 0x40049409  # FICLONE of linux/fs.h
@@ -76,6 +80,13 @@ class File:
         with _naming(self.path):
             return os.fstat(self._descriptor).st_size
 
+    @property
+    def stamp(self) -> tuple[int, int, int]:
+        """Another value whenever the file was replaced or written to."""
+        with _naming(self.path):
+            found = os.fstat(self._descriptor)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
         done = 0
@@ -100,6 +111,10 @@ class File:
         data = bytearray(length)
         self.read_into(offset, memoryview(data))
         return bytes(data)
+
+    def read_up_to(self, offset: int, length: int) -> bytes:
+        """The same of a file that another process changes: fewer bytes where it ends earlier."""
+        return self.read(offset, max(0, min(length, self.size - offset)))
 
     def reserve(self, length: int) -> None:
         """Reserve space for ``length`` bytes: a full disk is detected before any is written."""
@@ -174,11 +189,13 @@ class File:
         with _naming(self.path):
             os.fsync(self._descriptor)
 
-    def lock(self) -> bool:
-        """Lock the file while it is open; False without locks, ``BlockingIOError`` if taken."""
+    def lock(self, *, shared: bool = False) -> bool:
+        """Lock the file while it is open, alone or ``shared`` with others; False without locks,
+        ``BlockingIOError`` if taken."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         with _naming(self.path):
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
@@ -202,6 +219,12 @@ def open_file(path: Path, *, follow: bool = True, write: bool = False) -> File:
     return _regular(File(os.open(path, flags), path))
 
 
+def open_or_create(path: Path) -> File:
+    """Open a regular file, not a link, for reading and writing; an empty one if there is none."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return _regular(File(os.open(path, flags, 0o666), path))
+
+
 def open_to_write(path: Path) -> File:
     """Open an existing regular file, not a link, that other ranks write too, for writing only.
     Reading would make network file systems fetch pages of others, and write them back."""
@@ -214,8 +237,15 @@ def open_folder(path: Path) -> File:
 
 
 def open_inside(folder: Path, name: str) -> File:
-    """Open the regular file ``name`` (``sub/b.txt``) inside ``folder``, following no link in it."""
-    *folders, last = PurePosixPath(name).parts
+    """Open the regular file ``name`` (``sub/b.txt``) inside ``folder``, following no link in it.
+
+    The door for the files of a run and of any folder that a stranger may have made: a link in it
+    would show another file of this machine, a pipe would hang, ``/dev/zero`` would never end.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or {"..", "/", "//"} & set(parts):
+        raise OSError(errno.EINVAL, "not a name of a file inside this folder", str(folder / name))
+    *folders, last = parts
     try:
         with contextlib.ExitStack() as stack:
             parent = os.open(folder, _FOLDER)
@@ -245,6 +275,27 @@ def read_all(file: File, limit: int) -> bytes:
     raise OSError(errno.EINVAL, why, str(file.path))
 
 
+def read_inside(folder: Path, name: str, limit: int) -> bytes:
+    """The content of the file that ``open_inside`` opens, of at most ``limit`` bytes."""
+    with open_inside(folder, name) as file:
+        return read_all(file, limit)
+
+
+def read_json(path: Path, limit: int = MAX_JSON) -> Any:
+    """The value in a small file of a model or a dataset. Links are followed: caches of hubs consist
+    of them. Raises ``OSError``, and ``ValueError`` for whatever is no JSON."""
+    with open_file(path) as file:
+        return parse_json(read_all(file, limit))
+
+
+def parse_json(data: bytes | str) -> Any:
+    """The value of a JSON text; ``ValueError`` also for one whose nesting Python cannot read."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def write_new(path: Path, data: bytes) -> None:
     """Write and flush a new file. It becomes durable when its folder is flushed too."""
     with create(path) as file:
@@ -266,10 +317,15 @@ def write_aside(path: Path, data: bytes) -> None:
             os.unlink(aside)  # of that name nothing is left after the rename
 
 
+def open_log(path: Path) -> IO[bytes]:
+    """Open a file, not a link, to append what a process says; new if there is none."""
+    return os.fdopen(os.open(path, _APPEND, 0o666), "ab")
+
+
 def append_line(path: Path, text: str) -> None:
     """Append one complete line to ``path``; readers see it at once."""
     line = (text + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = os.open(path, _APPEND, 0o666)
     with _naming(path), File(descriptor, path) as file:
         before = file.size
         if (written := os.write(descriptor, line)) < len(line):

@@ -1,36 +1,68 @@
-"""Lock of a folder, until the process ends: one process saves to it at a time; and its identity."""
+"""Lock of a folder, until the process ends: one process writes in it at a time; and its identity.
+
+There is one kind of lock, ``flock``. Those of ``lockf`` are not seen by it on Linux, so that a run
+and a program that saves with the library would both have the folder.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import os
+import time
 import weakref
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import SurefootError
 from . import files
 
 NAME = ".lock"
+_GLANCE = 0.2  # seconds for whoever only looks whether there is a lock, such as a board
 
 
-def lock(folder: Path) -> int:
-    """Create ``folder`` and lock it; closing the descriptor releases the lock.
+@dataclass(frozen=True)
+class FolderLock:
+    """A folder that is locked until the process ends, this is closed, or it is forgotten."""
 
-    The lock belongs to this process, not to its children, such as workers of a data loader, which
-    may outlive it. Raises ``CheckpointError`` if another process has it.
+    file: files.File
+    is_real: bool  # False: the file system has no locks, and another process is not noticed
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def lock(
+    folder: Path, kind: type[SurefootError], *, doing: str, taken: str, name: str = NAME
+) -> FolderLock:
+    """Create ``folder`` and lock it. The lock is not that of children, such as workers of a data
+    loader, which may outlive this process.
+
+    Raises:
+        kind: with ``taken`` if another one has it; else what fails, after ``doing``.
     """
-    with files.raising(CheckpointError, f"cannot save to {folder}"):
+    with files.raising(kind, doing):
         files.make_folder(folder)
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in files.NO_LOCKS:
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{folder}: another process is saving here; stop it or choose another folder"
-            ) from None
-    return descriptor
+        file = files.open_or_create(folder / name)
+        deadline = time.monotonic() + _GLANCE
+        while True:
+            try:
+                is_real = file.lock()
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    file.close()
+                    raise kind(taken) from None
+            time.sleep(0.02)
+    os.register_at_fork(after_in_child=partial(_close, weakref.ref(file)))
+    return FolderLock(file, is_real)
+
+
+def _close(held: weakref.ref[files.File]) -> None:
+    if (file := held()) is not None:
+        file.close()
 
 
 def is_held(path: Path) -> bool | None:
@@ -39,20 +71,14 @@ def is_held(path: Path) -> bool | None:
     The lock is taken for an instant, shared with other readers; who takes it alone waits so long.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with files.open_file(path, follow=False) as file:
+            return None if not file.lock(shared=True) else False
     except FileNotFoundError:
         return False
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError as error:
-        return None if error.errno in files.NO_LOCKS else True
-    finally:
-        os.close(descriptor)
-    return False
+    except OSError:
+        return None
 
 
 class FolderIdentity:

@@ -12,15 +12,21 @@ No optuna and no torch here, so that a reader starts at once.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import RunError
-from ..storage.files import NO_LOCKS, make_folder, raising, write_aside
+from ..storage.files import (
+    make_folder,
+    parse_json,
+    raising,
+    read_inside,
+    write_aside,
+)
+from ..storage.folder_lock import lock
+from ..terminal_text import plain
 
 SPEC = "sweep.json"
 RESULTS = "results.json"
@@ -49,10 +55,8 @@ def is_sweep(folder: Path) -> bool:
 def read_json(path: Path) -> dict[str, object] | None:
     """The object in a file; None if it is missing, too large or not JSON."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = plain(parse_json(read_inside(path.parent, path.name, MAX_BYTES)))
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -72,20 +76,6 @@ def write_text(path: Path, text: str) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a sweep; raises ``RunError`` if another process has it."""
-    with raising(RunError, f"sweep: cannot write in {folder}"):
-        make_folder(folder)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"{folder}: another process runs this sweep; wait for it, or choose another "
-                "--output"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
+    taken = f"{folder}: another process runs this sweep; wait for it, or choose another --output"
+    with lock(folder, RunError, doing="sweep", taken=taken, name=LOCK):
         yield
-    finally:
-        os.close(descriptor)

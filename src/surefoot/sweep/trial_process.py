@@ -16,6 +16,7 @@ from ..callbacks.training_process import LOG, start_training
 from ..checkpoint.disk.commit import committed
 from ..errors import SKIPPED_STEPS
 from ..parallel.launch_environment import LAUNCHER
+from ..storage.files import open_inside, read_inside
 from ..storage.folder_lock import NAME as RUN_LOCK
 from ..storage.folder_lock import is_held
 from .files import METRICS, read_json
@@ -28,6 +29,7 @@ RESULTS, TRAINER_STATE = "all_results.json", "trainer_state.json"
 _PATIENCE = 120.0  # seconds for a run to save
 _COMMAND = "$ surefoot train "
 _TAIL = 1 << 14  # bytes of a log in which its last lines are
+_MAX_BYTES = 1 << 30  # of metrics
 
 
 @dataclass
@@ -44,7 +46,8 @@ class RunFiles:
         try:
             stat = path.stat()
             if (stamp := (stat.st_size, stat.st_mtime_ns)) != self._stamp:
-                self._stamp, self._records = stamp, _parsed(path.read_bytes())
+                data = read_inside(self.folder, METRICS, _MAX_BYTES)
+                self._stamp, self._records = stamp, _parsed(data)
         except OSError:
             return []
         return self._records
@@ -67,7 +70,8 @@ class RunFiles:
     def last_words(self) -> str:
         """The error at the end of its log."""
         try:
-            text = (self.folder / LOG).read_bytes()[-_TAIL:].decode(errors="replace")
+            with open_inside(self.folder, LOG) as log:
+                text = log.read_up_to(max(0, log.size - _TAIL), _TAIL).decode(errors="replace")
         except OSError:
             return ""
         text = text.rpartition(_COMMAND)[2]  # of this launch

@@ -34,6 +34,7 @@ from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
+from ..storage.files import read_json
 from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 
@@ -275,7 +276,7 @@ def _base_of(folder: Path) -> str | None:
     file = folder / "adapter_config.json"
     if not file.is_file():
         return None
-    base = json.loads(file.read_bytes()).get("base_model_name_or_path")
+    base = read_json(file).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{file}: names no base_model_name_or_path")
     return str(base)

@@ -71,7 +71,7 @@ def network(request, monkeypatch):
 
 
 def test_checkpoints_are_saved_pruned_and_cleaned_up(network, tmp_path, caplog):
-    os.close(folder_lock.lock(tmp_path))
+    folder_lock.lock(tmp_path, CheckpointError, doing="", taken="").file.close()
     for step in (1, 2, 3):
         save(tmp_path, step, sample_states(step))
     assert clean(tmp_path) == []

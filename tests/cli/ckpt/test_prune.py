@@ -8,10 +8,10 @@ import pytest
 
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.disk.commit import temporary_folder
-from surefoot.checkpoint.looking.pruning import LOCK
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.recipe.files import RUN_RECIPE
 from surefoot.recipe.recipe import read
+from surefoot.storage.folder_lock import NAME as LOCK
 
 from .runner import run
 

@@ -17,6 +17,7 @@ from ...recipe.yaml import parse
 from ..board import Board
 from ..reports.recipes import refusal
 from ..run_folders import inside, run_inside
+from . import Answer
 
 
 class MessageBody(BaseModel):
@@ -68,7 +69,7 @@ def _chat(board: Board) -> Callable[..., object]:
 
 
 def _close(board: Board) -> Callable[..., object]:
-    async def close() -> dict[str, object]:
+    async def close() -> Answer:
         """Close the models, and free their memory."""
         await board.conversations.close()
         return {}
@@ -80,7 +81,7 @@ def _model_of(board: Board, body: ChatBody) -> str:
     """What ``surefoot chat`` is called with. Raises ``RunError``."""
     folder = run_inside(board.root, body.run)
     if body.checkpoint == "base":
-        data = parse(read_text(folder / RUN_RECIPE), RUN_RECIPE).data
+        data = parse(read_text(folder / RUN_RECIPE, follow=False), RUN_RECIPE).data
         model = data.get("model") if isinstance(data, dict) else None
         path = model.get("path") if isinstance(model, dict) else None
         if not isinstance(path, str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..board import Board
 from ..reports import runs as reports
 from ..reports.checkpoint_commands import CheckpointBody, arguments
+from . import Answer
 
 Name = Annotated[str, Query(max_length=4096)]
 
@@ -38,7 +38,7 @@ def routes(board: Board) -> APIRouter:
 
 
 def _checkpoints(board: Board) -> Callable[..., object]:
-    def checkpoints(run: Name) -> dict[str, object]:
+    def checkpoints(run: Name) -> Answer:
         """The checkpoints of a run, oldest first."""
         return reports.checkpoints(board, run)
 
@@ -46,7 +46,7 @@ def _checkpoints(board: Board) -> Callable[..., object]:
 
 
 def _command(board: Board) -> Callable[..., object]:
-    async def command(body: CheckpointBody) -> dict[str, object]:
+    async def command(body: CheckpointBody) -> Answer:
         """Start a command; its answer is fetched by the number of the job."""
         return board.commands.start(*arguments(board, body)).as_data()
 
@@ -54,7 +54,7 @@ def _command(board: Board) -> Callable[..., object]:
 
 
 def _pin(board: Board) -> Callable[..., object]:
-    def set_pin(body: PinBody) -> dict[str, object]:
+    def set_pin(body: PinBody) -> Answer:
         """Keep a checkpoint whatever the retention policy says, or no longer."""
         return reports.set_pin(board, body.run, body.step, is_pinned=body.is_pinned)
 
@@ -62,15 +62,15 @@ def _pin(board: Board) -> Callable[..., object]:
 
 
 def _job(board: Board) -> Callable[..., object]:
-    def job(number: int) -> dict[str, object]:
+    def job(number: int) -> Answer:
         """A command, with its answer if it has ended."""
-        return json.loads(json.dumps(board.commands.find(number).as_data()))  # type: ignore[no-any-return]
+        return board.commands.find(number).as_data()
 
     return job
 
 
 def _cancel(board: Board) -> Callable[..., object]:
-    async def cancel(number: int) -> dict[str, object]:
+    async def cancel(number: int) -> Answer:
         """End a command."""
         found = board.commands.find(number)
         await board.commands.cancel(found)

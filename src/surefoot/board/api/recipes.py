@@ -12,6 +12,7 @@ from ..recipe_text import edit, schema
 from ..reports import recipes as reports
 from ..reports.recipes import EditBody, TextBody, TryBody
 from ..run_folders import inside
+from . import Answer
 
 
 def routes(board: Board) -> APIRouter:
@@ -27,14 +28,14 @@ def routes(board: Board) -> APIRouter:
     return router
 
 
-def _schema(response: Response) -> dict[str, object]:
+def _schema(response: Response) -> Answer:
     """The JSON schema of recipes, of which the form is made."""
     response.headers["Cache-Control"] = "private, max-age=3600"
     return schema()
 
 
 def _recipes(board: Board) -> Callable[..., object]:
-    def recipes() -> dict[str, object]:
+    def recipes() -> Answer:
         """The recipe files below ROOT that are not those of runs."""
         return {"files": reports.files(board)}
 
@@ -42,15 +43,15 @@ def _recipes(board: Board) -> Callable[..., object]:
 
 
 def _recipe(board: Board) -> Callable[..., object]:
-    def recipe(file: str) -> dict[str, object]:
+    def recipe(file: str) -> Answer:
         """The text of a recipe file."""
-        return {"file": file, "text": read_text(inside(board.root, file))}
+        return {"file": file, "text": read_text(inside(board.root, file), follow=False)}
 
     return recipe
 
 
 def _check(board: Board) -> Callable[..., object]:
-    def checked(body: TextBody) -> dict[str, object]:
+    def checked(body: TextBody) -> Answer:
         """What is wrong with a text, and its data."""
         return reports.checked(board, body.text, body.file)
 
@@ -58,7 +59,7 @@ def _check(board: Board) -> Callable[..., object]:
 
 
 def _edit(board: Board) -> Callable[..., object]:
-    def edited(body: EditBody) -> dict[str, object]:
+    def edited(body: EditBody) -> Answer:
         """The text with one setting changed, and what is wrong with it now."""
         text = edit(body.text, body.keys, body.value)
         return {"text": text, **reports.checked(board, text, body.file)}
@@ -67,7 +68,7 @@ def _edit(board: Board) -> Callable[..., object]:
 
 
 def _try(board: Board) -> Callable[..., object]:
-    async def tried(body: TryBody) -> dict[str, object]:
+    async def tried(body: TryBody) -> Answer:
         """Start a command that reads the text, which may not be saved yet."""
         return reports.attempt(board, body).as_data()
 
@@ -75,7 +76,7 @@ def _try(board: Board) -> Callable[..., object]:
 
 
 def _start(board: Board) -> Callable[..., object]:
-    def start(body: TextBody) -> dict[str, object]:
+    def start(body: TextBody) -> Answer:
         """Write the recipe to its file, and train it in a process of its own."""
         return reports.start(board, body)
 

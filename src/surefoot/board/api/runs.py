@@ -14,11 +14,13 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...callbacks.follower import Follower, record
+from ...terminal_text import plain
 from ..board import Board
 from ..commands import stop
 from ..reports import recipes
 from ..reports import runs as reports
 from ..run_folders import METRICS, OutsideRootError, run_inside
+from . import Answer
 
 POLL = 0.3  # seconds between looks at the files of a run that is watched
 _LIVE = ("changed", "size", "broken_metrics")
@@ -55,7 +57,7 @@ def routes(board: Board) -> APIRouter:
 
 
 def _facts(board: Board) -> Callable[..., object]:
-    def facts() -> dict[str, object]:
+    def facts() -> Answer:
         """Where the runs are, and what the board may do."""
         return board.facts()
 
@@ -63,7 +65,7 @@ def _facts(board: Board) -> Callable[..., object]:
 
 
 def _table(board: Board) -> Callable[..., object]:
-    def table() -> dict[str, object]:
+    def table() -> Answer:
         """All runs below ROOT."""
         return reports.table(board)
 
@@ -71,7 +73,7 @@ def _table(board: Board) -> Callable[..., object]:
 
 
 def _details(board: Board) -> Callable[..., object]:
-    def details(run: Name, *, excerpt: bool = False) -> dict[str, object]:
+    def details(run: Name, *, excerpt: bool = False) -> Answer:
         """One run: its row, recipe, launches and files."""
         return reports.details(board, run, may_be_excerpt=excerpt)
 
@@ -88,7 +90,7 @@ def _series(board: Board) -> Callable[..., object]:
         smooth: Annotated[int, Query(ge=0, le=10_000)] = 0,
         *,
         excerpt: bool = False,
-    ) -> dict[str, object]:
+    ) -> Answer:
         """Curves of a run between two steps; with ``excerpt`` at once, of some lines at first."""
         return reports.series(
             board,
@@ -137,11 +139,11 @@ def _now(board: Board, folder: Path) -> dict[str, object]:
     row = board.summaries.of(folder)
     silent = row.get("silent_seconds")
     row["silent_seconds"] = 10 * (silent // 10) if isinstance(silent, float) else None
-    return {name: value for name, value in row.items() if name not in _LIVE}
+    return plain({name: value for name, value in row.items() if name not in _LIVE})  # type: ignore[no-any-return]
 
 
 def _log(board: Board) -> Callable[..., object]:
-    def log(run: Name) -> dict[str, object]:
+    def log(run: Name) -> Answer:
         """The end of the log of a run that a board started."""
         return reports.log(board, run)
 
@@ -149,7 +151,7 @@ def _log(board: Board) -> Callable[..., object]:
 
 
 def _samples(board: Board) -> Callable[..., object]:
-    def samples(run: Name, file: Name) -> dict[str, object]:
+    def samples(run: Name, file: Name) -> Answer:
         """Responses that the run has kept."""
         return reports.samples(board, run, file)
 
@@ -157,7 +159,7 @@ def _samples(board: Board) -> Callable[..., object]:
 
 
 def _diff(board: Board) -> Callable[..., object]:
-    def diff(a: Name, b: Name) -> dict[str, object]:
+    def diff(a: Name, b: Name) -> Answer:
         """The settings that differ between two runs."""
         return reports.diff(board, a, b)
 
@@ -165,7 +167,7 @@ def _diff(board: Board) -> Callable[..., object]:
 
 
 def _tags(board: Board) -> Callable[..., object]:
-    def tags(body: TagsBody) -> dict[str, object]:
+    def tags(body: TagsBody) -> Answer:
         """Add and remove tags of a run."""
         return reports.set_tags(board, body.run, body.add, body.remove)
 
@@ -173,7 +175,7 @@ def _tags(board: Board) -> Callable[..., object]:
 
 
 def _stop(board: Board) -> Callable[..., object]:
-    def stop_run(run: Name) -> dict[str, object]:
+    def stop_run(run: Name) -> Answer:
         """Let a run finish its step, save and exit."""
         folder = run_inside(board.root, run)
         stop(run, board.summaries.state_of(folder))
@@ -183,7 +185,7 @@ def _stop(board: Board) -> Callable[..., object]:
 
 
 def _resume(board: Board) -> Callable[..., object]:
-    def resume(run: Name) -> dict[str, object]:
+    def resume(run: Name) -> Answer:
         """Train a run further, from its latest valid checkpoint."""
         return {"pid": recipes.resume(board, run)}
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from ..board import Board
 from ..run_folders import find_sweeps, sweep_inside
 from ..sweep_summary import sweep_details, sweep_row
+from . import Answer
 
 Name = Annotated[str, Query(max_length=4096)]
 
@@ -23,7 +24,7 @@ def routes(board: Board) -> APIRouter:
 
 
 def _list(board: Board) -> Callable[..., object]:
-    def sweeps() -> dict[str, object]:
+    def sweeps() -> Answer:
         """All sweeps below ROOT."""
         found = find_sweeps(board.root)
         rows = [sweep_row(board.root, folder) for folder in found.folders]
@@ -33,7 +34,7 @@ def _list(board: Board) -> Callable[..., object]:
 
 
 def _details(board: Board) -> Callable[..., object]:
-    def details(sweep: Name) -> dict[str, object]:
+    def details(sweep: Name) -> Answer:
         """One sweep: its ranges, trials, and the importance of each setting."""
         folder = sweep_inside(board.root, sweep)
         return sweep_details(board.root, board.summaries, folder)

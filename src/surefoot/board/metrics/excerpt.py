@@ -6,12 +6,12 @@ missing, and with it spikes and metrics that are logged rarely. So an answer say
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...callbacks.follower import record
+from ...storage.files import open_inside
 from .metrics_file import MetricsFile
 
 _PLACES = 300
@@ -44,13 +44,13 @@ def excerpt_of(whole: MetricsFile) -> MetricsExcerpt:
 def _lines(path: Path) -> Iterator[bytes]:
     """Whole lines, in their order, none twice."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_inside(path.parent, path.name) as file:
+            size = file.size
             tail, end = max(0, size - _TAIL), 0
-            span = _span(os.pread(file.fileno(), _TAIL, 0))
+            span = _span(file.read_up_to(0, _TAIL))
             for number in range(_PLACES + 1):
                 at = max(end, tail * number // _PLACES)
-                data = os.pread(file.fileno(), _TAIL if number == _PLACES else span, at)
+                data = file.read_up_to(at, _TAIL if number == _PLACES else span)
                 begin = 0 if at == end else data.find(b"\n") + 1  # what was begun is no line
                 last = data.rfind(b"\n") + 1
                 yield from data[begin:last].split(b"\n")[:-1]

@@ -189,7 +189,7 @@ def _write(board: Board, body: TextBody) -> None:
         raise RunError(f"{body.file}: expected the name of a new file, such as recipes/mine.yaml")
     path = board.root / body.file
     if path.exists():
-        if read_text(inside(board.root, body.file)) != body.text:
+        if read_text(inside(board.root, body.file), follow=False) != body.text:
             raise RunError(f"{body.file}: exists with another text; choose another name")
         return
     path = new_inside(board.root, body.file)

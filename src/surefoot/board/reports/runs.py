@@ -51,7 +51,7 @@ def details(board: Board, run: str, *, may_be_excerpt: bool = False) -> dict[str
     folder = run_inside(board.root, run)
     metrics, excerpt = _metrics(board, folder, may_be_excerpt)
     try:
-        recipe, problem = read_text(folder / RUN_RECIPE), None
+        recipe, problem = read_text(folder / RUN_RECIPE, follow=False), None
     except RecipeError as error:
         recipe, problem = "", str(error)
     return {

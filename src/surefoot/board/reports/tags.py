@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import RunError
 from ...storage import files
+from ...terminal_text import plain
 
 NAME = "tags.json"
 MAX_TAGS = 20
@@ -20,11 +21,10 @@ def read_tags(folder: Path) -> list[str]:
     """The tags of a run, sorted. Raises ``RunError`` if the file cannot be read."""
     path = folder / NAME
     try:
-        with files.open_file(path) as file:
-            found = json.loads(files.read_all(file, _MAX_BYTES))
+        found = plain(files.parse_json(files.read_inside(folder, NAME, _MAX_BYTES)))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read ({error}); repair or delete it") from None
     if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
         raise RunError(f"{path}: expected a list of words; repair or delete it")

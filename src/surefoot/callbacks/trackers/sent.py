@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ...storage.files import write_aside
+from ...storage.files import read_json, write_aside
 from ..follower import Follower, record
 
 Key = tuple[int, bool]  # step, and whether the line is of an evaluation
@@ -37,7 +37,7 @@ class Sent:
     def read(cls, path: Path) -> Sent:
         """The file, or that of a run that the tracker does not have yet."""
         try:
-            found = json.loads(path.read_bytes())
+            found = read_json(path)
             known = cls(path, **{name: found[name] for name in _FIELDS})
         except (OSError, ValueError, TypeError, KeyError):
             return cls(path)

@@ -7,7 +7,6 @@ saves, so that neither this module nor a loop knows of object stores.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from ...errors import CheckpointError
 from ...storage import files
-from ...storage.folder_lock import FolderIdentity, lock
+from ...storage.folder_lock import FolderIdentity, FolderLock, lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
@@ -116,11 +115,20 @@ class AsyncSaver:
         self.newest = None if self.is_foreign else self._resumed_from
         self._flight = Background()
         self._num_shared = 0 if self._resumed_from is None else 1  # saves that shared, in a row
-        self._lock = None if self.has_lock or self.writers.rank else lock(self._root)
+        self._lock = None if self.has_lock or self.writers.rank else self._locked()
         self._folder = None if self.writers.rank else _opened(self._root)
         self._times = Times(self._root)
         self._replaces: Sequence[str] = ()  # names that the save in flight replaces
         self._done: list[Path] = []  # committed, and not yet returned to the caller
+
+    def _locked(self) -> FolderLock:
+        return lock(
+            self._root,
+            CheckpointError,
+            doing=f"cannot save to {self._root}",
+            taken=f"{self._root}: another process is saving here, or a run is training here; "
+            "stop it or choose another folder",
+        )
 
     @property
     def in_flight(self) -> Path | None:
@@ -151,7 +159,7 @@ class AsyncSaver:
         finally:
             self._flight.close()
             if self._lock is not None:
-                os.close(self._lock)
+                self._lock.file.close()
             self._lock = None
             if self._folder is not None:
                 self._folder.close()

@@ -12,6 +12,7 @@ import torch
 
 from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
+from ...storage.files import read_json
 from ..disk.companions import companions_of
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import is_safetensors
@@ -105,7 +106,7 @@ def _main_dtype(source: TensorSource) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """The JSON object in a file beside a model. Raises ``ModelError``."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):

@@ -18,8 +18,7 @@ def pinned(root: Path) -> set[int]:
     deleted then."""
     path = root / NAME
     try:
-        with files.open_file(path) as file:
-            steps = json.loads(files.read_all(file, _MAX_BYTES))
+        steps = files.parse_json(files.read_inside(root, NAME, _MAX_BYTES))
     except FileNotFoundError:
         return set()
     except (OSError, ValueError) as error:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...storage import disk_usage, files
+from ...storage import disk_usage
+from ...storage.folder_lock import lock
 from ..disk.commit import step_of
 from ..disk.folder import open_checkpoint
 from ..disk.pins import pinned
@@ -26,7 +27,6 @@ from ..disk.retention import (
 from .listing import CheckpointLine, has_hashes, list_run, state_of
 
 logger = logging.getLogger(__name__)
-LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,20 @@ class PrunePlan:
 @contextmanager
 def untrained(folder: Path) -> Iterator[None]:
     """Hold the run's lock, like a training process; ``CheckpointError`` if one has it."""
-    path = folder / LOCK
-    with files.raising(CheckpointError, "cannot lock the run's folder"):
-        lock = files.open_file(path, write=True) if files.exists(path) else files.create(path)
-    with lock:
-        try:
-            if not lock.lock():
-                logger.warning(
-                    "%s: this file system has no locks, so a process that trains there is not "
-                    "noticed; prune only when none does",
-                    folder,
-                )
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{folder}: a process is training there, and deletes old checkpoints itself; "
-                "stop it first, or add --dry-run"
-            ) from None
+    held = lock(
+        folder,
+        CheckpointError,
+        doing="cannot lock the run's folder",
+        taken=f"{folder}: a process is training there, and deletes old checkpoints itself; "
+        "stop it first, or add --dry-run",
+    )
+    with held:
+        if not held.is_real:
+            logger.warning(
+                "%s: this file system has no locks, so a process that trains there is not "
+                "noticed; prune only when none does",
+                folder,
+            )
         if saving := [line for line in list_run(folder) if line.is_being_written]:
             raise CheckpointError(
                 f"{saving[0].path}: a checkpoint is still being saved, by the writer process of "

@@ -21,6 +21,7 @@ from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.address import Address, default_cache
+from ...storage.files import read_json
 from ...storage.hubs.file_download import (
     CHUNK,
     HubError,
@@ -134,7 +135,7 @@ def _headers(url: str, method: str) -> HTTPMessage:
 def _known(folder: Path) -> dict[str, Any] | None:
     """What the server said about the file that was downloaded before."""
     try:
-        found: dict[str, Any] = json.loads((folder / INFO).read_bytes())
+        found: dict[str, Any] = read_json(folder / INFO)
         return {"size": found["size"], "tag": found["tag"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import xxhash
 from ...errors import DataError, counted
 from ...schema.locations import matches
 from ...storage import files
+from ...storage.files import read_json
 from .formats.fields import Row
 from .readers import READERS
 
@@ -216,7 +216,7 @@ def _listed(path: Path, key: str) -> list[Any]:
     """A list in a small JSON file."""
     with _reading(path):
         try:
-            found = json.loads(path.read_bytes())
+            found = read_json(path)
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {error}") from None
     listed = found.get(key) if isinstance(found, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import ModelError, counted
+from ...storage.files import read_json
 from ..adaptable import is_linear
 from ..adapters.dora import enable_float32_lengths
 from ..adapters.frozen import add_frozen, stacked_layers
@@ -67,7 +67,7 @@ def is_addable(folder: Path) -> bool:
 
 def config_value(folder: Path, key: str) -> object:
     """A value of an adapter's configuration as it is in the file."""
-    return json.loads((folder / CONFIG).read_bytes()).get(key)
+    return read_json(folder / CONFIG).get(key)
 
 
 def add_named(model: nn.Module, name: str, folder: Path) -> nn.Module:
@@ -196,7 +196,7 @@ def _check_trained(model: nn.Module) -> None:
 
 
 def _refuse_changed_base(folder: Path, key: str) -> None:
-    init = str(json.loads((folder / CONFIG).read_bytes()).get("init_lora_weights")).lower()
+    init = str(read_json(folder / CONFIG).get("init_lora_weights")).lower()
     if init.startswith(_CHANGED_BASE):
         raise ModelError(
             f"{key}: {folder}: init_lora_weights {init} changed the base at the start of training; "
@@ -258,8 +258,8 @@ def _check_config(folder: Path) -> None:
             f"{folder}: no adapter_config.json; expected the local folder of a PEFT adapter{of}"
         )
     try:
-        found = json.loads((folder / CONFIG).read_bytes())
-    except ValueError as error:
+        found = read_json(folder / CONFIG)
+    except (OSError, ValueError) as error:
         raise ModelError(f"{folder / CONFIG}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ModelError(f"{folder / CONFIG}: expected a JSON object")

@@ -19,6 +19,7 @@ from typing import Any
 
 from ...errors import ModelError
 from ...storage import files
+from ...storage.files import read_json
 from ...storage.parallel_work import in_parallel
 from ..section import ModelSection
 
@@ -114,7 +115,7 @@ def _weights(folder: Path) -> Iterator[Path]:
 
 def _indexed(path: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        return sorted(set(read_json(path)["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return []
 

@@ -6,7 +6,6 @@ that was trained on an extended base gets one, with the positions of that base.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from ...errors import ModelError
+from ...storage.files import read_json
 from ..section import ModelSection
 from .router_loss import add_router_loss
 
@@ -25,6 +25,9 @@ _CODE = (
     "it comes with Python code of its own; if you trust that, set model.trust_remote_code=true "
     "(chat and export: --trust-remote-code)"
 )
+_NO_CONFIG = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RecursionError)
+_SIZES = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
+_SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim"]
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
 
 
@@ -41,13 +44,16 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
-    except (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError) as error:
+    except _NO_CONFIG as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         if "trust_remote_code=True" in str(error):
             said = [_CODE]
         raise UnreadableConfigError(
             f"{Path(folder) / CONFIG}: cannot load the model: {said[0]}"
         ) from None
+    for name in _SIZES:
+        if isinstance(size := getattr(config, name, None), int) and size < 0:
+            raise ModelError(f"{folder / CONFIG}: {name} is {size}; fetch the model again")
     if section.max_positions is not None:
         _extend(config, section, folder)
     if section.router_aux_loss_coef is not None:
@@ -111,7 +117,7 @@ def changed_config(folder: Path, section: ModelSection) -> dict[str, object]:
 def extension_of(adapter: Path) -> dict[str, Any]:
     """The settings of the base on which an adapter was trained, if it was extended."""
     try:
-        config = json.loads((adapter / CONFIG).read_bytes())
+        config = read_json(adapter / CONFIG)
         return {
             "max_positions": int(config[POSITIONS]),
             "rope_scaling": str(config[ROPE]["rope_type"]),

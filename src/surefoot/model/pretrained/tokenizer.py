@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...errors import ModelError
+from ...storage.files import read_json
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -63,7 +63,7 @@ def _cause(folder: Path, error: Exception) -> str:
     """The damaged file, if there is one; else the first line of the library's error."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
-            json.loads((folder / name).read_bytes())
+            read_json(folder / name)
         except ValueError as damage:
             return f"{name} is damaged ({damage}); copy it again from the model"
         except OSError:

@@ -22,6 +22,7 @@ from ...errors import CheckpointError, RecipeError
 from ...model.pretrained import base_identity
 from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
 from ...recipe.yaml import emit, parse
+from ...storage.files import read_json
 from .contents import BASE, Publication
 
 RECEIPT = "receipt.json"
@@ -232,7 +233,7 @@ def _shown(base: str) -> str:
 
 def _recipe_in(folder: Path) -> dict[str, Any]:
     try:
-        found = parse(read_text(folder / RUN_RECIPE)).data
+        found = parse(read_text(folder / RUN_RECIPE, follow=False)).data
     except RecipeError:
         return {}
     return json.loads(json.dumps(found)) if isinstance(found, Mapping) else {}
@@ -240,7 +241,7 @@ def _recipe_in(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -19,6 +19,7 @@ from ...checkpoint.reading.verification import verify
 from ...errors import CheckpointError, ModelError
 from ...recipe.files import ADAPTER
 from ...recipe.run_checkpoint import checkpoint_of
+from ...storage.files import read_json
 from ...storage.hashes import digest
 from ...storage.hubs.upload import LocalFile
 from .redaction import Redaction
@@ -145,7 +146,7 @@ def _text(file: LocalFile, redaction: Redaction) -> tuple[bytes | None, str | No
 def _with_base(file: LocalFile, folder: Path, base: str | None, told: list[str]) -> LocalFile:
     """The adapter's settings with a base that others can find."""
     settings = json.loads(file.read())
-    stored = json.loads((folder / ADAPTER).read_bytes()).get(BASE)
+    stored = read_json(folder / ADAPTER).get(BASE)
     if base is None and stored and Path(stored).is_absolute():
         told.append(
             f"the base model is a folder of this machine, {stored}: name its id on the hub with "

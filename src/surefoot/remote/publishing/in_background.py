@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from ...storage.files import open_log
 from ...training.callback import Context, TrainerCallback
 from ...training.section import TrainSection
 from ...training.state import TrainerControl, TrainerState
@@ -96,7 +97,7 @@ class HubUploads(TrainerCallback):
         settings = asdict(self.target) | {"checkpoints": self.has_checkpoints}
         command = [sys.executable, "-P", "-m", f"{__package__}.worker", str(self.folder)]
         try:
-            with (self.folder / LOG).open("ab") as log:
+            with open_log(self.folder / LOG) as log:
                 self._process = _started([*command, json.dumps(settings)], log)
         except OSError as error:
             self._tell(str(error))

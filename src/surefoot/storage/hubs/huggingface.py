@@ -24,6 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from .. import files
 from ..address import default_cache
+from ..files import read_json
 from .file_download import (
     HubError,
     NotReachedError,
@@ -142,7 +143,7 @@ class _Verified:
         name = hashlib.sha256(str(folder.resolve().parent).encode()).hexdigest()[:24]
         self._path = default_cache().with_name("verified") / f"{name}.json"
         try:
-            self._known = set(json.loads(self._path.read_bytes()))
+            self._known = set(read_json(self._path))
         except (OSError, ValueError, TypeError):
             self._known = set()
         self._is_changed = False

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from urllib.parse import quote_plus, urlencode
 
 from .. import files
+from ..files import read_json
 from .file_download import (
     HubError,
     NotReachedError,
@@ -173,7 +174,7 @@ class _Index:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            found = json.loads((folder / INDEX).read_bytes())
+            found = read_json(folder / INDEX)
             self._files: dict[str, list[Any]] = dict(found["files"])
             self.complete: list[str] = list(found["complete"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -20,6 +20,7 @@ from .recording import Recorded
 from .rollout import Rollout
 
 NUM_PROMPTS = 4  # of each dataset
+_MAX_BYTES = 1 << 30
 _NAME = re.compile(r"rollouts-(\d+)\.jsonl")
 
 
@@ -91,7 +92,7 @@ class KeptRollouts:
         data = ("\n".join(lines) + "\n").encode(errors="replace")
         path = self.folder / name_of(step)
         with files.raising(RunError, "cannot write the rollouts"):
-            if path.exists() and path.read_bytes() == data:
+            if files.size_of(path) == len(data) and _content(path) == data:
                 return
             for later in (n for n in steps_of(self.folder) if n > step):
                 files.remove_tree(self.folder / name_of(later))
@@ -112,16 +113,24 @@ def steps_of(folder: Path) -> list[int]:
 def read(path: Path) -> list[KeptRollout]:
     """The rollouts in a file. Raises ``RunError`` if it is no such file."""
     try:
-        lines = path.read_bytes().split(b"\n")[
-            :-1
-        ]  # text has line breaks that JSON does not escape
-        rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        lines = _content(path).split(b"\n")[:-1]  # text has line breaks that JSON does not escape
+        rows: list[dict[str, Any]] = [files.parse_json(line) for line in lines]
         return [
             KeptRollout(**{**row, "tokens": [KeptToken(**one) for one in row["tokens"]]})
             for row in rows
         ]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path}: no rollouts of a run: {error}") from None
+
+
+def read_text(path: Path) -> str:
+    """The lines of a file as they are. Raises ``RunError``."""
+    with files.raising(RunError, "cannot read the rollouts"):
+        return _content(path).decode(errors="replace")
+
+
+def _content(path: Path) -> bytes:
+    return files.read_inside(path.parent, path.name, _MAX_BYTES)
 
 
 def advantages(rollouts: Sequence[Rollout], examples: Sequence[Features]) -> list[float | None]:

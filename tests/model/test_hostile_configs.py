@@ -1,0 +1,49 @@
+"""A stranger's ``config.json`` is judged in one sentence, whatever is in it."""
+
+import json
+
+import pytest
+
+from surefoot.errors import ModelError
+from surefoot.model.pretrained.adapter import check
+from surefoot.model.pretrained.positions import extension_of, read_config
+from surefoot.model.section import ModelSection
+from surefoot.network.tensors import from_config
+from surefoot.storage.files import read_json
+
+DEEP = "[" * 100_000 + "]" * 100_000
+CONFIGS = {
+    "deep": f'{{"model_type": "llama", "x": {DEEP}}}',
+    "half": '{"model_type": "\\ud800"}',
+    "digits": '{"model_type": "llama", "hidden_size": ' + "9" * 5000 + "}",
+    **{
+        name: json.dumps({"model_type": "llama", name: -64})
+        for name in ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size")
+    },
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_that_describes_no_model_is_refused(tmp_path, config):
+    (tmp_path / "config.json").write_text(CONFIGS[config])
+    for read in (read_config, from_config):
+        with pytest.raises(ModelError) as told:
+            read(tmp_path, ModelSection(path=str(tmp_path)))
+        assert str(tmp_path) in str(told.value)
+        assert len(str(told.value)) < 1000
+
+
+def test_an_adapters_config_that_nests_too_deeply_is_refused(tmp_path):
+    for name in ("adapter_config.json", "config.json"):
+        (tmp_path / name).write_text(DEEP)
+    for read in (check, extension_of):
+        with pytest.raises(ModelError, match="nested too deeply"):
+            read(tmp_path)
+
+
+def test_a_large_file_is_no_configuration(tmp_path):
+    path = tmp_path / "config.json"
+    with path.open("w") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="more than"):
+        read_json(path)
