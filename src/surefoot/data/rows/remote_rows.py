@@ -32,6 +32,7 @@ from ...storage.hubs.file_download import (
     locked,
     offline_setting,
     request,
+    tag_of,
 )
 from .formats.fields import Row
 from .row_sources import BrokenRow, Files, split_of
@@ -102,7 +103,7 @@ def _over_http(address: Address, folder: Path) -> Path:
     if known is not None and known != found:
         path.with_name(f"{path.name}.part").unlink(missing_ok=True)
     files.write_aside(folder / INFO, json.dumps({**found, "complete": False}).encode())
-    download(RemoteFile(url, found["size"]), path)
+    download(RemoteFile(url, found["size"], tag=found["tag"]), path)
     files.write_aside(folder / INFO, json.dumps({**found, "complete": True}).encode())
     return path
 
@@ -123,7 +124,7 @@ def _about(url: str) -> dict[str, Any]:
     is_plain = said.get("Content-Encoding", "identity") == "identity"
     return {
         "size": int(size) if size and is_plain else None,
-        "tag": said.get("ETag") or said.get("Last-Modified"),
+        "tag": tag_of(said),
     }
 
 
@@ -160,14 +161,18 @@ def _from_store(address: Address, folder: Path) -> Iterator[Path]:
         return
     store, listed = _listed(address)
     for number, entry in enumerate(listed):
-        tag = f"{entry.get('ETag') or entry.get('etag')} {entry.get('LastModified', '')}"
-        traces = json.dumps([entry["name"], entry["size"], tag])
-        digest = hashlib.sha256(traces.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(_traces(entry).encode()).hexdigest()[:12]
         name = entry["name"].rpartition("/")[2]
         path = folder / f"{number:05d}-{digest}-{name}"
         if not path.exists():
             _copy(store, entry, path)
         yield path
+
+
+def _traces(entry: Mapping[str, Any]) -> str:
+    """What tells one version of a file in a store from another."""
+    tag = f"{entry.get('ETag') or entry.get('etag')} {entry.get('LastModified', '')}"
+    return json.dumps([entry["name"], entry["size"], tag])
 
 
 def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
@@ -213,4 +218,8 @@ def _copy(store: Any, entry: Mapping[str, Any], path: Path) -> None:
             if len(data) != stop - start:
                 raise HubError(f"{len(data):,} bytes arrived, expected {stop - start:,}")
             opened.write(data)
+    store.invalidate_cache()
+    if _traces(store.info(entry["name"])) != _traces(entry):  # its parts may be of two versions
+        part.unlink()
+        raise HubError(f"{entry['name']} was replaced while it was downloaded; start again")
     part.replace(path)

@@ -8,6 +8,7 @@ import hashlib
 import http.client
 import logging
 import os
+import re
 import socket
 import time
 import urllib.error
@@ -25,10 +26,12 @@ from .. import files
 logger = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes that are read at a time
 SECONDS = 60.0  # without a byte, after which the connection counts as lost
+LEAST = 1 << 16  # bytes in that time, else it counts as lost, too
 TRIES, WAIT = 5, 0.5  # in a row without progress; seconds before the second one, then doubled
 LOCK = ".surefoot.lock"
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 _LOST = (OSError, http.client.HTTPException)
+_TAGS = ("ETag", "Last-Modified")
 _PARTIAL, _UNSATISFIABLE = 206, 416  # HTTP status
 
 
@@ -48,6 +51,7 @@ class RemoteFile:
     size: int | None = None  # bytes, if known
     sha256: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    tag: str | None = None  # of its version; without it and a hash, no download is resumed
 
 
 def offline_setting(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -71,8 +75,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         newurl: str,
     ) -> urllib.request.Request | None:
         """The next request."""
+        if urlsplit(newurl).scheme not in ("http", "https"):
+            raise urllib.error.HTTPError(newurl, code, "a redirect to no web address", headers, fp)
         found = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if found is not None and found.host != req.host:
+        is_open = found is not None and (req.type, found.type) == ("https", "http")
+        if found is not None and (found.host != req.host or is_open):
             for name in ("Authorization", "Cookie"):
                 found.remove_header(name)
         return found
@@ -165,18 +172,18 @@ def _wrong(file: RemoteFile, part: Path) -> str | None:
 
 def _fetch(file: RemoteFile, part: Path) -> None:
     """Append to ``part`` until it is complete; a lost connection is opened again."""
-    failures = 0
+    failures, furthest, tag = 0, 0, file.tag
     while True:
         before = part.stat().st_size if part.exists() else 0
         if file.size is not None and before >= file.size > 0:
             return
         try:
-            _append(file, part, before)
+            with _opened(file, part, before, tag) as answer:
+                is_more = answer.status == _PARTIAL
+                tag = tag if is_more else tag_of(answer.headers)
+                _append(answer, part, file.size, is_more=is_more)
             return
         except urllib.error.HTTPError as error:
-            if error.code == _UNSATISFIABLE and before:
-                part.unlink()  # longer than the file is now
-                continue
             if error.code < 500 or failures + 1 >= TRIES:
                 _refused(file.url, error)
             lost: Exception = error
@@ -186,31 +193,85 @@ def _fetch(file: RemoteFile, part: Path) -> None:
             lost = error
         except _LOST as error:
             lost = error
-        has_more = part.exists() and part.stat().st_size > before
-        failures = 0 if has_more else failures + 1
+        size = part.stat().st_size if part.exists() else 0
+        failures = 0 if size >= furthest + LEAST else failures + 1
+        furthest = max(furthest, size)
         if failures >= TRIES:
             raise _not_reached(file.url, lost) from lost
         logger.info("%s: connection lost (%s); resuming", file.url, lost)
         time.sleep(WAIT * 2**failures)
 
 
-def _append(file: RemoteFile, part: Path, before: int) -> None:
-    headers = {**file.headers, **({"Range": f"bytes={before}-"} if before else {})}
-    with request(file.url, headers) as answer:
-        is_more = answer.status == _PARTIAL
-        if before:
-            words = "resuming %s at byte %d" if is_more else "%s cannot be resumed at byte %d"
-            logger.info(words, file.url, before)
-        with part.open("ab" if is_more else "wb") as opened:
-            while chunk := answer.read1(CHUNK):
-                opened.write(chunk)
-            opened.flush()
-            os.fsync(opened.fileno())
-        if answer.length:  # bytes that were announced, and did not arrive
-            raise ConnectionError(f"{answer.length:,} bytes are missing")
+def _opened(file: RemoteFile, part: Path, before: int, tag: str | None) -> http.client.HTTPResponse:
+    """The answer with the bytes from ``before`` on, of the version ``tag``, or with all of them. If
+    what there is cannot be continued, it is deleted; raises ``ConnectionError``."""
+    if not before or not (tag or file.sha256):  # nothing would prove that both are of one version
+        return request(file.url, file.headers)
+    asked = {"Range": f"bytes={before}-"} | ({"If-Range": tag} if tag else {})
+    try:
+        answer = request(file.url, {**file.headers, **asked})
+    except urllib.error.HTTPError as error:
+        if error.code != _UNSATISFIABLE:
+            raise
+        error.close()
+        part.unlink()
+        raise ConnectionError(f"{error.code}: it has no bytes from {before:,} on") from error
+    is_more = answer.status == _PARTIAL
+    words = "resuming %s at byte %d" if is_more else "%s cannot be resumed at byte %d"
+    logger.info(words, file.url, before)
+    if is_more:
+        said = answer.headers.get("Content-Range", "")
+        tags = {answer.headers.get(name) for name in _TAGS} - {None}
+        total = r"\d+|\*" if file.size is None else rf"{file.size}|\*"
+        is_there = re.fullmatch(rf"bytes {before}-\d+/({total})", said.strip())
+        if not is_there or (tag and tags and tag not in tags):
+            answer.close()
+            part.unlink()
+            raise ConnectionError(f"asked for the bytes from {before} on, got {said[:80]!r}")
+    return answer
+
+
+def _append(
+    answer: http.client.HTTPResponse, part: Path, size: int | None, *, is_more: bool
+) -> None:
+    """Write what comes. A body that is longer than its file, or too slow, is not read further."""
+    if not is_more:
+        part.unlink(missing_ok=True)
+    since, arrived = time.monotonic(), 0
+    with _writing(), files.open_or_create(part) as opened:
+        length = opened.size
+        while chunk := answer.read1(CHUNK):
+            opened.write_at(length, chunk)
+            length, arrived = length + len(chunk), arrived + len(chunk)
+            if size is not None and length > size:
+                return  # which the caller finds to be wrong
+            if time.monotonic() - since > SECONDS:
+                if arrived < LEAST:
+                    raise ConnectionError(f"only {arrived:,} bytes in {SECONDS:.0f} s")
+                since, arrived = time.monotonic(), 0
+        opened.sync()
+    if answer.length:  # bytes that were announced, and did not arrive
+        raise ConnectionError(f"{answer.length:,} bytes are missing")
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """A disk that takes no more is no lost connection; its errors name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise HubError(f"cannot write {files.explain(error)}") from error
+
+
+def tag_of(headers: http.client.HTTPMessage) -> str | None:
+    """What tells one version of a file from another, as its server says it."""
+    return next((headers[name] for name in _TAGS if headers.get(name)), None)
 
 
 def _refused(url: str, error: urllib.error.HTTPError) -> NoReturn:
+    error.close()
     raise HubError(f"{url}: the server answers {error.code} {error.reason}") from error
 
 
