@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ...batch import IGNORE_INDEX, Batch
-from ...errors import ModelError
+from ...errors import ModelError, first_line
 from .packed import (
     KERNELS,
     PREFIX,
@@ -44,7 +44,7 @@ Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each tra
 # apart; together 24 tokens, which most numbers of processes divide that share tokens.
 _FIRST, _PAIR = 4, (2, 3, 4)
 _UNIT = _FIRST + 2 * sum(_PAIR) + _PAIR[0]
-_MOST = 4096  # tokens before it, where the row is longer than the model's positions
+_LEAST, _MOST = 1024, 4096  # tokens before it, where masks of whole rows tell documents apart
 _SEEN = 8  # trained positions at the end of a long document
 
 
@@ -152,8 +152,7 @@ def _attempt(model: PreTrainedModel, run: Run, longest: int) -> tuple[str | None
     except ModelError:  # what an attention cannot do, and the setting that helps
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        reason = str(error).strip().splitlines()
-        problem = f"its code fails on them ({reason[0] if reason else type(error).__name__})"
+        problem = f"its code fails on them ({first_line(error)})"
     return problem, may_share
 
 
@@ -246,8 +245,10 @@ def _long_row(model: PreTrainedModel, longest: int, *, is_alone: bool, is_bounde
     if isinstance(most, int):  # also of the row, for a model that counts its tokens
         units = max(1, min(units, most // _UNIT - 1))
     lengths = [units * _UNIT] if is_alone else [_UNIT, units * _UNIT]
-    if not is_alone and not uses_document_attention(model) and isinstance(most, int):
-        lengths[0] = min(most, _MOST)  # masks of an architecture may end where its positions do
+    if not is_alone and not uses_document_attention(model):
+        # masks of an architecture may end where its positions do; distances in bfloat16 are exact
+        # up to 256 columns only (ALiBi of Falcon in transformers 5.24)
+        lengths[0] = min(max(most if isinstance(most, int) else 0, _LEAST), _MOST)
     parts = [torch.arange(n) for n in lengths]
     ids = torch.cat([(n * n * 31 + n * 17 + len(n)) % config.vocab_size for n in parts])
     labels = torch.full_like(ids, IGNORE_INDEX)
