@@ -1,5 +1,7 @@
 """Responses as plain lists of ids."""
 
+import pytest
+
 from surefoot.generate import generation
 from surefoot.generate.choosing import Chooser
 
@@ -14,3 +16,15 @@ def answer(model, prompts, section, **options):
     """The response to every prompt, without the stop token; empty if another replica's."""
     found = sample(model, prompts, section, **options)
     return [list(found[i].text_ids) if i in found else [] for i in range(len(prompts))]
+
+
+def near(found, expected, *, same_bits):
+    """Whether responses have equal tokens, and log-probabilities with the same bits where the
+    processor gives a row the same bits beside others, up to roundings where it does not."""
+    if same_bits:
+        return found == expected
+    assert [one.ids for one in found] == [one.ids for one in expected]
+    return all(
+        one.logps == pytest.approx(other.logps, rel=0, abs=1e-5)
+        for one, other in zip(found, expected, strict=True)
+    )

@@ -51,6 +51,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what an error of other code says, or its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def shortened(message: str) -> str:
     """``message`` without the middle of lines and values that would fill a terminal: what is wrong
     stands at the beginning of a line, and what to do at its end."""

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from .masks import Masks
 from .samples import Ids
@@ -29,6 +29,13 @@ def inner_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or ``model`` itself."""
     is_plain = isinstance(model, PreTrainedModel)
     return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
+
+
+def cache_argument(inner: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """``cache`` as an argument of the model's forward pass. transformers 5.24 has renamed it from
+    ``past_key_values`` in its own models; code beside a checkpoint may have the former name."""
+    is_renamed = "cache" in inspect.signature(inner.forward).parameters
+    return {"cache" if is_renamed else "past_key_values": cache}
 
 
 def padded_length(prompt: Ids) -> int:
@@ -65,8 +72,8 @@ class Driver:
         with self._with(adapters):
             self.model(
                 input_ids=torch.tensor(ids, device=self.inner.device),
-                past_key_values=cache,
                 use_cache=True,
+                **cache_argument(self.inner, cache),
                 **self._last_logits,
             )
         return [
@@ -96,8 +103,8 @@ class Driver:
                 input_ids=tokens_B[:, None],
                 attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
                 position_ids=positions_B[:, None],
-                past_key_values=cache,
                 use_cache=True,
+                **cache_argument(self.inner, cache),
             )
         logits_BV: torch.Tensor = found.logits[:count, -1]
         return logits_BV

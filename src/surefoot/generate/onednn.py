@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import nn
@@ -87,16 +88,23 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
 def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """torch's own on the CPU, neither compiled nor changed, by name; none where this torch does not
     have oneDNN's products."""
-    operators = ("_linear_pointwise", "_reorder_linear_weight")
-    is_there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not is_there or not all(hasattr(torch.ops.mkldnn, name) for name in operators):
-        return {}
-    return {
+    found = {
         name: layer
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu"
         if not layer._compiled_call_impl and "forward" not in vars(layer)
     }
+    return found if found and _has_onednn() else {}
+
+
+@cache
+def _has_onednn() -> bool:
+    operators = ("_linear_pointwise", "_reorder_linear_weight")
+    is_there = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if is_there and all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return True
+    logger.warning("this torch has no oneDNN, so responses are generated more slowly on a CPU")
+    return False
 
 
 def _is_float(layer: nn.Linear) -> bool:

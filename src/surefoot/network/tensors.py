@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from ..geometry.box import Box
 from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import add_adapters, attach, attach_empty
@@ -214,7 +214,7 @@ def from_config(
         )
     except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{base}: cannot build the model from config.json: {str(error).strip().splitlines()[0]}"
+            f"{base}: cannot build the model from config.json: {first_line(error)}"
         ) from None
     return model
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenize
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
-from ...errors import ModelError
+from ...errors import ModelError, first_line
 from ...model.head import outputs
 from ...model.precision import autocast
 from ...network.network import Network
@@ -243,10 +243,8 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
             found.append(_measure_pass(skeleton, batch, number))
         return max(found, key=lambda one: one.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise NotRehearsedError(
-            f"{type(skeleton.network.inner).__name__} cannot run on fake tensors: {reason}"
-        ) from None
+        name = type(skeleton.network.inner).__name__
+        raise NotRehearsedError(f"{name} cannot run on fake tensors: {first_line(error)}") from None
     finally:
         _LOGGER.disabled = was_disabled
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..driver import Prefix, inner_model, masked_attention
+from ...errors import first_line
+from ..driver import Prefix, cache_argument, inner_model, masked_attention
 from ..masks import candidates, longest_limit
 from ..samples import Ids
 
@@ -110,8 +111,8 @@ def run_pass(
         input_ids=torch.from_numpy(ids).to(device),
         attention_mask=mask if list(names) == [""] else dict.fromkeys(names, mask),
         position_ids=torch.from_numpy(positions).to(device),
-        past_key_values=cache,
         use_cache=True,
+        **cache_argument(inner_model(model), cache),
     )
     yield from _read(logits_BKV, at)
 
@@ -161,8 +162,9 @@ def _mask(model: nn.Module, parts_BT: torch.Tensor, num_stem: int) -> torch.Tens
 def _prefix(model: nn.Module, ids: Ids) -> Prefix:
     """The keys and values of ``ids`` in each layer."""
     cache = DynamicCache()
-    here = torch.tensor([list(ids)], device=inner_model(model).device)
-    _logits(model, 1, input_ids=here, past_key_values=cache, use_cache=True)
+    inner = inner_model(model)
+    here = torch.tensor([list(ids)], device=inner.device)
+    _logits(model, 1, input_ids=here, use_cache=True, **cache_argument(inner, cache))
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
@@ -238,29 +240,36 @@ def mask_names(model: nn.Module, longest: int) -> MaskNames | None:
     known = vars(inner).setdefault(_TRIED, {})
     if (kernel, limit) not in known:
         with masked_attention(inner):
-            known[kernel, limit] = next(_right_names(model, longest, limit), None)
+            known[kernel, limit], why = _right_names(model, longest, limit)
         if known[kernel, limit] is None:
             logger.warning(
                 "%s: continuations of a prompt cannot share a row, so each is computed with its "
-                "prompt",
+                "prompt, which takes longer: %s",
                 type(inner).__name__,
+                why,
             )
     return known[kernel, limit]
 
 
-def _right_names(model: nn.Module, longest: int, limit: int) -> Iterator[MaskNames]:
-    """Those that give the right likelihoods. A window is not among them: it counts columns."""
+def _right_names(model: nn.Module, longest: int, limit: int) -> tuple[MaskNames | None, str]:
+    """Those that give the right likelihoods, or why there are none. A window is not among them: it
+    counts columns."""
+    why = "not all layers have keys and values of all tokens"
     for masks in candidates(inner_model(model).config.get_text_config()):
         windows = [window for window in masks.windows.values() if window is not None]
-        if min(windows, default=longest) >= longest and _is_right(
-            model, tuple(masks.windows), limit
-        ):
-            yield tuple(masks.windows)
+        if min(windows, default=longest) < longest:
+            why = f"its window of {min(windows)} tokens is shorter than a row of {longest}"
+            continue
+        problem = _why_not(model, tuple(masks.windows), limit)
+        if problem is None:
+            return tuple(masks.windows), ""
+        why = problem
+    return None, why
 
 
-def _is_right(model: nn.Module, names: MaskNames, limit: int) -> bool:
-    """Whether rows behind a stem of more than ``limit`` tokens, with several continuations, give
-    the likelihoods of plain passes."""
+def _why_not(model: nn.Module, names: MaskNames, limit: int) -> str | None:
+    """Why rows behind a stem of more than ``limit`` tokens, with several continuations, do not give
+    the likelihoods of plain passes; None if they do."""
     vocabulary = inner_model(model).config.get_text_config().vocab_size
     ids = [(7 * n + 3) % vocabulary for n in range(24)]
     stem = tuple((11 * n + 5) % vocabulary for n in range(limit + 4))
@@ -278,9 +287,9 @@ def _is_right(model: nn.Module, names: MaskNames, limit: int) -> bool:
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any model's code: what is wrong in it will show in plain passes
-        logger.debug("%s: no shared rows: %s", type(inner_model(model)).__name__, error)
-        return False
+        return first_line(error)
     pairs = [(found[i, n].logp, one.logp) for i in plain for n, one in enumerate(plain[i])]
     # in few bits, sums in another order may differ by more
     share = 1e-4 if inner_model(model).dtype == torch.float32 else 0.1
-    return all(abs(one - other) <= share * max(1.0, abs(other)) for one, other in pairs)
+    is_right = all(abs(one - other) <= share * max(1.0, abs(other)) for one, other in pairs)
+    return None if is_right else "a trial gave other likelihoods"

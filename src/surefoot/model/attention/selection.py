@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ...errors import first_line
 from .bounds import Bounds
 from .kernels import RowKernel, candidates, register
 from .packed import PREFIX, Heads, by_document, sdpa
@@ -74,7 +75,7 @@ def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
         try:
             why = _why_not(kernel, row, expected)
         except Exception as error:  # not built for this device, type or head size: next one
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            why = first_line(error)
         if why is None:
             return name
         logger.info("attention kernel: %s rejected: %s", name, why)

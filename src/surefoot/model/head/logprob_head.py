@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from ...batch import Outputs, OutputSpec
-from ...errors import ModelError
+from ...errors import ModelError, first_line
 from ..attention.packed import one_document
 from ..meta_tensors import on_meta, once_per_architecture
 from .chunked_cross_entropy import Head, Scores, logps, scores, totals, wide
@@ -192,8 +192,17 @@ def logprob_head_of(model: PreTrainedModel) -> LogprobHead | None:
     unchanged."""
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear or "forward" in vars(linear):
+        _say_full_logits(model, "its output head is more than a product with a matrix")
         return None
     return _head(model, linear) if _returns_result(model) else None
+
+
+def _say_full_logits(model: PreTrainedModel, why: str) -> None:
+    logger.info(
+        "%s: the output head computes full logits, which takes more time and memory: %s",
+        type(model).__name__,
+        why,
+    )
 
 
 def _head(model: PreTrainedModel, linear: nn.Linear) -> LogprobHead:
@@ -218,6 +227,8 @@ def _returns_result(model: PreTrainedModel) -> bool:
             given = {"input_ids": ids, "attention_mask": None, "use_cache": False}
             found = model(**given, **one_document(model, 2)).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
-        logger.debug("%s: the output head is not replaced: %s", type(model).__name__, error)
+        _say_full_logits(model, first_line(error))
         return False
+    if found is not mark:
+        _say_full_logits(model, "it changes the logits after its output head")
     return found is mark

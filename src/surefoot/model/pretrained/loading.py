@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ...errors import ModelError, counted
+from ...errors import ModelError, counted, first_line
 from ...storage import files
 from ...storage.address import is_address
 from ...storage.hubs import modelscope
@@ -189,9 +189,7 @@ def load_model(
             f"{folder}: damaged or truncated file: {error}; fetch the model again"
         ) from None
     except (ValueError, OSError, ImportError, KeyError, RuntimeError) as error:
-        raise ModelError(
-            f"{folder}: cannot load the model: {str(error).strip().splitlines()[0]}"
-        ) from None
+        raise ModelError(f"{folder}: cannot load the model: {first_line(error)}") from None
     _check_complete(folder, info)
     if quantized is not None:
         disable_relayout(model)

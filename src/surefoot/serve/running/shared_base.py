@@ -4,6 +4,7 @@ is switched to."""
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
-from ...generate.proof import agree
+from ...generate.proof import agree, may_keep_bits
 from ...inference.model_loading import LoadedModel, ModelFolders
 from ...model.adapters.by_row import AdaptersByRow, can_be_by_row
 from ...model.pretrained import base_identity
@@ -23,6 +24,7 @@ from ...model.pretrained.positions import extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
 from ..errors import ModelGoneError
 
+logger = logging.getLogger(__name__)
 FIRST = "default"  # PEFT's name of the adapter with which a model was opened
 _TRIED = 8  # tokens of rows with which an adapter is tried
 
@@ -109,11 +111,32 @@ class SharedBase:
                 expected.append(self.opened.inner(**asked).logits)
             with self.by_row.on([name, None, name, None]):
                 found = self.opened.inner(**asked).logits
+            if is_right := all(agree(found[row], expected[row % 2][row]) for row in range(4)):
+                self._say_if_bits_vary(name)
+            return is_right
         except ValueError:  # a layer got other rows
             return False
         finally:
             self.use(before)
-        return all(agree(found[row], expected[row % 2][row]) for row in range(4))
+
+    def _say_if_bits_vary(self, name: str) -> None:
+        """Log it if a row with the adapter ``name`` has other bits beside other rows: products of
+        small matrices may, on some processors."""
+        inner = self.opened.inner
+        if not may_keep_bits(inner):
+            return
+        rows = []
+        for names in ([name] * 4, [name, None] * 4, [name] * 12, [None, name, name] * 4):
+            ids = torch.zeros(len(names), 1, dtype=torch.int64)
+            with self.by_row.on(names):
+                logits = inner(input_ids=ids, use_cache=False).logits
+            rows += [row for row, of in zip(logits, names, strict=True) if of == name]
+        if any(not torch.equal(row, rows[0]) for row in rows):
+            logger.info(
+                "adapters of rank %d: on this processor, the last bits of their log-probabilities "
+                "depend on the requests that are answered at the same time",
+                self._module.peft_config[name].r,  # type: ignore[index,union-attr]
+            )
 
     def use(self, name: str | None) -> None:
         """Compute with the adapter ``name``, or with the base alone. Raises ``ModelGoneError``."""
