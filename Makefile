@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Empty means written: hundreds of processes read what the first one has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check proof architectures gpu interop docs clean
+.PHONY: demo test check proof lock newest architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,18 +33,42 @@ proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
 	$(BIN)/pytest -n 2 -m proof
 
+# One known torch, so that figures and bits can be compared; everything else is the newest that fits.
+TORCH ?= 2.13.0
+COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+	--no-annotate --custom-compile-command 'make lock'
+
+lock: $(STAMP)  ## write the versions that `make` installs, here and for the benchmarks
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	echo 'torch==$(TORCH)' | $(COMPILE) - pyproject.toml --extra dev --extra fuzz -o constraints.txt
+	$(COMPILE) benchmarks/gpu/requirements.txt pyproject.toml --extra dev -c constraints.txt \
+		-o benchmarks/gpu/constraints.txt
+	$(COMPILE) benchmarks/requirements.txt -o benchmarks/constraints.txt
+	$(COMPILE) benchmarks/requirements-mindspore.txt -o benchmarks/constraints-mindspore.txt
+
+NEWEST := .venv-newest
+
+newest:  ## the tests with the newest version of everything; says what differs from the lock
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	@echo 'Versions that differ from constraints.txt:'
+	@$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/_/-/g' \
+		| grep -vixF "$$(sed 's/ .*//' constraints.txt)" || echo '  none'
+	$(NEWEST)/bin/pytest -n 3 --dist worksteal -m 'not proof'
+
 architectures: $(STAMP)  ## try every architecture, and write the table in docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/zoo/page.py
 
 gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, speed, save or profile
-	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/gpu/requirements.txt -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/gpu/requirements.txt -c benchmarks/gpu/constraints.txt
 	$(BIN)/python benchmarks/gpu/kit.py $(PART)
 
 MINDSPORE := benchmarks/.venv-mindspore
 
 interop: $(STAMP)  ## let MindSpore read what we wrote, in an environment of its own
 	$(PYTHON) -m venv $(MINDSPORE)
-	$(MINDSPORE)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-mindspore.txt
+	$(MINDSPORE)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-mindspore.txt \
+		-c benchmarks/constraints-mindspore.txt
 	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python $(BIN)/pytest -n 2 tests/interop
 
 docs: $(STAMP)  ## regenerate the reference pages and the picture of the house from the code
@@ -52,4 +76,4 @@ docs: $(STAMP)  ## regenerate the reference pages and the picture of the house f
 	$(BIN)/python tests/house.py
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

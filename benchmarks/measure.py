@@ -20,6 +20,8 @@ from statistics import median
 
 import psutil
 
+from surefoot.run.machine.environment import processor
+
 POLL_SECONDS = 0.01
 TIMEOUT_SECONDS = 300.0
 
@@ -124,7 +126,7 @@ def machine() -> str:
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
     memory = psutil.virtual_memory().total / 2**30
     return (
-        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores ({platform.machine()}), "
+        f"{time.strftime('%Y-%m-%d %H:%M')}, {os.cpu_count()} cores ({processor()}), "
         f"{memory:.0f} GiB, Python {platform.python_version()}, load average {load}"
     )
 

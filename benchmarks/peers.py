@@ -23,6 +23,7 @@ from measure import say
 FOLDER = Path(__file__).parent
 PEERS = FOLDER / ".venv-peers"
 REQUIREMENTS = FOLDER / "requirements.txt"
+CONSTRAINTS = FOLDER / "constraints.txt"
 PYTHON = PEERS / "bin" / "python"
 LLAMAFACTORY = PEERS / "bin" / "llamafactory-cli"
 SUREFOOT = Path(sysconfig.get_path("scripts")) / "surefoot"
@@ -33,12 +34,12 @@ STUB = '"""Empty: stands in for a torchaudio that does not load beside this torc
 def ensure() -> None:
     """Make the peers' environment unless it is there and made from these requirements."""
     stamp = PEERS / "made-from"
-    wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + CONSTRAINTS.read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return
     say(f"making {PEERS} (minutes, about 2 GB, once)")
     venv.create(PEERS, clear=True, with_pip=True)
-    _pip("install", "--requirement", str(REQUIREMENTS))
+    _pip("install", "--requirement", str(REQUIREMENTS), "--constraint", str(CONSTRAINTS))
     _pip("uninstall", "--yes", *BROKEN)
     _put_stub()
     subprocess.run([LLAMAFACTORY, "version"], check=True, stdout=subprocess.DEVNULL)

@@ -13,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from surefoot.cli import demo
 from surefoot.errors import EXTRAS as EXTRAS_OF
@@ -37,6 +39,17 @@ def test_the_demo_keeps_what_is_in_its_folder(tmp_path):
     assert (tmp_path / demo.RECIPE).read_text() == "mine"
     assert (tmp_path / "base-model" / "model.safetensors").is_file()
     assert (tmp_path / "data" / "orders_train.jsonl").is_file()
+
+
+def test_everything_that_make_installs_is_locked_within_its_range():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    locked = {pin.name: pin.specifier for pin in pins if not pin.marker or pin.marker.evaluate()}
+    for line in (*PROJECT["project"]["dependencies"], *EXTRAS["dev"]):
+        wanted = Requirement(line)
+        (pin,) = locked[canonicalize_name(wanted.name)]
+        assert pin.operator == "==", pin
+        assert wanted.specifier.contains(pin.version), f"{line}: {pin}; run make lock"
 
 
 def test_every_extra_that_a_message_names_exists():

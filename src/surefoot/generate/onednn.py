@@ -2,8 +2,7 @@
 
 On AMD's processors with AVX-512, MKL uses half of the units: of 64 rows to thousands, oneDNN's
 products take half as long. With weights in the order that oneDNN reads, which is a copy, those of
-few rows do, too. A row has the same bits whatever the number of rows (in multiples of 4) and
-threads, and whether the weights are copied or not.
+few rows do, too.
 """
 
 from __future__ import annotations

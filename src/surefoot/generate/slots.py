@@ -3,10 +3,11 @@
 No row is padded on the left: a row of n tokens is in columns 0 to n - 1 of its slot, and a mask
 says which columns it sees. A slot whose row has ended is taken by the next one.
 
-Columns are read in multiples of 16, and rows are computed in multiples of 4. On a CPU in float32,
-the fused attention then gives a row the same bits whatever the others' lengths are, and a matrix
-product does whatever the number of rows and of threads. (Threads divide the rows of a product: of 5
-rows, one of two threads has 2, and rounds differently from one with 4.)
+Columns are read in multiples of 16, and rows are computed in multiples of 4. On some CPUs in
+float32, the fused attention then gives a row the same bits whatever the others' lengths are, and a
+matrix product does whatever the number of rows and of threads. (Threads divide the rows of a
+product: of 5 rows, one of two threads has 2, and rounds differently from one with 4.) ``proof.py``
+tries whether it is so.
 
 Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
 """

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -109,10 +110,19 @@ def machine() -> Facts:
     memory, disk = psutil.virtual_memory(), shutil.disk_usage(Path.cwd())
     return {
         "system": platform.platform(),
-        "processors": os.cpu_count(),
+        "processors": f"{os.cpu_count()} ({processor()})",
         "memory": f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB",
         "disk": f"{disk.free / GIB:.1f} GiB free of {disk.total / GIB:.1f} GiB in {Path.cwd()}",
     }
+
+
+def processor() -> str:
+    """The name of the processor, or its kind. Speed and bits depend on it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def torch_facts(result: ProbeResult) -> Facts:
