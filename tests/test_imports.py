@@ -1,6 +1,8 @@
 """What is loaded before it is needed: counted in modules, as seconds depend on the machine."""
 
 import functools
+import os
+import re
 import subprocess
 import sys
 
@@ -120,3 +122,23 @@ def test_nothing_else_is_loaded_up_to_the_first_step(loaded_by, method):
         "surefoot.forecast.bench",
     }
     assert not loaded & (HEAVY - {"torch", "transformers", "numpy", "peft"})
+
+
+def waiting_policy(**environment):
+    """What torch's OpenMP says of itself after ``import surefoot``, as one that is loaded then."""
+    program = """
+import ctypes, importlib.util, pathlib, surefoot
+home = pathlib.Path(importlib.util.find_spec("torch").origin).parent
+ctypes.CDLL(str(next((home / "lib").glob("libgomp*"))))"""
+    unset = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    env = {**kept, "OMP_DISPLAY_ENV": "verbose", **environment}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    return dict(re.findall(r"(OMP_WAIT_POLICY|GOMP_SPINCOUNT) = '(\w+)'", done.stderr))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has libgomp on Linux")
+def test_threads_sleep_at_barriers_unless_the_environment_says_otherwise():
+    assert waiting_policy() == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    assert waiting_policy(GOMP_SPINCOUNT="7")["GOMP_SPINCOUNT"] == "7"

@@ -1,5 +1,6 @@
 """Surefoot: fine-tune large language models from one YAML file, where no step is ever lost."""
 
+import os
 from typing import TYPE_CHECKING
 
 from .lazy_exports import lazy_getattr
@@ -11,6 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "StageParts", "__version__", "train"]
 __version__ = "0.1.0"
+
+# OpenMP's threads spin at every barrier by default. Beside other programs they take the cores from
+# those that they wait for: 290 tokens/s in place of 5,700 (benchmarks/threads.py). torch reads this
+# when it is imported.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 # torch takes seconds to import
 _HOMES = {
