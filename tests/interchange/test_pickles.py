@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tiny
 from surefoot.errors import CheckpointError
 from surefoot.interchange.moments import moments_by_name, trainer_groups
-from surefoot.interchange.pickles import read_pickle, write_pickle
+from surefoot.interchange.pickles import read_pickle, read_record, write_pickle
 
 MODEL = tiny.model(num_hidden_layers=1)
 CONTENT = {"a": torch.arange(3.0), "b": [1, 2.5, None, "x", (True,)]}
@@ -93,6 +93,21 @@ def test_a_plain_pickle_of_anything_else_is_an_error(tmp_path, value):
     path.write_bytes(pickle.dumps({"a": value}))
     with pytest.raises(CheckpointError, match="nothing in it was executed"):
         read_pickle(path)
+
+
+@pytest.mark.parametrize(
+    "put", [b"r" + (1 << 24).to_bytes(4, "little"), b"p16777216\n", b"q\xc8"], ids=repr
+)
+def test_a_place_in_the_memo_beyond_the_pickle_is_refused_before_a_table_is_filled(put):
+    with pytest.raises(CheckpointError, match="it puts an object at the place"):
+        read_record(b"\x80\x04N" + put + b".", "x")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_of_any_protocol_has_its_places_within_it(protocol):
+    value = {"a": [1, "x", (2.5, None)], "b": [f"{n}" for n in range(300)], "c": b"x" * 1000}
+    value["d"] = value["b"]
+    assert read_record(pickle.dumps(value, protocol=protocol), "x", any_name=True)["b"][-1] == "299"
 
 
 VALUES = st.recursive(

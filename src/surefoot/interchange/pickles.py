@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,9 @@ class _Dict(dict[Any, Any]):
         pass
 
 
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+
+
 class _Records(pickle.Unpickler):
     """Accepts torch's types and the names above; ``any_name``: other names become records."""
 
@@ -157,9 +161,18 @@ class _Records(pickle.Unpickler):
         return pid
 
 
+def _check_memo(data: bytes) -> None:
+    """Raise for a place in the memo that no pickle of this length needs: Python's reader would fill
+    a table up to it, 32 GB for eight bytes."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _PUTS and argument > len(data):
+            raise pickle.UnpicklingError(f"it puts an object at the place {argument:,}")
+
+
 def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
     """The content of the pickle ``data``, as records; ``any_name``: for names not of torch, too."""
     try:
+        _check_memo(data)
         reader = _Records(io.BytesIO(data))
         reader.any_name = any_name
         return reader.load()
