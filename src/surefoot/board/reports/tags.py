@@ -24,7 +24,9 @@ def read_tags(folder: Path) -> list[str]:
         found = plain(files.parse_json(files.read_inside(folder, NAME, _MAX_BYTES)))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise RunError(f"{files.explain(error)}; repair or delete the file") from None
+    except ValueError as error:
         raise RunError(f"{path}: cannot be read ({error}); repair or delete it") from None
     if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
         raise RunError(f"{path}: expected a list of words; repair or delete it")

@@ -21,7 +21,9 @@ def pinned(root: Path) -> set[int]:
         steps = files.parse_json(files.read_inside(root, NAME, _MAX_BYTES))
     except FileNotFoundError:
         return set()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{files.explain(error)}; repair or delete the file") from None
+    except ValueError as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); repair or delete it") from None
     if not isinstance(steps, list) or any(type(step) is not int for step in steps):
         raise CheckpointError(f"{path}: expected a list of steps; repair or delete it")
