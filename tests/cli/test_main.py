@@ -76,6 +76,10 @@ def test_a_misspelt_command_gets_the_near_one():
     assert "No such command 'trian'. Did you mean 'train'?" in result.output
 
 
+def test_a_command_by_the_name_of_another_program_gets_ours():
+    assert "No such command 'finetune'. Did you mean train?" in run("finetune", "x.yaml").output
+
+
 def test_a_misspelt_option_gets_the_near_one():
     result = run("recipe", "show", "x.yaml", "--doc")
     assert result.exit_code == 2

@@ -15,10 +15,10 @@ from surefoot.errors import RecipeError
 from surefoot.recipe.conversion import convert_any
 from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS
 from surefoot.recipe.from_llamafactory.arguments.argument import Combined, Same
-from surefoot.recipe.from_llamafactory.conversion import translate
+from surefoot.recipe.from_llamafactory.opening import find_translation
 from surefoot.recipe.from_trainers.arguments import SOURCES
 from surefoot.recipe.from_trainers.conversion import translate_from
-from surefoot.recipe.recipe import Recipe, load_translation
+from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
 
@@ -252,7 +252,32 @@ def test_the_command_prints_a_recipe(tmp_path):
     assert found["train"]["seed"] == 3
 
 
-def test_a_file_of_trl_is_recognized_where_it_is_not_expected():
-    document = parse(json.dumps({**LEAST, "use_peft": True}), "sft.yaml")
-    with pytest.raises(RecipeError, match="--from trl-sft` converts a file of TRL"):
-        translate(document, {})
+WHOSE = [
+    ({**LEAST, "use_peft": True, "max_length": 512, "packing": True}, "--from trl-sft` prints"),
+    ({**LEAST, "num_generations": 4}, "settings of TRL's GRPOConfig; .* --from trl-grpo` prints"),
+    ({"base_model": "m", "datasets": [], "sequence_len": 9, "adapter": "lora"}, "of axolotl; "),
+    (
+        {"model_name_or_path": "m", "per_device_train_batch_size": 4, "learning_rate": 1e-4},
+        "of TRL, of transformers' Trainer or of LLaMA-Factory; .*add do_train: true",
+    ),
+    ({"actor_rollout_ref": {}, "data": {}, "trainer": {}}, "a file of verl, not a recipe"),
+    ({"model": {"_component_": "torchtune.models.llama3"}}, "a file of torchtune, not a recipe"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), WHOSE)
+def test_a_file_of_another_program_is_called_what_it_is(tmp_path, settings, words):
+    path = tmp_path / "file.yaml"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(RecipeError, match=words):
+        load(path)
+    assert find_translation([str(path)]) is None
+
+
+def test_a_file_whose_program_is_certain_is_converted_without_a_name(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(json.dumps({**LEAST, "completion_only_loss": True, "max_length": 77}))
+    assert parse(convert_any([str(path)]).text, "x").data["data"]["cutoff_len"] == 77
+    path.write_text(json.dumps({"learning_rate": 1e-4, "output_dir": "o"}))
+    with pytest.raises(RecipeError, match=r"--from trl-sft\|trl-dpo"):
+        convert_any([str(path)])

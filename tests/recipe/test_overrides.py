@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -5,9 +6,12 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.recipe.document import Document
+from surefoot.recipe.other_yaml import names
 from surefoot.recipe.overrides import override
+from surefoot.recipe.recipe import Recipe
+from surefoot.recipe.recipe import read as read_recipe
 from surefoot.recipe.yaml import parse
-from surefoot.schema import Variants, read
+from surefoot.schema import Variants, paths, read
 
 
 class Method(Protocol):
@@ -190,3 +194,40 @@ def test_overrides_of_a_file_that_is_no_mapping_do_not_hide_that():
     assert refused("[1]", "train.steps=3") == (
         "r.yaml:1:1 expected a section (key: value), got [1]"
     )
+
+
+OTHERS = {
+    "data.max_length=8": "(did you mean data.cutoff_len?)",
+    "data.max_seq_length=8": "(did you mean data.cutoff_len?)",
+    "generate.max_length=8": "(did you mean generate.max_new_tokens?)",
+    "train.batch_size=4": "(did you mean train.micro_batch_size or train.global_batch_size?)",
+    "train.per_device_train_batch_size=4": "(did you mean train.micro_batch_size or train.global",
+    "train.bf16=true": "(did you mean train.precision?)",
+    "train.epochs=3": "(did you mean train.num_epochs?)",
+    "--lr=3": "--lr: unknown key (did you mean optim.adamw.learning_rate?)",
+    "optim.lr=3": "got 'lr' (did you mean optim.adamw.learning_rate?)",
+    "train.gradient_accumulation_steps=2": "(did you mean train.global_batch_size?)",
+    "method.lora.r=8": "(did you mean method.lora.rank?)",
+    "method.target_modules=all": "(did you mean method.lora.targets?)",
+    "model.load_in_4bit=true": "(did you mean model.quantization_bit?)",
+    "data.path=x": "(did you mean data.datasets?)",
+    "checkpoint.every=5": "(did you mean checkpoint.save_steps?)",
+    "model.device=cuda": "; the GPUs that there are are used, otherwise the CPU",
+    "train.dataloader_num_workers=2": "; no setting is needed: a thread prefetches batches",
+    "data.text_field=x": "; the entry of a dataset says how its rows are read",
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_a_setting_by_the_name_of_another_program_gets_ours(words):
+    least = {"model": {"path": "m"}, "data": {"datasets": ["d"]}, "stage": "sft"}
+    with pytest.raises(RecipeError) as raised:
+        read_recipe({**least, "train": {"output_dir": "o"}}, [words])
+    assert OTHERS[words] in str(raised.value)
+
+
+def test_what_another_program_is_said_to_call_a_setting_is_one():
+    known = {".".join(map(str, way)) for way in paths(Recipe)}
+    for hint in names().values():
+        for word in re.findall(r"did you mean (.*)\?\)", hint):
+            assert {*word.replace(" and ", " or ").split(" or ")} <= known | {"beta2"}, word

@@ -53,6 +53,16 @@ COMMANDS = {
 }
 
 
+SYNONYMS = {  # what other programs call a command
+    **dict.fromkeys(("finetune", "fine-tune", "sft", "fit", "dpo", "pretrain", "run"), "train"),
+    **dict.fromkeys(("generate", "infer", "inference"), "predict"),
+    **dict.fromkeys(("evaluate", "test"), "eval"),
+    **dict.fromkeys(("merge", "merge-lora", "save"), "export"),
+    **dict.fromkeys(("ui", "gui", "web", "dashboard"), "board"),
+    **{"benchmark": "bench", "upload": "push", "convert": "ckpt convert", "config": "recipe"},
+}
+
+
 class Commands(click.Group):
     """A group that knows its commands' names and help without importing them."""
 
@@ -78,6 +88,9 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
         if args[0] not in COMMANDS and not args[0].startswith("-"):
+            if args[0] in SYNONYMS:
+                hint = f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]}?"
+                raise click.NoSuchCommand(args[0], hint, ctx=ctx)
             raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
 

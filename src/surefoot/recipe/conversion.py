@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .files import read_text
+from .files import SUFFIXES, read_text
 from .from_llamafactory.conversion import Translation
 from .from_llamafactory.opening import find_translation
 from .from_mindformers.conversion import ConvertedFile, convert_file
 from .from_trainers.conversion import translate_from
+from .other_yaml import check_recipe, sources_of
 from .overrides import override
 from .recipe import Recipe, load_translation, translated_document
 from .yaml import emit, parse
@@ -17,14 +18,21 @@ from .yaml import emit, parse
 
 def convert_any(words: Sequence[str], source: str | None = None) -> ConvertedFile:
     """The recipe of ``FILE key=value ...`` or of ``--key value ...``, as YAML. ``source``, one of
-    ``from_trainers.arguments.SOURCES``, says whose file it is if neither LLaMA-Factory's nor
-    MindSpore Transformers'. Raises ``RecipeError``: it is no known program's file, or a key is not
-    supported."""
+    ``from_trainers.arguments.SOURCES``, says whose file it is if that is not certain. Raises
+    ``RecipeError``: it is no known program's file, or a key is not supported."""
+    path = Path(words[0])
+    if source is None and path.suffix in SUFFIXES and path.is_file():
+        document = parse(read_text(path), str(path))
+        sources = sources_of(document.data)
+        if len(sources) == 1:
+            source = sources[0]
+        elif sources:
+            check_recipe(document)
     if source is not None:
-        document = parse(read_text(Path(words[0])), words[0])
+        document = parse(read_text(path), words[0])
         return _converted(translate_from(source, document), words[1:])
     if (found := find_translation(words)) is None:
-        return convert_file(Path(words[0]), words[1:])
+        return convert_file(path, words[1:])
     return _converted(*found)
 
 

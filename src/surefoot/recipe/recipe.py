@@ -31,7 +31,7 @@ from .document import Document
 from .files import ADAPTER, read_adapter, read_text, recipe_in
 from .from_llamafactory.conversion import Translation, is_llamafactory
 from .from_llamafactory.opening import translate_document
-from .other_yaml import check_recipe
+from .other_yaml import HABITS, check_recipe, names
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
 from .yaml import emit, parse
@@ -67,9 +67,9 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
+    check_recipe(document)
     if is_llamafactory(document.data):
         return load_translation(*translate_document(document, overrides))
-    check_recipe(document)
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)
@@ -124,8 +124,14 @@ def read(
     return _build(override(Recipe, Document(data), overrides), base)
 
 
+def _names() -> Mapping[str, str]:
+    """What to say of keys of other programs, unless a recipe has the key at another place, too."""
+    own = {str(way[-1]) for way in schema.paths(Recipe)}
+    return {name: hint for name, hint in names().items() if name not in own or name in HABITS}
+
+
 def _build(document: Document, base: Path) -> Recipe:
-    recipe = schema.read(Recipe, document.data, fail=document.error)
+    recipe = schema.read(Recipe, document.data, fail=document.error, names=_names)
     problems = [problem for rule in RULES for problem in rule(recipe)]
     problems += recipe.method.problems(recipe.model)
     problems += recipe.stage.problems(recipe.data, recipe.parallel)

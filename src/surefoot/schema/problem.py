@@ -36,6 +36,9 @@ def _word(key: str) -> str:
     return key if key.strip() == key != "" and key.isprintable() else repr(key)
 
 
+_NO_NAMES: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True)
 class _Spot:
     """Convert a location of pydantic's to a path of settings."""
@@ -70,8 +73,11 @@ def _is_mapping(setting: Setting | None) -> bool:
     return setting is not None and typing.get_origin(setting.hint) is Mapping
 
 
-def explain(root: type, data: object, error: ErrorDetails) -> Problem:
-    """Convert an error of pydantic in ``data`` for ``root`` to a message for people."""
+def explain(
+    root: type, data: object, error: ErrorDetails, names: Mapping[str, str] = _NO_NAMES
+) -> Problem:
+    """Convert an error of pydantic in ``data`` for ``root`` to a message for people. ``names`` has
+    what to say of keys that other programs have."""
     # the adapter reads a tuple of one, so every location starts with its index, 0
     spot = _trace(root, error["loc"][1:])
     if error["type"] == "value_error":  # raised by __post_init__: a fact about this section alone
@@ -79,20 +85,23 @@ def explain(root: type, data: object, error: ErrorDetails) -> Problem:
     if error["type"] == "json_invalid":
         return Problem((), f"not plain data: {error['msg']}")
     found = _look_up(data, spot.path)
-    return Problem(spot.path, _message(root, spot, found, is_missing=error["type"] == "missing"))
+    is_missing = error["type"] == "missing"
+    return Problem(spot.path, _message(root, spot, found, names, is_missing=is_missing))
 
 
-def _message(root: type, spot: _Spot, found: object, *, is_missing: bool) -> str:
+def _message(
+    root: type, spot: _Spot, found: object, names: Mapping[str, str], *, is_missing: bool
+) -> str:
     if is_missing and spot.setting is not None:
         return f"missing; {_needed(spot.setting)}"
     if spot.section is not None:
         return f"expected a section (key: value), got {_shown(found)}"
     if spot.setting is None:
-        return f"unknown key{_hint(root, spot)}"
+        return f"unknown key{_of_others(names, spot.path) or _hint(root, spot)}"
     if spot.setting.each is not None:
         return f"expected {spot.setting.expected}, got {_shown(found)}"
     if spot.setting.choices is not None:
-        return _wrong_variant(root, spot.setting.choices, found)
+        return _wrong_variant(root, spot, spot.setting.choices, found, names)
     return _wrong_value(spot, spot.setting.hint, found)
 
 
@@ -115,7 +124,19 @@ def _needed(setting: Setting) -> str:
     return f"expected a section with {', '.join(required)}"
 
 
-def _wrong_variant(root: type, choices: Mapping[str, type], found: object) -> str:
+def _of_others(names: Mapping[str, str], path: Keys) -> str:
+    """What to say of the last key of ``path``; a key with its section comes before the key."""
+    words = [str(key).lower().lstrip("-").replace("-", "_") for key in path]
+    return names.get(".".join(words[-2:])) or names.get(words[-1]) or ""
+
+
+def _wrong_variant(
+    root: type,
+    spot: _Spot,
+    choices: Mapping[str, type],
+    found: object,
+    names: Mapping[str, str],
+) -> str:
     expected = "expected one of " + ", ".join(choices)
     if not isinstance(found, Mapping):
         return f"{expected}, got {_shown(found)}"
@@ -123,8 +144,10 @@ def _wrong_variant(root: type, choices: Mapping[str, type], found: object) -> st
     if not unknown:
         return f"{expected}, got {' and '.join(found) or 'none of them'}"
     # a key with a value may be a setting at the wrong place; a bare name is a variant
-    where = None if found[unknown[0]] in (None, {}) else root
-    return f"{expected}, got {unknown[0]!r}{_did_you_mean(where, unknown[0], choices)}"
+    is_bare = found[unknown[0]] in (None, {})
+    hint = "" if is_bare else _of_others(names, (*spot.path, unknown[0]))
+    hint = hint or _did_you_mean(None if is_bare else root, unknown[0], choices)
+    return f"{expected}, got {unknown[0]!r}{hint}"
 
 
 def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
@@ -150,7 +173,7 @@ def _hint(root: type, spot: _Spot) -> str:
 
 def _did_you_mean(root: type | None, word: str, known: Mapping[str, object]) -> str:
     """The same key elsewhere in ``root``, or else the most similar one, nearest first."""
-    word = word.lower().replace("-", "_")
+    word = word.lower().lstrip("-").replace("-", "_")
     ways = paths(root) if root else []
     names = [str(way[-1]) for way in ways]
     here = difflib.get_close_matches(word, known, n=1)

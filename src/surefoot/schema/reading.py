@@ -38,9 +38,12 @@ def recipe_error(problems: Sequence[Problem]) -> Exception:
 
 
 def read(
-    cls: type[T], data: object, fail: Callable[[Sequence[Problem]], Exception] = recipe_error
+    cls: type[T],
+    data: object,
+    fail: Callable[[Sequence[Problem]], Exception] = recipe_error,
+    names: Callable[[], Mapping[str, str]] = dict,
 ) -> T:
-    """Build ``cls`` from plain ``data``.
+    """Build ``cls`` from plain ``data``. ``names`` has what to say of keys of other programs.
 
     Raises:
         fail(problems): by default a ``RecipeError``, with every problem there is.
@@ -56,7 +59,7 @@ def read(
         return typing.cast(T, _adapter(section, all_variants(section)).validate_json(text)[0])
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        found = [explain(section, plain, e) for e in errors[:MAX_PROBLEMS]]
+        found = [explain(section, plain, e, names()) for e in errors[:MAX_PROBLEMS]]
         if more := len(errors) - len(found):
             found.append(Problem((), f"and {counted(more, 'more problem')}"))
         raise fail(list(dict.fromkeys(found))) from None

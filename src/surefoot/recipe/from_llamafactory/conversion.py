@@ -21,8 +21,6 @@ from .given import GivenArguments
 from .rules import RULES
 
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
-_OF_TRL = {"use_peft", "dataset_name", "lora_r", "attn_implementation", "dataset_config"}
-_TRL_HINT = "; `surefoot recipe convert FILE --from trl-sft` converts a file of TRL"
 HEAD = "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe)"
 
 
@@ -130,7 +128,6 @@ def _values(data: Mapping[str, object], problems: list[Problem]) -> Iterator[tup
         if name not in ARGUMENTS:
             near = difflib.get_close_matches(name, ARGUMENTS, 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            hint = _TRL_HINT if name in _OF_TRL else hint
             problems.append(Problem((name,), f"no argument of LLaMA-Factory{hint}"))
             continue
         if value is None:

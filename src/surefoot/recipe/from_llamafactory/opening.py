@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..document import Document
 from ..files import SUFFIXES, read_text
+from ..other_yaml import sources_of
 from ..overrides import Overrides
 from ..yaml import parse
 from .arguments import ARGUMENTS
@@ -25,7 +26,8 @@ def find_translation(words: Sequence[str]) -> tuple[Translation, list[str]] | No
     if path.suffix not in SUFFIXES or not path.is_file():
         return None
     document = parse(read_text(path), str(path))
-    return translate_document(document, rest) if is_llamafactory(document.data) else None
+    is_theirs = is_llamafactory(document.data) and not sources_of(document.data)
+    return translate_document(document, rest) if is_theirs else None
 
 
 def translate_document(document: Document, overrides: Overrides) -> tuple[Translation, list[str]]:
