@@ -124,7 +124,9 @@ def test_plain_text_has_no_generations(tmp_path):
     (tmp_path / "data" / "t.txt").write_text("\n".join(f"Once upon a time {i}." for i in range(12)))
     info = {"t": {"file_name": "t.txt", "columns": {"prompt": "text"}}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
-    recipe = save_recipe(tmp_path, stage="pt", data={"datasets": ["t"], "val_size": 3})
+    recipe = save_recipe(
+        tmp_path, stage="pt", data={"datasets": ["t"], "val_size": 3, "text_unit": "line"}
+    )
     surefoot.train(recipe)
     found = json.loads(run(recipe, "--json").stdout)
     assert "answers" not in found

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 
 import datasets
 import pytest
+from ruamel.yaml import YAML
 
 from surefoot.data.rows import registry
 from surefoot.data.rows.catalog import Catalog, check_rows
@@ -207,7 +209,69 @@ def test_columns_of_all_datasets_are_checked_before_any_is_encoded(tmp_path):
         "dataset 'a.jsonl'",
         "dataset 'b.jsonl'",
     ]
-    assert '"columns": {"prompt": "...", "response": "..."}' in str(caught.value)
+    assert f"datasets: [{{file_name: {tmp_path}/b.jsonl, columns: {{prompt: r}}}}]" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [{"frage": "q", "antwort": "a", "id": 3}, {"id": 3, "die Frage": "q", "Antwort": "a"}]
+)
+def test_columns_with_other_names_give_the_line_that_names_them(tmp_path, row):
+    write(tmp_path / "f.jsonl", {**row, "id": None}, row)
+    with pytest.raises(DataError, match="no column has a usual name") as caught:
+        check_rows(Catalog(data := section(tmp_path, "f.jsonl")).entries, data)
+    line = re.search(r"datasets: \[.*?\}\}\]", str(caught.value))[0]
+    cured = section(tmp_path, *YAML(typ="safe").load(f"{{{line}}}")["datasets"])
+    assert said(Catalog(cured).entries[0]) == ASKED * 2 if row.get("frage") else True
+
+
+def test_a_misspelled_column_is_named_with_what_it_should_be(tmp_path):
+    write(tmp_path / "f.jsonl", {"promt": "q", "completion": "a"})
+    with pytest.raises(DataError, match="did you mean prompt by promt"):
+        check_rows(Catalog(data := section(tmp_path, "f.jsonl")).entries, data)
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ";"), ("b.csv", "\t"), ("c.tsv", "\t")])
+def test_values_are_separated_as_the_names_are(tmp_path, name, mark):
+    text = f'question{mark}answer\n"q, or{mark} p"{mark}a;b\n'.replace("a;b", '"a;b"')
+    (tmp_path / name).write_text(text)
+    (entry,) = Catalog(section(tmp_path, name)).entries
+    assert said(entry) == [[("user", f"q, or{mark} p"), ("assistant", "a;b")]]
+
+
+def test_a_csv_file_without_names_says_what_to_put_before_its_rows(tmp_path):
+    (tmp_path / "a.csv").write_text("Cleo wants 11 cups.,11 x cups\nAda wants 2.,2 x cups\n")
+    with pytest.raises(DataError, match="the first line is a row, put one with names before it"):
+        check_rows(Catalog(data := section(tmp_path, "a.csv")).entries, data)
+
+
+def test_a_folder_without_a_slash_and_a_misspelled_file_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "multi" / "a.jsonl", QUESTION)
+    write(tmp_path / "ok.jsonl", QUESTION)
+    with pytest.raises(DataError, match=r"'multi' is not in .*did you mean the folder ./multi\?"):
+        Catalog(section(tmp_path, "multi")).entries  # noqa: B018
+    with pytest.raises(DataError, match=r"did you mean ok.jsonl\?\); looked in ") as caught:
+        Catalog(section(tmp_path, "okk.jsonl")).entries  # noqa: B018
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("unit", "texts"),
+    [("file", ["one\n two\n\n\nthree"]), ("paragraph", ["one\n two", "three"]),
+     ("line", ["one", " two", "three"])],
+)  # fmt: skip
+def test_a_document_of_a_text_file_is_what_the_recipe_says(tmp_path, unit, texts):
+    (tmp_path / "a.txt").write_bytes(b"\n".join([b"one\r", b" two\r", b"\r", b"", b"three", b""]))
+    (entry,) = Catalog(section(tmp_path, "a.txt", text_unit=unit)).entries
+    assert [example.text for example in read_examples(entry)] == texts
+    assert ("one document" in "".join(entry.source.remarks)) == (unit == "file")
+    hashes = {
+        Catalog(section(tmp_path, "a.txt", text_unit=each)).entries[0].source.content_hash()
+        for each in ("file", "paragraph", "line")
+    }
+    assert len(hashes) == 3
 
 
 def test_without_a_registry_a_name_says_what_else_could_be_named(tmp_path):

@@ -227,7 +227,7 @@ def test_broken_rows_stop_the_run_even_if_they_are_in_the_cache(section, tmp_pat
 
 def test_nothing_to_learn_says_why(section, tmp_path):
     write(tmp_path, one=[{"instruction": "q", "output": "drop"}] * 3)
-    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: not wanted \(3\)"):
+    with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: not wanted \(3 rows\)"):
         run(section)
     write(tmp_path, one=["{"] * 3)
     with pytest.raises(DataError, match=r"'one': none of its 3 rows has .*: all are broken"):

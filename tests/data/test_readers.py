@@ -75,7 +75,7 @@ def test_csv_in_another_encoding_is_refused(folder):
 def test_a_text_file_has_a_row_a_line(folder):
     path = folder / "a.txt"
     path.write_bytes("\ufeffone\r\n\n  two \n \nthree\u2028four".encode())
-    assert [row["text"] for row in read_txt(path)] == ["one", "  two ", "three\u2028four"]
+    assert [row["text"] for row in read_txt(path, "line")] == ["one", "  two ", "three\u2028four"]
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 1000])

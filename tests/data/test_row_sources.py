@@ -45,7 +45,10 @@ def test_endings_may_be_in_capitals(tmp_path):
         ("no.json", "no file or folder"),
         ("sub", "folder .*sub contains no files"),
         ("", r"contains files of several kinds: \.jsonl, \.md"),
-        ("c.md", "c.md: expected a file of one of the kinds json, jsonl, csv, parquet, txt, arrow"),
+        (
+            "c.md",
+            "c.md: expected a file of one of the kinds json, jsonl, csv, parquet, tsv, txt",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(folder, name, reason):

@@ -46,7 +46,7 @@ def test_broken_rows_keep_their_place_and_say_why(entry):
     assert [type(row) for row in rows] == [Example, BrokenRow, BrokenRow, Example]
     assert [row.index for row in rows[1:3]] == [1, 2]
     assert "line 2 is not valid JSON" in rows[1].reason
-    assert rows[2].reason == "column 'output': expected text, got int 1"
+    assert rows[2].reason == "column 'output': expected text, got int 1; write it as text: \"1\""
     assert rows[3].origin == "d:3"
 
 
@@ -79,7 +79,7 @@ def test_a_listed_column_that_no_row_has_is_named_with_those_there_are(entry):
 def test_an_absent_question_is_told_once_and_not_as_broken_rows(entry):
     with pytest.raises(
         DataError,
-        match=r"no row has the column 'instruction' \(.*\{\"prompt\": .*; the columns of .* txt$",
+        match=r"no column has a usual name, .*did you mean text by txt.*; the columns of .* txt$",
     ):
         list(read_examples(entry({"txt": "a"}, {"txt": "b"})))
 

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from ..errors import DataError
 from ..terminal_text import one_line, visible
 from .loading import loading
 
@@ -89,6 +90,8 @@ def preview(
     console = Console(soft_wrap=True, highlight=False)
     for stats in found:
         show(console, stats, codec.section.longest)
+    if empty := [stats.name for stats in found if stats.rows and not stats.items]:
+        raise DataError(f"{', '.join(empty)}: none of the rows above has trained tokens")
 
 
 def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:

@@ -47,6 +47,9 @@ class DataSection:
     ``{file_name: rows.csv, columns: {prompt: q, response: a}}``."""
     dataset_dir: Path = Path("data")
     """Folder with ``dataset_info.json``; relative to the recipe file."""
+    text_unit: Literal["file", "paragraph", "line"] = "file"
+    """What a document is of a ``.txt`` file: the file, a paragraph (blank lines are between them),
+    or a line."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
     """Where hub ids are looked up, and entries of ``dataset_info.json`` that name both hubs."""
     eval_datasets: Datasets = ()

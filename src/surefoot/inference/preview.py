@@ -16,8 +16,10 @@ from ..data.store.encoder import unread_in
 from ..data.text.codec import Codec
 from ..errors import counted
 from ..recipe.recipe import Recipe
+from .data_check.conversations import FIRST, NO_END, oddities
 
 BATCH = 500
+TURNS = (NO_END, FIRST)  # what is said of turns that are omitted, or have no question
 ANSWERS = (None, "chosen", "rejected")  # what the lengths of a pair are of
 UNLIMITED = 1 << 30
 
@@ -102,7 +104,7 @@ class DatasetStats:
         if self.unread:
             yield f"columns that nothing reads: {', '.join(self.unread)}"
         for note, count in self.notes.items():
-            yield f"{counted(count, 'example')} with {note}"
+            yield f"{counted(count, 'example')}: {note}"
         if self.cut:
             yield f"{counted(self.cut, 'example')} truncated to data.cutoff_len"
 
@@ -167,7 +169,9 @@ def _add(
     unread = unread_in(examples, [item for whole in wholes for item in items_of(whole)])
     stats.unread = list(dict.fromkeys((*stats.unread, *unread)))
     for example, outcome, whole in zip(examples, outcomes, wholes, strict=True):
-        for note in example.notes:
+        is_trained = recipe.stage.uses_template and not recipe.stage.max_new_tokens
+        odd = oddities(example, (), needs_response=is_trained)
+        for note in (*example.notes, *(what for what in odd if is_trained and what in TURNS)):
             stats.notes[note] = stats.notes.get(note, 0) + 1
         shown = _shown(codec, example, outcome, whole)
         if shown.dropped:

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from ..storage import files
 from ..storage.address import is_address
 
-DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow")
+DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
 _FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 

@@ -34,6 +34,8 @@ UNLABELED = Dropped(
     "(of another name: columns: {kto_tag: ...} in the entry of the dataset)"
 )
 
+NO_RESPONSE = Dropped("no response at the end of the conversation")
+
 LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3  # of weight times number, of desirable and other responses
 
 
@@ -246,6 +248,8 @@ def _why_not(example: Example) -> Dropped | None:
         return RANKED
     if example.label is None or not example.messages:
         return UNLABELED
+    if example.messages[-1].role != "assistant":
+        return NO_RESPONSE
     return EMPTY if example.messages[-1].is_empty else None
 
 

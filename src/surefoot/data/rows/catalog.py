@@ -48,16 +48,18 @@ class Catalog:
 
     def _open(self, reference: DatasetReference) -> DatasetEntry:
         name, source = str(reference), reference.source
-        folder = self._section.dataset_dir
+        folder, unit = self._section.dataset_dir, self._section.text_unit
         if not isinstance(source, str):
             raw = {key: value for key, value in source.items() if key != "name"}
-            return read_entry(name, raw, folder, f"data.datasets: {name}", self._section.hub)
+            return read_entry(name, raw, folder, f"data.datasets: {name}", self._section.hub, unit)
         if self._registry is not None and source in self._registry.entries:
             return self._registry.entry(source)
         path = Path(source)
         is_here = path.is_absolute() and (files.exists(path) or has_magic(source))
         if is_here or is_address(source):
-            return read_entry(name, {"file_name": source}, folder, f"data.datasets: {name}")
+            return read_entry(
+                name, {"file_name": source}, folder, f"data.datasets: {name}", text_unit=unit
+            )
         if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
             entry = {HUBS[self._section.hub]: source}
             return read_entry(name, entry, folder, f"data.datasets: {name}")
@@ -68,7 +70,8 @@ class Catalog:
         """The ``dataset_info.json`` of the section, if there is one."""
         folder = self._section.dataset_dir
         exists = (folder / FILE).exists()
-        return read_registry(folder, self._section.hub) if exists else None
+        section = self._section
+        return read_registry(folder, section.hub, section.text_unit) if exists else None
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
@@ -81,8 +84,19 @@ class Catalog:
             )
         if files.exists(near := folder / source) and source not in (".", ".."):
             return DataError(f"dataset {source!r}: no such file here; did you mean {near}?")
+        near_by = [folder.absolute().parent, Path.cwd()]  # the recipe's, usually, and the current
+        if any(files.is_folder(each / source) for each in near_by) and "/" not in source:
+            return DataError(
+                f"dataset {source!r} is not in {FILE}; did you mean the folder ./{source}?"
+            )
         if "/" in source or Path(source).suffix.lower() in DATA_FILES:
-            return DataError(f"dataset {source!r}: no such file or folder")
+            where = dict.fromkeys(each / Path(source).parent for each in near_by)
+            names = {p.name: None for each in where if each.is_dir() for p in each.iterdir()}
+            looked = " and ".join(map(str, where))
+            hint = nearest(Path(source).name, names)
+            return DataError(
+                f"dataset {source!r}: no such file or folder{hint}; looked in {looked}"
+            )
         if self._registry is None:
             return DataError(
                 f"dataset {source!r}: no {FILE} in {folder.absolute()}; set data.dataset_dir to "

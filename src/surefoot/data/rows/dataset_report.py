@@ -46,7 +46,7 @@ class DatasetReport:
         if self.unread:
             yield f"{self.name}: columns that nothing reads: {', '.join(self.unread)}"
         for note, count in self.notes.items():
-            yield f"{self.name}: {counted(count, 'example')} with {note}"
+            yield f"{self.name}: {counted(count, 'example')}: {note}"
         if self.cut:
             yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
 

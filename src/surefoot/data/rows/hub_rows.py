@@ -45,6 +45,11 @@ class Hub:
     def __str__(self) -> str:
         return f"{self.url} ({self.hub})"
 
+    @property
+    def as_entry(self) -> str:
+        """What names it in an entry."""
+        return f"{'ms' if self.hub == 'modelscope' else 'hf'}_hub_url: {self.url}"
+
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the dataset cannot be loaded."""
         for table in self._loaded.with_format("arrow").iter(batch_size=ROWS):

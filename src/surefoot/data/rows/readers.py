@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import DataError, counted
 from .formats.fields import Row
@@ -19,21 +20,36 @@ from .json_rows import Line, check_encoding, check_kind, not_utf8, read_json, re
 if TYPE_CHECKING:
     import pyarrow as pa
 
+BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
+MOST_NAMES = 1 << 20  # characters of the names of the columns of a csv file
+TextUnit = Literal["file", "paragraph", "line"]
 ROWS = 1000  # rows of a columnar file that are Python objects at a time
 
 
-def read_txt(path: Path) -> Iterator[Line]:
-    """One row per line, ``{"text": line}``; blank lines are ignored."""
-    for _, line in text_lines(path):
-        yield {"text": line}
+def read_txt(path: Path, unit: TextUnit = "file") -> Iterator[Line]:
+    """One row, ``{"text": ...}``, per file, per paragraph (blank lines are between them), or per
+    line."""
+    if unit == "line":
+        for _, line in text_lines(path):
+            yield {"text": line}
+        return
+    check_encoding(path)
+    try:
+        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, "the file", error) from None
+    for part in BLANK_LINES.split(text) if unit == "paragraph" else [text]:
+        if part.strip():
+            yield {"text": part.strip("\n")}
 
 
 def read_csv(path: Path) -> Iterator[Line]:
-    """One row per record, with the column names from the first one; all values are text."""
+    """One row per record, with the column names from the first one; all values are text. Values
+    are separated by what separates the names: commas, or else semicolons or tabs."""
     check_encoding(path)
     csv.field_size_limit(2**31 - 1)  # the default refuses texts above 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
-        records = csv.reader(file, strict=True)
+        records = csv.reader(file, strict=True, delimiter=_delimiter(path))
         try:
             names = next(records, [])
             for record in filter(None, records):
@@ -46,6 +62,16 @@ def read_csv(path: Path) -> Iterator[Line]:
             raise not_utf8(path, f"after line {records.line_num}", error) from None
         except csv.Error as error:
             raise DataError(f"{path}: not valid CSV at line {records.line_num}: {error}") from None
+
+
+def _delimiter(path: Path) -> str:
+    """What separates the names in the first line."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        line = file.readline(MOST_NAMES)
+    counts = {each: len(next(csv.reader([line], delimiter=each), [])) for each in ",;\t"}
+    return "," if counts[","] > 1 else max(counts, key=lambda each: counts[each])
 
 
 def read_parquet(path: Path) -> Iterator[Line]:
@@ -124,6 +150,7 @@ READERS: dict[str, Callable[[Path], Iterator[Line]]] = {
     ".jsonl": read_jsonl,
     ".csv": read_csv,
     ".parquet": read_parquet,
+    ".tsv": read_csv,
     ".txt": read_txt,
     ".arrow": read_arrow,
 }

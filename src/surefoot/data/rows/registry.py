@@ -18,6 +18,7 @@ from ..example import JSON
 from .formats import FORMATS, Format
 from .formats.fields import nearest, shown
 from .hub_rows import Hub, HubName
+from .readers import TextUnit
 from .recognition import recognized
 from .remote_rows import RemoteFiles
 from .row_sources import RowSource, find_files
@@ -70,6 +71,7 @@ class Registry:
     path: Path
     entries: Mapping[str, object]
     hub: HubName = "huggingface"  # of entries that name several
+    text_unit: TextUnit = "file"  # what a row is of a text file
 
     def entry(self, name: str) -> DatasetEntry:
         """The dataset of that name; raises DataError for an unknown name or an invalid entry."""
@@ -77,11 +79,18 @@ class Registry:
             hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
             raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
         where = f"{self.path}: {name}"
-        return read_entry(name, self.entries[name], self.path.parent, where, self.hub)
+        return read_entry(
+            name, self.entries[name], self.path.parent, where, self.hub, self.text_unit
+        )
 
 
 def read_entry(
-    name: str, entry: object, folder: Path, where: str, hub: HubName = "huggingface"
+    name: str,
+    entry: object,
+    folder: Path,
+    where: str,
+    hub: HubName = "huggingface",
+    text_unit: TextUnit = "file",
 ) -> DatasetEntry:
     """A dataset as an entry describes it. ``file_name`` is relative to ``folder``; errors begin
     with ``where``. ``hub`` is the one that counts if an entry names several. Without
@@ -89,7 +98,7 @@ def read_entry(
     ``DataError``: the entry is invalid."""
     raw = _object(entry, where)
     _check_keys(raw, where)
-    source, count = _source(raw, folder, where, hub), _num_samples(raw, where)
+    source, count = _source(raw, folder, where, hub, text_unit), _num_samples(raw, where)
     is_silent = not any(key in raw for key in FORM_KEYS)
     if is_silent and (found := recognized(source.rows())) is not None:
         return DatasetEntry(name, source, found, _columns({}, found), count)
@@ -107,7 +116,9 @@ def read_entry(
     return DatasetEntry(name, source, data_format, columns, count, named)
 
 
-def read_registry(dataset_dir: Path, hub: HubName = "huggingface") -> Registry:
+def read_registry(
+    dataset_dir: Path, hub: HubName = "huggingface", text_unit: TextUnit = "file"
+) -> Registry:
     """The registry of a folder; raises DataError if there is none or it is not a JSON object."""
     path = dataset_dir / FILE
     if path.exists() and not path.is_file():
@@ -121,7 +132,7 @@ def read_registry(dataset_dir: Path, hub: HubName = "huggingface") -> Registry:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
-    return Registry(path, _object(raw, str(path)), hub)
+    return Registry(path, _object(raw, str(path)), hub, text_unit)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -212,7 +223,7 @@ def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str,
     return tuple(dict.fromkeys(name for name in listed if name))
 
 
-def _source(raw: JSON, folder: Path, where: str, hub: HubName) -> RowSource:
+def _source(raw: JSON, folder: Path, where: str, hub: HubName, text_unit: TextUnit) -> RowSource:
     split = _text(raw, "split", where) or "train"
     subset, part = (_text(raw, key, where) for key in HUB_KEYS)
     key = next((key for key in FILES if raw.get(key)), "file_name")
@@ -230,8 +241,8 @@ def _source(raw: JSON, folder: Path, where: str, hub: HubName) -> RowSource:
     if is_address(file_name):
         if split != "train":
             raise DataError(f"{where}.split: a file has no splits; leave split out")
-        return RemoteFiles(Address(file_name))
+        return RemoteFiles(Address(file_name), text_unit)
     try:
-        return find_files(folder / file_name, _text(raw, "split", where))
+        return find_files(folder / file_name, _text(raw, "split", where), text_unit)
     except DataError as error:
         raise DataError(f"{where}.{key}: {error}") from None

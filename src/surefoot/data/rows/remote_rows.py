@@ -35,6 +35,7 @@ from ...storage.hubs.file_download import (
     tag_of,
 )
 from .formats.fields import Row
+from .readers import TextUnit
 from .row_sources import BrokenRow, Files, split_of
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,12 @@ class RemoteFiles:
     """A file on a server, or the files of a folder in an object store."""
 
     address: Address
+    text_unit: TextUnit = "file"
+
+    @property
+    def as_entry(self) -> str:
+        """What names it in an entry."""
+        return f"file_name: {self.address}"
 
     def __str__(self) -> str:
         return str(self.address)
@@ -76,8 +83,8 @@ class RemoteFiles:
         try:
             with locked(folder):
                 if self.address.scheme in HTTP:
-                    return Files((_over_http(self.address, folder),))
-                return Files(tuple(_from_store(self.address, folder)))
+                    return Files((_over_http(self.address, folder),), (), self.text_unit)
+                return Files(tuple(_from_store(self.address, folder)), (), self.text_unit)
         except HubError as error:
             raise DataError(f"cannot read {self.address}: {error}") from None
 

@@ -16,7 +16,8 @@ from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
 from .formats.fields import Row
-from .readers import READERS
+from .json_rows import Line
+from .readers import READERS, TextUnit, read_txt
 
 SPLIT_NAMES = ("train", "validation", "test")
 # As the hub knows them: a word of its own in the name of a file, or of a folder of files.
@@ -48,6 +49,10 @@ class RowSource(Protocol):
     def remarks(self) -> tuple[str, ...]:
         """How it is read, where that is not plain."""
 
+    @property
+    def as_entry(self) -> str:
+        """What names it in an entry, such as ``file_name: rows.csv``."""
+
     def rows(self) -> Iterator[Row | BrokenRow]:
         """All rows; raises DataError if the source cannot be read at all."""
 
@@ -63,7 +68,8 @@ class Files:
     """Files of one kind, read one after another."""
 
     paths: tuple[Path, ...]
-    remarks: tuple[str, ...] = ()  # what is not read of a folder
+    remarks: tuple[str, ...] = ()  # what is not read of a folder, and what a row is of a text file
+    text_unit: TextUnit = "file"  # what a row is of a text file
 
     def __str__(self) -> str:
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
@@ -74,16 +80,26 @@ class Files:
         index = 0
         for path in self.paths:
             with _reading(path):
-                for row in READERS[path.suffix.lower()](path):
+                for row in self._read(path):
                     yield BrokenRow(index, f"{path.name}: {row}") if isinstance(row, str) else row
                     index += 1
+
+    def _read(self, path: Path) -> Iterator[Line]:
+        kind = path.suffix.lower()
+        return read_txt(path, self.text_unit) if kind == ".txt" else READERS[kind](path)
+
+    @property
+    def as_entry(self) -> str:
+        """What names it in an entry."""
+        return f"file_name: {self.paths[0] if len(self.paths) == 1 else self.paths[0].parent}"
 
     def content_hash(self) -> str:
         """Hash of the bytes of all files, with their kinds and boundaries."""
         digest = xxhash.xxh3_128()
         for path in self.paths:
             with _reading(path):
-                digest.update(f"{path.suffix}:{path.stat().st_size}:".encode())
+                unit = self.text_unit if path.suffix.lower() == ".txt" else ""
+                digest.update(f"{path.suffix}{unit}:{path.stat().st_size}:".encode())
                 with path.open("rb") as file:
                     while chunk := file.read(CHUNK):
                         digest.update(chunk)
@@ -96,7 +112,7 @@ class Files:
             with _reading(path):
                 s = path.stat()
                 times = f"{s.st_mtime_ns}:{s.st_ctime_ns}"
-                traces.append(f"{path.absolute()}:{s.st_size}:{times}:{s.st_ino}")
+                traces.append(f"{self.text_unit}:{path.absolute()}:{s.st_size}:{times}:{s.st_ino}")
         return xxhash.xxh3_128_hexdigest("\n".join(traces).encode())
 
 
@@ -108,7 +124,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def find_files(path: Path, split: str | None = None) -> Files:
+def find_files(path: Path, split: str | None = None, text_unit: TextUnit = "file") -> Files:
     """The file at ``path``, or the files of the folder there, which must be of one kind, or those
     of a ``split`` of datasets that were saved to the folder."""
     if files.exists(path / SPLITS):
@@ -125,7 +141,9 @@ def find_files(path: Path, split: str | None = None) -> Files:
         if (unpack := PACKED.get(paths[0].suffix.lower())) is not None:
             raise DataError(f"{paths[0]}: is compressed; unpack it first: {unpack} {paths[0].name}")
         raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
-    return Files(tuple(paths), remarks)
+    if kinds == {".txt"} and text_unit == "file":
+        remarks += ("each file is one document (data.text_unit: line or paragraph divides it)",)
+    return Files(tuple(paths), remarks, text_unit)
 
 
 def _of_split(
@@ -149,8 +167,8 @@ def _of_split(
     kept = [path for path in paths if found[path] == wanted]
     left = ", ".join(str(path.relative_to(folder)) for path in paths if path not in kept)
     return kept, (
-        f"{counted(len(kept), 'file')} of {folder} {'is' if len(kept) == 1 else 'are'} read, "
-        f"which {'are' if wanted is None else 'train has'}; not {left}",
+        f"{folder}: {'files of no split' if wanted is None else 'the split train'} "
+        f"({counted(len(kept), 'file')}); not {left}",
     )
 
 

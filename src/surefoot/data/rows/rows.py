@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import islice
 from typing import TypeVar
 
@@ -14,10 +17,12 @@ from .dataset_report import shown
 from .formats import FORMATS
 from .formats.fields import NothingToLearnError, Row, nearest, template_arguments
 from .formats.nulls import without_added_nulls
+from .recognition import PROMPTS, RESPONSES
 from .registry import DatasetEntry
 from .row_sources import BrokenRow
 from .unread_columns import check_columns, flagged, meaningful_columns, read_columns, unread_mark
 
+USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
 Numbered = TypeVar("Numbered")
 
@@ -32,14 +37,14 @@ def read_examples(
     """One item per row, in order, or per ``chosen`` row (ascending). Raises DataError if there are
     no rows, if a column that the entry lists is in none of them, and at the first broken row above
     ``max_broken_rows``."""
-    found: dict[str, None] = {}  # all columns so far, in the order in which they came
+    found: dict[str, object] = {}  # all columns so far in order, each with its first value
     broken: list[BrokenRow] = []
     read = read_columns(entry)
     rows = iter(entry.source.rows())
     numbered = enumerate(rows) if chosen is None else _among(enumerate(rows), chosen)
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
-            found.update(dict.fromkeys(row))
+            found |= {name: value for name, value in row.items() if found.get(name) is None}
             check_columns(entry, index, row)
         item = _read(entry, index, row, read)
         if isinstance(item, BrokenRow) and not item.is_dropped:
@@ -88,23 +93,26 @@ def _read(
 
 
 def _check_columns(
-    entry: DatasetEntry, found: dict[str, None], rest: Iterator[Row | BrokenRow]
+    entry: DatasetEntry, found: dict[str, object], rest: Iterator[Row | BrokenRow]
 ) -> None:
     """Every column that the entry names must be in some row, even in one that is not used."""
     absent = set(entry.columns) - found.keys()
     while absent and (row := next(rest, None)) is not None:
-        found.update({} if isinstance(row, BrokenRow) else dict.fromkeys(row))
+        found = {**({} if isinstance(row, BrokenRow) else row), **found}
         absent -= found.keys()
     for column in entry.columns:
         if column in absent and found:
             columns = ", ".join(found)
+            what = f"no row has the column {column!r}"
+            if not entry.named and not any(name in found for name in USUAL):
+                what = f"no column has a usual name, such as {', '.join(map(repr, USUAL[:6]))}"
             raise DataError(
-                f"dataset {entry.name!r}: no row has the column {column!r}"
-                f"{_advice(entry, column, found)}; the columns of {entry.source} are: {columns}"
+                f"dataset {entry.name!r}: {what}{_advice(entry, column, found)}; the columns of "
+                f"{entry.source} are: {columns}"
             )
 
 
-def _advice(entry: DatasetEntry, column: str, found: Mapping[str, None]) -> str:
+def _advice(entry: DatasetEntry, column: str, found: Mapping[str, object]) -> str:
     """A suggestion for the entry, derived from the columns of the dataset."""
     if hint := nearest(column, found):
         return hint
@@ -114,7 +122,21 @@ def _advice(entry: DatasetEntry, column: str, found: Mapping[str, None]) -> str:
             return f' (add "formatting": "{name}" to the entry?)'
     if "text" in found:
         return ' (add "columns": {"prompt": "text"} to the entry?)'
-    return ' (say which is which: "columns": {"prompt": "...", "response": "..."} in its entry)'
+    if not entry.named:
+        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in found)
+        if misspelled := next(((name, close[0]) for name, close in near if close), None):
+            return f" (did you mean {misspelled[1]} by {misspelled[0]}?)"
+    texts = [name for name, value in found.items() if isinstance(value, str)]
+    named = dict(zip(("prompt", "response"), [*texts, *found], strict=False))
+    columns = ", ".join(f"{key}: {_quoted(name)}" for key, name in named.items())
+    line = f"datasets: [{{{entry.source.as_entry}, columns: {{{columns}}}}}]"
+    is_csv = entry.source.as_entry.lower().endswith((".csv", ".tsv"))
+    first = "; if the first line is a row, put one with names before it" if is_csv else ""
+    return f" (say which is which: {line}{first})"
+
+
+def _quoted(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z_]\w*", name) else json.dumps(name, ensure_ascii=False)
 
 
 def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:

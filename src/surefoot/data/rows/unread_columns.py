@@ -25,7 +25,7 @@ TRUTH = ("true", "false")  # csv has only text
 WORDS = re.compile(
     r"(?<![a-z])(?:"
     r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
-    r"systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
+    r"texts?|systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
     r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
     r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
     r")(?![a-z])",

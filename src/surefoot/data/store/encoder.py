@@ -141,7 +141,8 @@ def _ahead(
 
 def no_items_error(report: DatasetReport) -> DataError:
     """The error for a dataset without items."""
-    reasons = "; ".join(f"{reason} ({count:,})" for reason, count in report.dropped.items())
+    dropped = report.dropped.items()
+    reasons = "; ".join(f"{reason} ({counted(count, 'row')})" for reason, count in dropped)
     broken = "".join(f"\n{line}" for line in shown(report.broken))
     return DataError(
         f"dataset {report.name!r}: none of its {counted(report.rows, 'row')} has trained tokens: "

@@ -69,7 +69,7 @@ def _of_dataset(figures: DatasetFigures) -> Iterator[Finding]:
     for remark in figures.remarks:
         yield found("note", remark, figures.rows, (), "")
     for note, counted in figures.notes.items():
-        yield found("note", f"rows with {note}", counted.count, counted.rows, "")
+        yield found("note", note, counted.count, counted.rows, "")
     if figures.unread:
         advice = "name them in the entry if they are part of an example"
         what = "columns that nothing reads"

@@ -32,7 +32,8 @@ def text(row: Row, column: str | None) -> str | None:
 def as_text(value: object, where: str) -> str:
     """``value`` if it is text that a tokenizer can encode."""
     if not isinstance(value, str):
-        raise DataError(f"{where}: expected text, got {shown(value)}")
+        cure = f'; write it as text: "{value}"' if isinstance(value, int | float) else ""
+        raise DataError(f"{where}: expected text, got {shown(value)}{cure}")
     if not value.isascii():
         try:
             value.encode()

@@ -95,7 +95,8 @@ class TRL:
         value = from_json(value, where) if isinstance(value, str) else value
         turns = [value] if isinstance(value, dict) else value
         if not isinstance(turns, list):
-            raise DataError(f"{where}: expected text or messages, got {shown(value)}")
+            cure = f'; write it as text: "{value}"' if isinstance(value, int | float) else ""
+            raise DataError(f"{where}: expected text or messages, got {shown(value)}{cure}")
         return tuple(_TURNS.message(turn, f"{where}: turn {i}") for i, turn in enumerate(turns, 1))
 
 

@@ -22,6 +22,8 @@ def _datasets(given: GivenArguments) -> Settings:
     if not names and given["do_train"]:
         raise RefusedArgumentError("dataset", "is missing, and there is nothing to train on")
     found: Settings = {"data.datasets": names or held or []}
+    if given["stage"] == "pt":
+        found["data.text_unit"] = "line"  # as their reader of .txt files has it
     if held:
         found["data.eval_datasets"] = held
     if given.is_on("USE_MODELSCOPE_HUB"):
