@@ -52,7 +52,7 @@ newest:  ## the tests with the newest version of everything; says what differs f
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
 	@echo 'Versions that differ from constraints.txt:'
-	@$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/_/-/g' \
+	@$(NEWEST)/bin/pip freeze --exclude-editable | sed -E ':a; s/^([^=]*)[._]/\1-/; ta' \
 		| grep -vixF "$$(sed 's/ .*//' constraints.txt)" || echo '  none'
 	$(NEWEST)/bin/pytest -n 3 --dist worksteal -m 'not proof'
 
