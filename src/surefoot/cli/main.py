@@ -62,6 +62,41 @@ SYNONYMS = {  # what other programs call a command
     **{"benchmark": "bench", "upload": "push", "convert": "ckpt convert", "config": "recipe"},
 }
 
+_OF_LLAMAFACTORY = ("chat", "api", "export", "eval")
+_BOARDS = ("webui", "webchat")
+
+
+def _of_llamafactory(args: list[str]) -> list[str]:
+    """The words of a command of LLaMA-Factory as those of the one that does the same, which is
+    shown. A file is read only if its name and the command's could be theirs."""
+    name, words = args[0], args[1:]
+    is_file = bool(words) and words[0].endswith((".yaml", ".yml", ".json"))
+    if name in _BOARDS:  # which read no file there, either
+        port = os.environ.get("GRADIO_SERVER_PORT")
+        given = [word for word in words if word.startswith("-")] if is_file else words
+        own = ["board", *given, *(["--port", port] if port else [])]
+        click.echo(visible(f"runs: {' '.join(['surefoot', *own])}"), err=True)
+        return own
+    may_be = is_file or any(word.startswith("--model_name_or_path") for word in words)
+    if name not in _OF_LLAMAFACTORY or not (may_be or name == "api"):
+        return args
+    from ..recipe.from_llamafactory.opening import find_command
+
+    try:
+        found = find_command(name, words)
+    except SurefootError as error:
+        raise failure_of(error) from error
+    if found is None and name == "api":
+        raise Failure(
+            "api: no arguments of LLaMA-Factory; name its file, or use `surefoot serve MODEL`"
+        )
+    if found is None:
+        return args
+    click.echo(visible(f"runs: {found}"), err=True)
+    for note in found.notes:
+        click.echo(visible(f"  differs: {note}"), err=True)
+    return list(found.words)
+
 
 class Commands(click.Group):
     """A group that knows its commands' names and help without importing them."""
@@ -87,6 +122,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
+        args = _of_llamafactory(args)
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             if args[0] in SYNONYMS:
                 hint = f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]}?"

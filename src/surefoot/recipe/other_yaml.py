@@ -141,11 +141,34 @@ def sources_of(data: object) -> list[str]:
     return [name for name, count in counts.items() if count == most]
 
 
+# In every file of LLaMA-Factory's v1 is one of these, or `model` and `train_dataset` as text.
+_V1 = (
+    *("init_config", "peft_config", "kernel_config", "quant_config", "dist_config"),
+    *("model_class", "sample_backend", "batching_strategy"),
+)
+
+
+def refuse_v1(document: Document) -> None:
+    """Raises ``RecipeError``: the file is LLaMA-Factory's, of its second generation."""
+    found = document.data
+    if not isinstance(found, dict) or isinstance(found.get("model"), dict):
+        return
+    has_text = all(isinstance(found.get(name), str) for name in ("model", "train_dataset"))
+    if has_text or any(name in found for name in _V1):
+        message = (
+            "this is a file of LLaMA-Factory's v1 (USE_V1=1), whose arguments are not converted; "
+            "write those of `llamafactory-cli train` (model_name_or_path, dataset, ...), or a "
+            "recipe: docs/how-to/own-model-and-data.md"
+        )
+        raise document.error([Problem((), message)])
+
+
 def check_recipe(document: Document) -> None:
     """Raises ``RecipeError``: the file is not a recipe but another program's, with what to do."""
     found = document.data
     if not isinstance(found, dict):
         return
+    refuse_v1(document)
     for message in _foreign(found):
         raise document.error([Problem((), message)])
 

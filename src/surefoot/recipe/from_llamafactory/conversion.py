@@ -111,6 +111,18 @@ def translate(document: Document, environment: Mapping[str, str] = os.environ) -
     )
 
 
+def given_arguments(document: Document, environment: Mapping[str, str]) -> GivenArguments:
+    """The arguments in ``document``. Raises ``RecipeError`` as ``translate``."""
+    assert isinstance(document.data, Mapping)
+    built = _Builder()
+    given = GivenArguments(dict(_values(document.data, built.problems)), environment)
+    for name, value in given.values.items():
+        _single(name, value, built)
+    if built.problems:
+        raise document.error(built.problems)
+    return given
+
+
 def with_values(document: Document, values: Mapping[str, object]) -> Document:
     """``document`` with other values of some arguments, from the command line."""
     if not values or not isinstance(document.data, Mapping):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from ...schema import Problem
 from ..document import Document
 from ..files import SUFFIXES, read_text
 from ..other_yaml import sources_of
 from ..overrides import Overrides
 from ..yaml import parse
 from .arguments import ARGUMENTS
+from .arguments.argument import RefusedArgumentError
 from .command_line import is_command_line, read_command_line, split_overrides
-from .conversion import Translation, is_llamafactory, translate, with_values
+from .commands import Command, command_of
+from .conversion import Translation, given_arguments, is_llamafactory, translate, with_values
 
 
 def find_translation(words: Sequence[str]) -> tuple[Translation, list[str]] | None:
@@ -28,6 +33,33 @@ def find_translation(words: Sequence[str]) -> tuple[Translation, list[str]] | No
     document = parse(read_text(path), str(path))
     is_theirs = is_llamafactory(document.data) and not sources_of(document.data)
     return translate_document(document, rest) if is_theirs else None
+
+
+def find_command(
+    name: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> Command | None:
+    """What `llamafactory-cli NAME FILE key=value ...` is here, with the options of Surefoot that
+    follow its words; None if the words are not LLaMA-Factory's, or those of a run. Raises
+    ``RecipeError``."""
+    if is_command_line(words):
+        document, _ = read_command_line(words)
+        own: list[str] = []
+    elif words and Path(words[0]).suffix in SUFFIXES and Path(words[0]).is_file():
+        rest = words[1:]
+        count = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+        values, others = split_overrides(rest[:count])
+        document = with_values(parse(read_text(Path(words[0])), words[0]), values)
+        own = [*others, *rest[count:]]
+    else:
+        return None
+    if not is_llamafactory(document.data):
+        return None
+    given = given_arguments(document, environment)
+    try:
+        found = command_of(name, given)
+    except RefusedArgumentError as error:
+        raise document.error([Problem((error.argument,), str(error))]) from None
+    return None if found is None else replace(found, words=(*found.words, *own))
 
 
 def translate_document(document: Document, overrides: Overrides) -> tuple[Translation, list[str]]:

@@ -7,12 +7,13 @@ from typing import Any
 
 from ...schema import Problem, settings
 from ..document import Document
-from ..other_yaml import MINDFORMERS
+from ..other_yaml import MINDFORMERS, refuse_v1
 from ..recipe import Recipe
 
 
 def check_kind(document: Document) -> None:
     """Raises ``RecipeError``: the file is not MindSpore Transformers', with what it is instead."""
+    refuse_v1(document)
     told = document.data
     if not isinstance(told, dict) or any(key in told for key in MINDFORMERS):
         return  # what is no mapping is reported when its keys are read

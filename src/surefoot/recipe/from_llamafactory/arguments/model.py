@@ -5,7 +5,7 @@ from __future__ import annotations
 from .argument import Argument, combined, no_effect, other_command, refused, same
 
 _MEDIA = "only text is trained; rows with images, videos or sounds are not read"
-_EXPORT = "`surefoot export RUN NEW_FOLDER`"
+_EXPORT = "`surefoot export FILE`"
 _BACKEND = "`surefoot chat` and `predict` have an engine of their own"
 _KT = "KTransformers is not supported; parallel.dp_shard shards a large mixture over GPUs"
 _TOKEN = "a recipe is stored with its run, where a token does not belong; set {} in the environment"
@@ -119,7 +119,7 @@ PROCESSOR = {
 }
 EXPORT = {
     "export_dir": other_command("text", None, _EXPORT),
-    "export_size": other_command("int", 5, f"{_EXPORT} with --max-shard-size 5GB"),
+    "export_size": other_command("int", 5, f"{_EXPORT}, with --max-shard-size"),
     "export_device": other_command("text", "cpu", f"{_EXPORT}; it needs no device"),
     "export_quantization_bit": other_command("int", None, "a quantizer such as llm-compressor"),
     "export_quantization_dataset": other_command("text", None, "the same quantizer"),

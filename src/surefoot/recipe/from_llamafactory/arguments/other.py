@@ -7,7 +7,7 @@ from .argument import combined, no_effect, other_command, refused
 _GENERATE = "as it is; set with the others, unset ones have their defaults there"
 _PROFILE = "`surefoot bench` measures a recipe; PyTorch's profiler can be a callback"
 _RAY = "several machines are started by torchrun or SLURM"
-_EVAL = "`surefoot eval MODEL --questions evaluation/mmlu`"
+_EVAL = "`surefoot eval FILE` runs lm-eval's task of the same name"
 _SCALE = "products in 8 bits are chosen by fp8 alone"
 
 GENERATING = {
@@ -46,11 +46,11 @@ FP8 = {
     "fp8_enable_fsdp_float8_all_gather": no_effect("bool", False, _SCALE),
 }
 EVALUATION = {
-    "task": other_command("text", None, f"{_EVAL} --split test"),
-    "task_dir": other_command("text", "evaluation", _EVAL),
-    "batch_size": other_command("int", 4, f"{_EVAL} generate.batch_size=4"),
-    "lang": other_command("text", "en", f"{_EVAL} --lang zh"),
-    "n_shot": other_command("int", 5, f"{_EVAL} --shots 5"),
-    "save_dir": other_command("text", None, f"{_EVAL} --output FILE"),
+    "task": other_command("text", None, f"{_EVAL}: mmlu_test, ceval_validation, cmmlu_test"),
+    "task_dir": other_command("text", "evaluation", f"{_EVAL}; a folder is refused"),
+    "batch_size": other_command("int", 4, f"{_EVAL}, with generate.batch_size"),
+    "lang": other_command("text", "en", f"{_EVAL}, in the language of the task"),
+    "n_shot": other_command("int", 5, f"{_EVAL}, with --shots"),
+    "save_dir": other_command("text", None, f"{_EVAL}, with --output"),
     "download_mode": other_command("text", "reuse_dataset_if_exists", _EVAL),
 }
