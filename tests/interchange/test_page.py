@@ -11,6 +11,8 @@ from theirs import StopAfter, recipe_in, their_trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from surefoot.cli.main import main
+from surefoot.cli.train import _trainer_resume
+from surefoot.errors import RunError
 from surefoot.recipe.recipe import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "from-the-trainer.md").read_text()
@@ -64,11 +66,35 @@ def test_the_page_does_what_it_says(desk):
     assert get_last_checkpoint("back") == "back/checkpoint-10"
 
 
-def test_a_folder_of_the_trainers_is_no_place_for_a_run(desk):
-    done = type_in("surefoot train recipe.yaml train.output_dir=theirs")
+def test_a_run_of_the_trainer_is_resumed_beside_it_by_one_command(desk):
+    Path("theirs/checkpoint-9").mkdir()  # as an interrupted save leaves it
+    Path("theirs/checkpoint-9/optimizer.pt").touch()
+    command = "surefoot train recipe.yaml train.output_dir=theirs"
+    done = type_in(command)
     assert done.exit_code == 2
-    assert "theirs contains checkpoint-4 of the Hugging Face Trainer; choose another" in done.stderr
-    assert Path("theirs/checkpoint-4").is_dir(), "it was left where it is"
+    assert "theirs contains checkpoint-4 of the Hugging Face Trainer, which is resum" in done.stderr
+    assert "optimizer.pt, scheduler.pt, rng_state.pth are pickles" in done.stderr
+    assert done.stderr.rstrip().endswith("if you trust them, add --trust-pickle")
+    done = type_in(f"{command} --trust-pickle train.max_steps=6")
+    assert done.exit_code == 0, done.stderr
+    assert "resuming from checkpoint-4 at step 4" in done.stderr
+    assert Path("theirs-surefoot/checkpoint-6/manifest.json").exists()
+    assert sorted(path.name for path in Path("theirs").iterdir()) == [
+        "checkpoint-4",
+        "checkpoint-9",
+    ]
+    done = type_in(f"{command} train.max_steps=8")
+    assert done.exit_code == 0, "nothing is asked again: the folder has checkpoints of its own"
+    assert "resuming from checkpoint-6 at step 6" in done.stderr
+
+
+def test_one_question_is_asked_on_a_terminal(desk, monkeypatch):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    asked = []
+    monkeypatch.setattr("click.confirm", lambda text, **_: asked.append(text))
+    with pytest.raises(RunError, match="not resumed; choose another"):
+        _trainer_resume(load(Path("recipe.yaml"), ["train.output_dir=theirs"]), trust_pickle=False)
+    assert len(asked) == 1 and asked[0].endswith("nothing is executed. Resume?")
 
 
 def test_a_run_that_goes_on_can_roll_back_to_where_it_came_from(desk):

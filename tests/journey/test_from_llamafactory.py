@@ -9,6 +9,7 @@ import torch
 
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
+from surefoot.inference.model_location import locate
 from surefoot.recipe.conversion import convert_any
 
 EXAMPLES = json.loads(
@@ -76,6 +77,11 @@ def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
     logged = [line for line in metrics(folder / "out") if "learning_rate" in line]
     assert [line["step"] for line in logged][-1] == 6  # 3 x ceil(ceil(21 / 2) / 8), as there
     assert all(0 < line["learning_rate"] < 5e-5 for line in logged)
+    written = (folder / "out" / "trainer_log.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in written]
+    steps = [line["current_steps"] for line in lines if "loss" in line]
+    assert steps == sorted(set(steps))
+    assert {line["current_steps"] for line in lines if "eval_loss" in line} == {6}
 
 
 def example(name):
@@ -123,4 +129,12 @@ def test_their_example_runs_to_its_end(folder, name):
     code, _, err = cli("train", file, *(word.replace("{0}", str(folder)) for word in changed))
     assert code == 0, err
     assert "trained: 2 steps" in err
-    assert final_weights(folder / name.replace("/", "-"))
+    out = folder / name.replace("/", "-")
+    assert final_weights(out)
+    for written in ("trainer_log.jsonl", "train_results.json", "training_loss.png"):
+        assert (out / written).stat().st_size
+    weights = [path.name for path in (out / "checkpoint-2").glob("*model*.safetensors*")]
+    assert weights
+    for file in weights:
+        assert (out / file).read_bytes() == (out / "checkpoint-2" / file).read_bytes()
+    assert locate(out).folder == out / "checkpoint-2"

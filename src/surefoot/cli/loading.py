@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,10 +30,13 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def start_ranks(parallel: ParallelSection) -> None:
-    """If several ranks are to run this command line, start them, and exit as they do."""
+def start_ranks(parallel: ParallelSection, more: Sequence[str] = ()) -> None:
+    """If several ranks are to run this command line, with ``more`` words, start them, and exit as
+    they do."""
     with loading():
         from ..parallel.launcher import launch, num_processes, rerun_command
 
     if (count := num_processes(parallel)) > 1:
-        raise SystemExit(launch(rerun_command(sys.argv[1:]), count, parallel.max_restarts))
+        raise SystemExit(
+            launch(rerun_command([*sys.argv[1:], *more]), count, parallel.max_restarts)
+        )

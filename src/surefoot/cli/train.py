@@ -6,13 +6,15 @@ import contextlib
 import importlib
 import os
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import SKIPPED_STEPS, counted
+from ..errors import SKIPPED_STEPS, RunError, counted
+from ..parallel.launch_environment import launched
 from ..terminal_text import visible
 from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
     from ..run.folder import SizeChoice
     from ..run.from_python.outcome import Outcome
+    from ..training.callback import TrainerCallback
     from ..training.state import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
@@ -50,14 +53,18 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     step, saves, and exits with 128 + the signal's number. It exits with 3 if it has ended, but
     has skipped steps, as train.on_nan allows.
     """
-    loaded, translation = _load((recipe, *overrides))  # errors come before the slow imports
+    words = (recipe, *overrides)
+    loaded, translation = _load(words)  # errors come before the slow imports
+    more = _trainer_resume(loaded, trust_pickle=trust_pickle)
+    loaded, translation = _load((*words, *more)) if more else (loaded, translation)
+    trust_pickle = trust_pickle or bool(more)
     after = None if translation is None else translation.after
     if after is not None and after.with_generate:
         comparison()  # which fails before training if it would fail afterwards
-    start_ranks(loaded.parallel)
-    if translation is not None and os.environ.get("RANK", "0") == "0":
-        for line in translation.notes():
-            click.echo(visible(line), err=True)
+    start_ranks(loaded.parallel, [*more, "--trust-pickle"] if more else ())
+    is_main = (launched(os.environ) or (0,))[0] == 0
+    for line in translation.notes() if translation is not None and is_main else ():
+        click.echo(visible(line), err=True)
     if translation is not None and after is not None and not translation.trains:
         evaluate_after(loaded, after, model="base")
         return
@@ -67,7 +74,10 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         for name in loaded.method.packages:
             importlib.import_module(name)
 
-    outcome = run(loaded, trust_pickle=trust_pickle, choose=_choice(loaded))
+    logs = _logs(loaded) if translation is not None and is_main else ()
+    outcome = run(loaded, callbacks=logs, trust_pickle=trust_pickle, choose=_choice(loaded))
+    if logs and outcome.state.is_complete:
+        _write_their_files(loaded, outcome)
     if outcome.is_main:
         with contextlib.suppress(OSError):  # the terminal may be closed
             click.echo("\n".join(_ending(loaded, outcome)), err=True)
@@ -77,6 +87,23 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         _evaluate(loaded, after)
     if outcome.state.num_skipped:
         raise SystemExit(SKIPPED_STEPS)
+
+
+def _logs(recipe: Recipe) -> tuple[TrainerCallback, ...]:
+    """What writes the log of LLaMA-Factory."""
+    from ..callbacks.llamafactory_files import LOG, TrainerLog
+
+    return (TrainerLog(recipe.train.folder / LOG),)
+
+
+def _write_their_files(recipe: Recipe, outcome: Outcome) -> None:
+    """What LLaMA-Factory leaves in ``output_dir``; a run in a store has it in its local folder."""
+    from ..callbacks.llamafactory_files import place_model, write_results
+
+    state, folder = outcome.state, recipe.train.folder
+    write_results(folder, state, recipe.train.global_batch_size)
+    best = state.best_global_step if recipe.train.load_best_model_at_end else None
+    place_model(folder / f"checkpoint-{best or state.global_step}", folder)
 
 
 def _evaluate(recipe: Recipe, after: AfterTraining) -> None:
@@ -101,6 +128,36 @@ def _load(words: tuple[str, ...]) -> tuple[Recipe, Translation | None]:
     translation, overrides = found
     translation.check_trains()
     return load_translation(translation, overrides), translation
+
+
+def _trainer_resume(recipe: Recipe, *, trust_pickle: bool) -> list[str]:
+    """Overrides that resume a run of the Hugging Face Trainer, as of LLaMA-Factory, which is in
+    ``train.output_dir``: in a folder beside it, after one question about its pickles. Empty if
+    there is none. Raises ``RunError``: there is no terminal, or the answer is no."""
+    from ..checkpoint.disk.commit import committed
+    from ..interchange import latest_complete, pickles_in
+
+    place = recipe.train.output_dir
+    if not isinstance(place, Path) or recipe.checkpoint.resume == "none":
+        return []
+    if (latest := latest_complete(place)) is None:
+        return []
+    asked = recipe.checkpoint.resume
+    start = latest if asked == "auto" else Path(asked)
+    beside = place.with_name(f"{place.name}-surefoot")
+    if not trust_pickle and not list(committed(beside)):
+        text = (
+            f"{place} contains {start.name} of the Hugging Face Trainer, which is resumed in "
+            f"{beside}. Its {', '.join(pickles_in(start))} are pickles: tensors and plain values "
+            "are read, and nothing is executed"
+        )
+        if launched(os.environ) or not sys.stdin.isatty():
+            raise RunError(f"train.output_dir: {text}; if you trust them, add --trust-pickle")
+        if not click.confirm(f"{text}. Resume?", err=True):
+            raise RunError("not resumed; choose another train.output_dir to start from scratch")
+    if (launched(os.environ) or (0,))[0] == 0:
+        click.echo(f"{place} is a run of the Hugging Face Trainer: resuming in {beside}", err=True)
+    return [f"train.output_dir={beside}", f"checkpoint.resume={start}"]
 
 
 def _choice(recipe: Recipe) -> SizeChoice:

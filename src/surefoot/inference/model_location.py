@@ -14,7 +14,7 @@ from ..checkpoint.reading.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
-from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES
+from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES, is_run
 from ..recipe.recipe import Recipe, load
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_of
 from ..remote import remote_resume as remote
@@ -113,7 +113,7 @@ def _of_folder(
     folder: Path, damaged: Damaged = NONE_DAMAGED, *, shown: str | None = None
 ) -> ModelLocation:
     """The weights in a folder, ``shown`` under another name if it is a download."""
-    if detect_layout(folder) is not None:
+    if detect_layout(folder) is not None and not is_run(folder):
         _check(folder)
         return _with_recipe(folder)
     if named(folder):

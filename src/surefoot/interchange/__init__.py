@@ -12,12 +12,12 @@ from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
     from .foreign_resume import ForeignTrainer, detect_trainer
-    from .trainer_folder import refuse_output_dir
+    from .trainer_folder import latest_complete, pickles_in, refuse_output_dir
 
-__all__ = ["ForeignTrainer", "detect_trainer", "refuse_output_dir"]
+__all__ = ["ForeignTrainer", "detect_trainer", "latest_complete", "pickles_in", "refuse_output_dir"]
 
 _HOMES = {
     ".foreign_resume": ("ForeignTrainer", "detect_trainer"),
-    ".trainer_folder": ("refuse_output_dir",),
+    ".trainer_folder": ("latest_complete", "pickles_in", "refuse_output_dir"),
 }
 __getattr__ = lazy_getattr(__name__, _HOMES)

@@ -54,6 +54,12 @@ def refuse_output_dir(folder: Path) -> None:
         )
 
 
+def latest_complete(folder: Path) -> Path | None:
+    """The Trainer's latest checkpoint in ``folder`` whose save was not interrupted."""
+    found = (path for path in named(folder) if is_trainer_checkpoint(path))
+    return max((p for p in found if files.exists(p / STATE)), key=step_of, default=None)
+
+
 def pickles_in(folder: Path) -> list[str]:
     """The pickles that a resume from ``folder`` would read."""
     return [name for name in PICKLES if files.exists(folder / name)]

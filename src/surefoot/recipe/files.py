@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.commit import named, step_of
 from ..errors import RecipeError
 from ..storage import files
 
@@ -63,6 +63,11 @@ def recipe_in(path: Path) -> tuple[Path, Path | None]:
     if not files.is_folder(path) or not (path / RUN_RECIPE).is_file():
         return path, None
     return path / RUN_RECIPE, path.absolute().parent if is_checkpoint(path) else path
+
+
+def is_run(folder: Path) -> bool:
+    """Whether ``folder`` is that of a run with checkpoints, whatever else is in it."""
+    return files.exists(folder / RUN_RECIPE) and bool(named(folder))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -17,7 +17,7 @@ from ...checkpoint.disk.manifest import MANIFEST, Manifest, dump
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.reading.verification import verify
 from ...errors import CheckpointError, ModelError
-from ...recipe.files import ADAPTER
+from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_checkpoint import checkpoint_of
 from ...storage.files import read_json
 from ...storage.hashes import digest
@@ -57,7 +57,7 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
         raise ModelError(
             f"no folder {path}; expected a run, a checkpoint, a model's folder or a GGUF file"
         )
-    if detect_layout(path) is None and named(path):
+    if is_run(path) or (detect_layout(path) is None and named(path)):
         return checkpoint_of(path), path
     if detect_layout(path) is None and not any(path.glob("*.gguf")):
         raise ModelError(f"{path}: contains no weights; expected a run, a checkpoint or a model")
