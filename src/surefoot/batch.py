@@ -238,6 +238,7 @@ class Outputs:
     total: torch.Tensor | None = None  # scalar, the sum of the labels' log-probabilities
     smoothed: torch.Tensor | None = None  # scalar, the same of smoothed labels, if they are
     entropies: torch.Tensor | None = None  # [N] float32, nats
+    top_entropies: torch.Tensor | None = None  # [N] float32, nats, of the most probable words
     values: torch.Tensor | None = None  # [N] float32, from a value head
     predictions: torch.Tensor | None = None  # [N] int64
     divergences: torch.Tensor | None = None  # [N] float32, nats, from another model's distribution

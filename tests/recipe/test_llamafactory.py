@@ -380,6 +380,12 @@ def test_optimizers_that_are_not_supported_are_named():
     ("values", "stage"),
     [
         ({"stage": "pt", "label_smoothing_factor": 0.1}, {"label_smoothing_factor": 0.1}),
+        ({"use_dft_loss": True, "stage": "sft"}, {"loss_type": "dft"}),
+        (
+            {"use_eaft_loss": True, "eaft_alpha": 2.0, "stage": "sft"},
+            {"loss_type": "eaft", "eaft_alpha": 2.0},
+        ),
+        ({"use_asft_loss": True, "stage": "sft"}, {"loss_type": "asft", "asft_alpha": 0.1}),
         ({"stage": "rm"}, {}),
         ({"stage": "dpo", "pref_loss": "ipo", "pref_beta": 0.2}, {"loss_type": "ipo", "beta": 0.2}),
         ({"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 0.7}, {"gamma": 0.7}),
@@ -395,6 +401,13 @@ def test_stages(values, stage):
     found = recipe(**values).stage
     assert type(found).__name__.lower() == values["stage"]
     assert {key: getattr(found, key) for key in stage} == stage
+
+
+def test_losses_of_sft_are_refused_where_theirs_ignores_a_setting():
+    assert "use_dft_loss: needs stage: sft, not pt" in refusal(stage="pt", use_dft_loss=True)
+    smoothed = refusal(use_eaft_loss=True, label_smoothing_factor=0.1)
+    assert "label_smoothing_factor: has no effect with use_eaft_loss" in smoothed
+    assert "asft: its means are over the tokens of a step" in notes(use_asft_loss=True)
 
 
 def test_ppo_has_the_settings_of_trl():
@@ -656,9 +669,6 @@ def test_schedules_that_depend_on_results_are_refused():
 # Their examples
 
 REFUSED = {
-    "asft/": "use_asft_loss: true is not supported",
-    "dft/": "use_dft_loss: true is not supported",
-    "eaft/": "use_eaft_loss: true is not supported",
     "llama_pro/": "use_llama_pro: true is not supported: scripts/llama_pro.py is not needed",
     "mod/": "mixture_of_depths: 'convert' is not supported",
     "inference/qwen3_lora": "type: surefoot chat Qwen/Qwen3-4B-Instruct-2507 --adapter saves/qwen3",

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..batch import Batch, Loss, Outputs, OutputSpec
+from ..batch import Batch, Divergence, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
+from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
 from ..generate.servers.server import Engine, Sampler
-from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
-from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_problems, no_remarks
+from ..parallel.section import ParallelSection
+from ..schema import Problem
+from ..training.objectives.losses import (
+    check_smoothing,
+    negative_log_likelihood,
+    weighted_likelihood,
+    with_perplexity,
+)
+from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_remarks
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
+
+
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +40,6 @@ class SFT:
     heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "item"
     min_window: ClassVar[int] = 1
-    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
     passes: ClassVar[int] = 1
     mini_batches: ClassVar[int] = 1
     group_size: ClassVar[int] = 1
@@ -40,8 +50,17 @@ class SFT:
     prepare = as_loaded
     metrics = with_perplexity
     remarks = no_remarks
-    problems = no_problems
 
+    loss_type: Literal["cross_entropy", "dft", "eaft", "asft"] = "cross_entropy"
+    """``cross_entropy`` counts all tokens alike. ``dft`` (arXiv:2508.05629) weighs each by the
+    probability that the model gives it. ``eaft`` (arXiv:2601.02151) weighs it by the entropy of the
+    model's next token, so that what it is sure of moves it less. ``asft`` (arXiv:2509.23753) is
+    ``dft`` with a divergence that holds the model near the one before the first step.
+    """
+    eaft_alpha: float = 1.0
+    """``eaft`` only: the exponent of the weights; 0 is ``cross_entropy``."""
+    asft_alpha: float = 0.1
+    """``asft`` only: the weight of the divergence, KL(model before the first step || model)."""
     label_smoothing_factor: float = 0.0
     """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is
     spread evenly over the vocabulary (arXiv:1512.00567); 0.1 is usual.
@@ -49,16 +68,37 @@ class SFT:
 
     def __post_init__(self) -> None:
         check_smoothing(self.label_smoothing_factor)
+        if self.label_smoothing_factor and self.loss_type != "cross_entropy":
+            raise ValueError(
+                f"label_smoothing_factor has no effect on loss_type {self.loss_type}; leave it out"
+            )
+        for name in ("eaft_alpha", "asft_alpha"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
+        """Of asft, the model before the first step."""
+        if self.loss_type != "asft":
+            return {}
+        return {REFERENCE: AuxiliaryModel(OutputSpec(("logps",)), None, when="window")}
 
     @property
     def spec(self) -> OutputSpec:
-        """The sum of the labels' log-probabilities."""
-        return OutputSpec(("total",), smoothing=self.label_smoothing_factor)
+        """The sum of the labels' log-probabilities, or each of them with what weighs it."""
+        if self.loss_type == "cross_entropy":
+            return OutputSpec(("total",), smoothing=self.label_smoothing_factor)
+        if self.loss_type == "asft":
+            return OutputSpec(("divergences", "logps"), divergence=Divergence(REFERENCE))
+        more = ("top_entropies",) if self.loss_type == "eaft" else ()
+        return OutputSpec(("logps", *more))
 
     @property
     def eval_spec(self) -> OutputSpec:
         """The model's own predictions, too."""
-        return OutputSpec(("total", "predictions"), smoothing=self.label_smoothing_factor)
+        if self.loss_type == "asft":
+            return self.spec
+        return replace(self.spec, outputs=(*self.spec.outputs, "predictions"))
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the responses are trained."""
@@ -68,5 +108,23 @@ class SFT:
         return [why or next(found) for why in reasons]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
-        """Cross entropy of the responses' tokens."""
-        return negative_log_likelihood(outputs, batch)
+        """Cross entropy of the responses' tokens, or another loss that ``loss_type`` names."""
+        if self.loss_type == "cross_entropy":
+            return negative_log_likelihood(outputs, batch)
+        return weighted_likelihood(
+            *(outputs, batch),
+            kind=self.loss_type,
+            eaft_alpha=self.eaft_alpha,
+            asft_alpha=self.asft_alpha,
+        )
+
+    def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
+        """Some losses need all logits of a token on one rank."""
+        axes = {"asft": ("tp", "pp"), "eaft": ("tp",)}.get(self.loss_type, ())
+        for axis in axes:
+            if getattr(parallel, axis) > 1:
+                message = (
+                    f"stage sft with loss_type {self.loss_type} needs all logits of a token on one "
+                    f"rank, which {axis} shards; set it to 1, and use parallel.dp_shard"
+                )
+                yield Problem(("parallel", axis), message)

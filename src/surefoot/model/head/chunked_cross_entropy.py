@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+TOP = 20  # words of the entropies that EAFT weighs tokens by
 CHUNK = 384  # positions; with fewer the matrix is read too often, with more caches overflow
 
 # Log-probability of each label [C], the sum of the log-probabilities of all words [C], and, of
@@ -83,6 +84,7 @@ class Scores:
     entropies: torch.Tensor  # [N] float32, nats
     means: torch.Tensor  # [N] float32, log-probability of a word, on average over the vocabulary
     predictions: torch.Tensor  # [N] int64, the most probable word
+    top_entropies: torch.Tensor  # [N] float32, of the TOP most probable words; 0 unless wanted
 
 
 def totals(
@@ -99,10 +101,20 @@ def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.
     return cast(torch.Tensor, found)
 
 
-def scores(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> Scores:
-    """All outputs at each position; all except predictions have gradients."""
-    found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+def scores(
+    head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, *, top: bool = False
+) -> Scores:
+    """All outputs at each position, with entropies of the ``top`` words if they are wanted.
+    Predictions and these have no gradients."""
+    found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head, top)  # type: ignore[no-untyped-call]
     return Scores(*found)
+
+
+def top_entropies(logits_CV: torch.Tensor) -> torch.Tensor:
+    """[C] entropy in nats of the TOP most probable words, as if there were no others."""
+    top_CK = logits_CV.detach().topk(min(TOP, logits_CV.shape[-1]), dim=-1).values
+    logps_CK = F.log_softmax(top_CK, dim=-1)
+    return -(logps_CK.exp() * logps_CK).sum(-1)
 
 
 class _Totals(torch.autograd.Function):
@@ -203,21 +215,24 @@ class _Scores(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         labels_N: torch.Tensor,
         head: Head,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        top: bool,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.softcap, ctx.dtype = head.softcap, head.dtype
         head = replace(head, weight=weight_VD, bias=bias_V).cast()
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         entropies_N, means_N = torch.empty_like(logps_N), torch.empty_like(logps_N)
-        predictions_N = torch.empty_like(labels_N)
+        predictions_N, top_N = torch.empty_like(labels_N), torch.zeros_like(logps_N)
         for chunk in head.chunks(len(hidden_ND)):
             logps_CV = F.log_softmax(head.logits(hidden_ND[chunk]), dim=-1)
             logps_N[chunk] = logps_CV.gather(1, labels_N[chunk, None])[:, 0]
             predictions_N[chunk] = logps_CV.argmax(-1)
             means_N[chunk] = logps_CV.mean(-1)
             entropies_N[chunk] = -(logps_CV.exp() * logps_CV).sum(-1)
+            if top:
+                top_N[chunk] = top_entropies(logps_CV)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, entropies_N)
-        ctx.mark_non_differentiable(predictions_N)
-        return logps_N, entropies_N, means_N, predictions_N
+        ctx.mark_non_differentiable(predictions_N, top_N)
+        return logps_N, entropies_N, means_N, predictions_N, top_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -235,7 +250,7 @@ class _Scores(torch.autograd.Function):
             slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
             found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
-        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+        return *found.sums(hidden_ND, weight_VD, bias_V), None, None, None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

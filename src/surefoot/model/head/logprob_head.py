@@ -137,7 +137,7 @@ class LogprobHead:
             return torch.stack(totals(head, hidden_ND, labels_N, spec.smoothing))
         if not spec.smoothing and needs <= {"total", "logps"}:
             return logps(head, hidden_ND, labels_N)
-        held.append(scores(head, hidden_ND, labels_N))
+        held.append(scores(head, hidden_ND, labels_N, top="top_entropies" in needs))
         return torch.stack([held[0].logps, held[0].entropies, held[0].means])
 
     def _head(self, hidden_ND: torch.Tensor, temperature: float) -> tuple[torch.Tensor, Head]:
@@ -167,7 +167,14 @@ def _outputs(
     logps_N, entropies_N, means_N = found
     total, predictions_N = logps_N.sum(), held[0].predictions
     smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
-    return Outputs(logps_N, total, smoothed, entropies_N, predictions=predictions_N)
+    return Outputs(
+        logps_N,
+        total,
+        smoothed,
+        entropies_N,
+        top_entropies=held[0].top_entropies if "top_entropies" in needs else None,
+        predictions=predictions_N,
+    )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained
 from ...errors import ModelError
 from ..attention.packed import packed_arguments
 from ..pretrained.router_loss import COEFFICIENTS
+from .chunked_cross_entropy import top_entropies
 from .divergence import TargetDistribution
 from .logprob_head import LogprobHead
 
@@ -178,6 +179,7 @@ def _of_logits(
         total=total,
         smoothed=smoothed,
         entropies=vocabulary.entropies(logits_Nv) if "entropies" in needs else None,
+        top_entropies=top_entropies(logits_Nv) if "top_entropies" in needs else None,
         predictions=vocabulary.predictions(logits_Nv) if "predictions" in needs else None,
     )
 

@@ -120,6 +120,12 @@ def _reward_head(given: GivenArguments) -> str | None:
     return "rm: a new head begins at 0, so the loss begins at 0.693; there at random numbers"
 
 
+def _anchored(given: GivenArguments) -> str | None:
+    if not given["use_asft_loss"] or given["use_dft_loss"] or given["use_eaft_loss"]:
+        return None
+    return "asft: its means are over the tokens of a step; there over those of a micro-batch"
+
+
 def _first_block(given: GivenArguments) -> str | None:
     interval = given["badam_switch_interval"]
     is_layer = given["use_badam"] and given["badam_mode"] == "layer"
@@ -185,7 +191,7 @@ def _accuracy(given: GivenArguments) -> str | None:
 DIFFERENCES: tuple[Note, ...] = (
     *(_template, _warmup, _order, _packing, _long, _overwrite, _trackers, _swanlab),
     *(_new_adapter, _half_badam, _sampling, _at_the_end),
-    *(_accuracy, _reference, _eval_loss, _mismatched, _reward_head, _first_block),
+    *(_accuracy, _reference, _eval_loss, _mismatched, _reward_head, _first_block, _anchored),
 )
 
 

@@ -7,9 +7,24 @@ from collections.abc import Callable
 from ..arguments.argument import RefusedArgumentError
 from ..given import GivenArguments, Settings
 
+_LOSSES = {  # of several the first one counts, as there
+    "use_dft_loss": ("dft", None),
+    "use_eaft_loss": ("eaft", "eaft_alpha"),
+    "use_asft_loss": ("asft", "asft_alpha"),
+}
+
 
 def _text(given: GivenArguments) -> Settings:
     stage, smoothing = given["stage"], given["label_smoothing_factor"]
+    if switch := next((name for name in _LOSSES if given[name]), None):
+        if stage != "sft":
+            raise RefusedArgumentError(switch, f"needs stage: sft, not {stage}")
+        if smoothing:
+            message = f"has no effect with {switch}; remove it"
+            raise RefusedArgumentError("label_smoothing_factor", message)
+        loss, alpha = _LOSSES[switch]
+        more = {} if alpha is None else {f"stage.sft.{alpha}": given[alpha]}
+        return {"stage.sft.loss_type": loss, **more}
     return {f"stage.{stage}.label_smoothing_factor": smoothing} if smoothing else {"stage": stage}
 
 
