@@ -116,3 +116,23 @@ def test_the_size_of_a_run_that_does_not_train_is_never_that_of_before(tmp_path)
     assert summaries.size(run) == disk_size(run) > before + 90_000
     shutil.rmtree(run / "checkpoint-20")
     assert summaries.size(run) == disk_size(run)
+
+
+def test_what_did_not_begin_says_why_and_a_recipe_that_is_not_there_is_no_problem(tmp_path):
+    def row(name):
+        found = Summaries(tmp_path).of(tmp_path / name)
+        return found["has_begun"], found["reason"], found["recipe_problem"]
+
+    (tmp_path / "ended").mkdir()
+    LaunchFiles(tmp_path / "ended").begin()
+    LaunchFiles(tmp_path / "ended").end("failed", error="no rows\nat all")
+    assert row("ended") == (False, "no rows", None)
+    (tmp_path / "never").mkdir()
+    LaunchFiles(tmp_path / "never").announce(2**22 + 1)
+    assert row("never") == (False, None, None)
+    (tmp_path / "never/train.log").write_text("$ surefoot train\nerror: no such model\n\n")
+    assert row("never") == (False, "no such model", None)
+    LaunchFiles(tmp_path / "never").announce(os.getpid())
+    assert row("never") == (False, None, None), "it is starting"
+    write_run(tmp_path / "run", end={"outcome": "failed", "error": "the loss is nan"})
+    assert Summaries(tmp_path).of(tmp_path / "run")["has_begun"]

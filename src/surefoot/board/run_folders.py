@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ MAX_RUNS = 2000
 MAX_FOLDERS = 20_000
 MAX_DEPTH = 6
 _MAX_NAME = 255  # bytes, as file systems have it
+_MAX_MATERIALS = 500  # of each kind
+_ROWS = {".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"}
+_NO_ROWS = {"dataset_info.json", "package.json", "package-lock.json", "requirements.txt"}
 _SKIPPED = {"node_modules", "__pycache__", "tensorboard", "venv"}
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 
@@ -57,6 +61,34 @@ def find_sweeps(root: Path) -> FoundRuns:
         if number >= MAX_FOLDERS or len(found) >= MAX_RUNS:
             return FoundRuns(found, is_cut=True)
     return FoundRuns(found)
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a recipe may name: folders of models, and files of rows."""
+
+    models: list[str]
+    data: list[str]
+
+
+def find_materials(root: Path) -> Materials:
+    """Models and data in and below ``root``, but for those of runs and sweeps."""
+    models: list[str] = []
+    data: list[str] = []
+    for folder in itertools.islice(_folders(root, 0), MAX_FOLDERS):
+        if is_run(folder) or is_sweep(folder):
+            continue
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(e.name for e in entries if e.is_file(follow_symlinks=False))
+        except OSError:  # it vanished, or may not be read
+            continue
+        if "config.json" in names:
+            models.append(name_of(root, folder))
+            continue
+        rows = [name for name in names if Path(name).suffix in _ROWS and name not in _NO_ROWS]
+        data += [name_of(root, folder / name) for name in rows]
+    return Materials(models[:_MAX_MATERIALS], data[:_MAX_MATERIALS])
 
 
 def is_run(folder: Path) -> bool:

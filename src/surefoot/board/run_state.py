@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..callbacks.launches import HEARTBEAT, NAME, is_alive
+from ..callbacks.training_process import LOG
+from ..recipe.files import RUN_RECIPE
 from ..storage import files
 from ..storage.folder_lock import is_held
 from ..terminal_text import plain
@@ -23,6 +25,8 @@ from .run_folders import LOCK, METRICS, RESULTS
 
 TAIL = 1 << 18  # bytes of launches.jsonl that are enough for its last launch
 MAX_SMALL = 1 << 20
+_LOG_TAIL = 1 << 14  # bytes of a log that are enough for its last line
+_MAX_REASON = 300  # characters
 _BY_PROCESS = {  # without locks, by whether its process is alive
     None: ("unknown", "no_locks"),
     True: ("running", "process"),
@@ -49,6 +53,22 @@ def state_of(folder: Path) -> RunState:
     name, evidence = _starting(folder, found) or _judged(folder, found, heartbeat)
     process = found.start if evidence == "starting" else found.launch or heartbeat
     return RunState(name, evidence, found.launch, found.end, heartbeat, process)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether the run came so far that it can be resumed or talked to: it keeps its recipe before
+    its first step."""
+    return (folder / RUN_RECIPE).is_file() or (folder / METRICS).is_file()
+
+
+def why_not_begun(folder: Path, state: RunState) -> str | None:
+    """The error of a run that did not begin: as it was recorded, or the last line of its log."""
+    error = (state.end or {}).get("error")
+    lines = str(error or "").splitlines()[:1]
+    if not lines:
+        log = tail(folder / LOG, _LOG_TAIL).decode(errors="replace")
+        lines = [line for line in log.splitlines() if line.strip()][-1:]
+    return lines[0].removeprefix("error: ")[:_MAX_REASON] if lines else None
 
 
 def is_locked(folder: Path) -> bool | None:

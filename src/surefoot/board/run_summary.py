@@ -14,7 +14,7 @@ from ..recipe.files import RUN_RECIPE, read_text
 from ..recipe.yaml import parse
 from .reports.tags import read_tags
 from .run_folders import METRICS, RESULTS
-from .run_state import RunState, parsed, small_json, state_of, tail
+from .run_state import RunState, has_begun, parsed, small_json, state_of, tail, why_not_begun
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log and the last evaluation
 _SIZE_SECONDS = 20.0  # for which a size is not measured again
@@ -41,6 +41,8 @@ class Summaries:
             "run": folder.relative_to(self.root).as_posix(),
             "name": folder.name if folder != self.root else self.root.name,
             **state_facts(state),
+            "has_begun": (is_begun := has_begun(folder)),
+            "reason": None if is_begun or state.name == "running" else why_not_begun(folder, state),
             "step": step,
             "max_steps": most,
             "loss": _number(train.get("loss")),
@@ -53,6 +55,7 @@ class Summaries:
             **_tags(folder),
             **facts,
             "begins_with": self._below(facts.get("begins_with")),
+            **({} if is_begun else {"recipe_problem": None}),
         }
 
     def _below(self, path: object) -> str | None:

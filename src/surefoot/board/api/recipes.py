@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from fastapi import APIRouter, Response
 
@@ -11,7 +12,7 @@ from ..board import Board
 from ..recipe_text import edit, schema
 from ..reports import recipes as reports
 from ..reports.recipes import EditBody, TextBody, TryBody
-from ..run_folders import inside
+from ..run_folders import find_materials, inside
 from . import Answer
 
 
@@ -21,6 +22,8 @@ def routes(board: Board) -> APIRouter:
     router.get("/schema")(_schema)
     router.get("/recipes")(_recipes(board))
     router.get("/recipe")(_recipe(board))
+    router.get("/materials")(_materials(board))
+    router.post("/demo")(_demo(board))
     router.post("/check")(_check(board))
     router.post("/edit")(_edit(board))
     router.post("/try")(_try(board))
@@ -48,6 +51,22 @@ def _recipe(board: Board) -> Callable[..., object]:
         return {"file": file, "text": read_text(inside(board.root, file), follow=False)}
 
     return recipe
+
+
+def _materials(board: Board) -> Callable[..., object]:
+    def materials() -> Answer:
+        """The models and files of rows below ROOT."""
+        return asdict(find_materials(board.root))
+
+    return materials
+
+
+def _demo(board: Board) -> Callable[..., object]:
+    def demo() -> Answer:
+        """Train the bundled model on the bundled data, in a folder below ROOT."""
+        return reports.demo(board)
+
+    return demo
 
 
 def _check(board: Board) -> Callable[..., object]:

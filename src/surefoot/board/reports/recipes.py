@@ -35,6 +35,7 @@ _DRAFT = ".surefoot-draft-{}.yaml"
 _FILE = re.compile(r"[\w][\w. -]*(/[\w][\w. -]*)*\.ya?ml")
 _SKIPPED = ("checkpoint-", ".")
 _MAX_FILES = 300
+_DEMO = "surefoot-demo"  # the folder that `surefoot demo` writes, if none is named
 
 
 class _Body(BaseModel):
@@ -141,6 +142,16 @@ def start(board: Board, body: TextBody) -> dict[str, object]:
     pid = board.commands.train(arguments, folder)
     run = folder.resolve().relative_to(board.root).as_posix()
     return {"pid": pid, "run": run, "command": shown(arguments)}
+
+
+def demo(board: Board) -> dict[str, object]:
+    """Train the bundled model on the bundled data, which `surefoot demo` copies to a folder below
+    ROOT. Raises ``RunError``."""
+    board.must_be_local("call surefoot demo on a machine that may train")
+    arguments = ["demo", _DEMO]
+    folder = below(board.root, f"{_DEMO}/runs/quickstart")
+    pid = board.commands.train(arguments, folder)
+    return {"pid": pid, "run": name_of(board.root, folder), "command": shown(arguments)}
 
 
 def refusal(board: Board, data: object, base: Path) -> str | None:

@@ -33,11 +33,16 @@ _MACHINE = ("peak_memory", "save_blocking_seconds")
 
 
 def table(board: Board) -> dict[str, object]:
-    """All runs below ROOT."""
+    """All runs below ROOT: those that trained first, the latest at the top."""
     board.commands.reap()
     found = find_runs(board.root)
     rows = [board.summaries.of(folder) for folder in found.folders if folder.exists()]
+    rows.sort(key=_newest_first)
     return {**board.facts(), "runs": rows, "is_cut": found.is_cut}
+
+
+def _newest_first(row: Mapping[str, Any]) -> tuple[bool, float, str]:
+    return not row["step"], -(row["changed"] or 0.0), row["run"]
 
 
 def matches(row: Mapping[str, Any], words: str) -> bool:

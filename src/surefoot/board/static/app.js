@@ -81,13 +81,14 @@ async function show() {
 addEventListener("hashchange", show);
 addEventListener("keydown", (event) => {
   const inField = /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement?.tagName);
+  if (inField && event.key === "Escape") document.activeElement.blur();
   if (inField || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/") {
     const search = document.querySelector("input[type=search]");
     if (search) { event.preventDefault(); search.focus(); }
   }
-  const place = { 1: "runs", 2: "new", 3: "data", 4: "chat", 5: "sweeps" }[event.key];
-  if (place && (SHOWN.includes(place) || !board.is_read_only)) location.hash = to(place);
+  const place = (board.is_read_only ? SHOWN : MENU)[event.key - 1];
+  if (place) location.hash = to(place);
 });
 Promise.all([loaded(), get("/api/board").then((found) => { board = found; }).catch(() => {})]).then(() => {
   if (board.is_read_only) document.documentElement.dataset.readOnly = "";

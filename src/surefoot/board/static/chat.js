@@ -6,7 +6,7 @@ import { t } from "./i18n.js";
 const THOUGHT = /^\s*<think>[^]*?(<\/think>|$)|^[^]*?<\/think>/; // its beginning may be in the prompt
 
 export async function page(body, query) {
-  const { runs } = await get("/api/runs");
+  const runs = (await get("/api/runs")).runs.filter((run) => run.has_begun);
   const sides = [{ run: query.run || runs[0]?.run || "", checkpoint: query.a || "", messages: [] }, { run: query.b ? query.run : "", checkpoint: query.b || "", messages: [] }];
   let isBusy = false, abort = null;
   const known = new Map();

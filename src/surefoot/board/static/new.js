@@ -27,7 +27,7 @@ checkpoint: {save_steps: 100}
 const DRAFT = "draft";
 
 export async function page(body, query) {
-  const [schema, { files }] = await Promise.all([get("/api/schema"), get("/api/recipes")]);
+  const [schema, { files }, { models, data }] = await Promise.all([get("/api/schema"), get("/api/recipes"), get("/api/materials")]);
   let checked = { problems: [], data: {}, output_dir: null }, number = 0, file = "";
   const text = editor(() => { save(); check(); });
   const fields = form(schema, change);
@@ -59,7 +59,7 @@ export async function page(body, query) {
     const wrong = checked.problems.length;
     start.disabled = Boolean(wrong) || !file;
     shown.textContent = `surefoot train ${file || "…"}`;
-    fate.textContent = wrong ? t("{n} problems", { n: wrong }) : checked.output_dir ? t(checked.is_begun ? "The run in {folder} exists: it is resumed." : "The run will be in {folder}.", { folder: checked.output_dir }) : "";
+    fate.textContent = wrong ? t(wrong === 1 ? "1 problem" : "{n} problems", { n: wrong }) : checked.output_dir ? t(checked.is_begun ? "The run in {folder} exists: it is resumed." : "The run will be in {folder}.", { folder: checked.output_dir }) : "";
     fate.style.color = wrong ? "var(--red)" : "";
   }
 
@@ -103,10 +103,14 @@ export async function page(body, query) {
 
   const from = h("select", { "aria-label": t("Begin with"), onchange: (e) => { location.hash = to("new", { file: e.target.value }); } },
     h("option", { value: "" }, t("Begin with a file …")), files.map((one) => h("option", { value: one, selected: one === query.file }, one)));
+  // What everyone sets first, from what there is; a model of a hub, or several files, are typed below.
+  const choose = (label, empty, all, chosen) => (all.length ? h("label.row.soft.small", {}, t(label), h("select", { onchange: (e) => { if (e.target.value) chosen(e.target.value); } },
+    h("option", { value: "" }, t(empty)), all.map((one) => h("option", { value: one }, one)))) : null);
   const search = h("input", { type: "search", placeholder: t("Search all settings"), "aria-label": t("Search all settings"), style: { width: "100%" }, oninput: (e) => fields.search(e.target.value) });
   await begun();
   replace(body, h("div.row.between", {}, h("h1", {}, t("New run")), from),
     query.checkpoint ? h("div.note", {}, t("It resumes from {checkpoint} of {run}, in a folder of its own.", { checkpoint: query.checkpoint, run: query.run })) : null,
+    h("div.row", {}, choose("Model", "Choose a model …", models, (one) => change(["model", "path"], one)), choose("File of rows", "Choose a file …", data, (one) => change(["data", "datasets"], [one]))),
     h("div.two", {}, h("div", {}, h("div", { style: { marginBottom: "8px" } }, search), fields.element), h("div", {}, h("div", { style: { marginBottom: "8px" } }, name), text.element)),
     h("div.row", {}, h("button", { onclick: attempt("plan", plan) }, t("Plan: steps, memory, disk")), h("button", { onclick: attempt("preview", datasets) }, t("Preview: what is trained on"))),
     tried.plan, tried.preview,

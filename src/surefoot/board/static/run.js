@@ -6,9 +6,9 @@ import { checkpoints } from "./checkpoints.js";
 import { h, later, redraw, replace, toast } from "./dom.js";
 import { bytes, duration, integer, moment, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
-import { recipesOf } from "./runs.js";
+import { recipesOf } from "./recipes.js";
 import { samples } from "./samples.js";
-import { badge, evidence } from "./state.js";
+import { badge, evidence, stateOf } from "./state.js";
 
 const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
 const HIDDEN = new Set(["epoch", "num_input_tokens_seen", "elapsed", "step"]);
@@ -44,7 +44,7 @@ export async function page(body, { run, tab = "curves" }) {
   function top() {
     const part = row.step !== null && row.max_steps ? Math.min(1, row.step / row.max_steps) : null;
     const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
-    const error = row.state === "failed" && row.end?.error;
+    const state = stateOf(row), error = row.reason || (row.state === "failed" && row.end?.error);
     const stopping = h("button.danger.writes", { onclick: async (e) => {
       if (!confirm(t("Stop {run}? It finishes its step, saves and exits. The same command resumes it.", { run }))) return;
       e.target.disabled = true;
@@ -57,15 +57,15 @@ export async function page(body, { run, tab = "curves" }) {
     redraw(head,
       h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row), tags()),
         h("div.row", {}, row.state === "running" ? stopping : null,
-          ["died", "stopped", "failed", "ended"].includes(row.state) ? resume : null,
-          h("a.button.writes", { href: to("chat", { run }) }, t("Chat")), h("a.button.writes", { href: to("new", { run }) }, t("New run like this")))),
+          ["died", "stopped", "failed", "ended"].includes(state) ? resume : null,
+          row.has_begun ? h("a.button.writes", { href: to("chat", { run }) }, t("Chat")) : null, details.recipe ? h("a.button.writes", { href: to("new", { run }) }, t("New run like this")) : null)),
       h("p.soft", {}, evidence(row), row.state === "running" && details.launches.length
         ? ` ${t("Process {pid} on {host}.", { pid: details.launches.at(-1).begin.pid, host: details.launches.at(-1).begin.host })}` : ""),
       part !== null && row.state !== "complete" ? h("div.progress", { role: "progressbar", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": t("Step") }, h("i", { style: { width: `${100 * part}%` } })) : null,
       row.begins_with ? h("p.soft", {}, `${t("Continues")} `, parent(row.begins_with)) : null,
       error ? h("div.note.bad", { role: "alert" }, error) : null,
       row.tags_problem ? h("div.note.warn", {}, row.tags_problem) : null,
-      details.recipe_problem && row.evidence !== "starting" ? h("div.note.bad", {}, details.recipe_problem) : null,
+      details.recipe_problem && row.has_begun ? h("div.note.bad", {}, details.recipe_problem) : null,
       details.metrics_problem ? h("div.note.warn", {}, `metrics.jsonl: ${details.metrics_problem}`) : null,
       h("dl.figures", {},
         cell("Step", row.step === null ? NONE : row.max_steps ? `${integer(row.step)} / ${integer(row.max_steps)}` : integer(row.step)),

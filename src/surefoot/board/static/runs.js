@@ -1,11 +1,12 @@
 // Runs: the table, sorted and filtered; curves of several in one picture; two recipes compared.
-import { get } from "./api.js";
+import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
-import { h, redraw, replace } from "./dom.js";
+import { h, redraw, replace, toast } from "./dom.js";
 import { ago, bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
-import { badge } from "./state.js";
+import { recipesOf } from "./recipes.js";
+import { badge, stateOf } from "./state.js";
 
 const COLUMNS = [
   { key: "name", label: "Run", of: (r) => r.run },
@@ -16,13 +17,14 @@ const COLUMNS = [
   { key: "speed", label: "Tokens/s", num: true, of: (r) => r.speed },
   { key: "left", label: "Time left", num: true, of: (r) => r.seconds_left },
   { key: "size", label: "Size", num: true, of: (r) => r.size },
-  { key: "changed", label: "Changed", num: true, of: (r) => -(r.changed ?? 0) },
+  { key: "changed", label: "Changed", num: true, of: (r) => r.changed },
 ];
 const EVERY = 3000;
+const FRESH = 3600; // seconds for which a run that did not start is shown
 
 export async function page(body) {
-  const view = { sort: "changed", down: false, filter: "", chosen: new Set(), metric: "loss", log: false };
-  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
+  const view = { sort: "changed", down: true, filter: "", hasAll: false, chosen: new Set(), metric: "loss", log: false };
+  let runs = [], root = "", isCut = false, isStore = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
   const search = h("input", {
     type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
@@ -30,15 +32,20 @@ export async function page(body) {
   const count = h("span.soft");
   const list = h("div.panel.flush");
   const note = h("div"), part = h("p.soft", { role: "status" });
-  const below = h("div.stack");
+  const below = h("div.stack"), beside = h("div.beside", {}, list, below);
+  const jump = h("button.primary.jump", { hidden: true, onclick: () => below.scrollIntoView({ block: "start" }) });
+  const unstarted = h("button.quiet", { hidden: true, onclick: () => { view.hasAll = !view.hasAll; table(); } });
   replace(body, h("div.row.between", {}, h("h1", {}, t("Runs")), h("a.button.writes", { href: to("new") }, t("New run"))),
-    note, h("div.row", {}, h("div.grow", {}, search), count), list, below);
+    note, h("div.row", {}, h("div.grow", {}, search), unstarted, count), beside, jump);
   search.style.width = "min(100%, 380px)";
+
+  const isOld = (run) => stateOf(run) === "not_started" && Date.now() / 1000 - (run.changed ?? 0) > FRESH;
 
   const shown = () => {
     const words = view.filter.split(/\s+/).filter(Boolean);
     const kept = runs.filter((run) => {
-      const text = [run.run, run.state, t(`state:${run.state}`), run.model, run.method, run.stage, ...run.tags].join(" ").toLowerCase();
+      if (!view.hasAll && isOld(run)) return false;
+      const text = [run.run, run.state, t(`state:${stateOf(run)}`), run.model, run.method, run.stage, ...run.tags].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     });
     const { of } = COLUMNS.find((c) => c.key === view.sort);
@@ -62,12 +69,12 @@ export async function page(body) {
   const line = (run) => {
     const part = run.step !== null && run.max_steps ? Math.min(1, run.step / run.max_steps) : null;
     const pick = h("input", {
-      type: "checkbox", "aria-label": t("Select {name}", { name: run.run }), checked: view.chosen.has(run.run),
+      type: "checkbox", "aria-label": t("Select {name}", { name: run.run }), checked: view.chosen.has(run.run), disabled: !run.has_begun,
       onchange: (event) => { view.chosen[event.target.checked ? "add" : "delete"](run.run); compare(); },
     });
     return h("tr", { "data-run": run.run }, h("td.pick", {}, pick),
       h("td.name", {}, h("a", { href: to("run", { run: run.run }) }, run.run === "." ? root : run.run),
-        h("small", {}, run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · ")),
+        h("small", {}, run.reason ? run.reason : run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · ")),
         run.tags.length ? h("span.tags", {}, run.tags.map((tag) => h("button.tag", { "aria-label": t("Show runs with the tag {tag}", { tag }), onclick: () => { search.value = tag; view.filter = tag.toLowerCase(); table(); } }, tag))) : null),
       h("td.state", {}, badge(run)),
       h("td.num", { "data-label": t("Step") }, run.step === null ? NONE : integer(run.step), run.max_steps && run.state !== "complete" ? h("span.soft", {}, ` / ${integer(run.max_steps)}`) : "",
@@ -80,12 +87,19 @@ export async function page(body) {
       h("td.num.soft.hide", {}, ago(run.changed)));
   };
 
+  async function demo({ target }) {
+    target.disabled = true;
+    try { location.hash = to("run", { run: (await post("/api/demo")).run, tab: "log" }); } catch (fault) { toast(fault.message); target.disabled = false; }
+  }
+
   function table() {
-    const kept = shown();
+    const kept = shown(), old = runs.filter(isOld).length;
+    unstarted.hidden = !old;
+    unstarted.textContent = view.hasAll ? t("Hide what did not start") : t("{n} did not start", { n: old });
     const told = runs.length === 1 ? "1 run" : "{n} runs";
     count.textContent = kept.length === runs.length ? t(told, { n: runs.length }) : t("{k} of {n} runs", { k: kept.length, n: runs.length });
     if (!runs.length) {
-      replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("br"), h("code", {}, "surefoot train recipe.yaml")));
+      if (!list.querySelector(".empty")) replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), isStore ? null : h("div.writes", {}, h("p", {}, h("button.primary", { onclick: demo }, t("Train the demo"))), h("p.small", {}, t("A small model learns to read orders: about two minutes on two cores, without a network."))), h("code", {}, "surefoot train recipe.yaml")));
       return;
     }
     redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))),
@@ -95,11 +109,14 @@ export async function page(body) {
   // A later call replaces an earlier one that still waits for its answers.
   async function compare() {
     const mine = ++turn;
-    const isOld = () => mine !== turn || !isOpen;
+    const isLate = () => mine !== turn || !isOpen;
     const names = [...view.chosen].filter((name) => runs.some((run) => run.run === name));
+    beside.classList.toggle("open", names.length > 0);
+    jump.hidden = !names.length;
+    jump.textContent = t("Compare {n} runs", { n: names.length });
     if (!names.length) { chart?.close(); chart = null; drawn = ""; replace(below); return; }
     await loadPlots();
-    if (isOld()) return;
+    if (isLate()) return;
     if (!chart || drawn !== names.join("\n")) {
       const known = new Set();
       const details = await Promise.allSettled(names.map((run) => get("/api/run", { run, excerpt: true })));
@@ -107,7 +124,7 @@ export async function page(body) {
       const differing = h("div");
       if (names.length === 2) replace(differing, await recipesOf(...names));
       else if (names.length > 2) replace(differing, h("p.soft", {}, t("Select exactly two runs to compare their recipes.")));
-      if (isOld()) return;
+      if (isLate()) return;
       chart?.close();
       drawn = names.join("\n");
       chart = new Chart(t("Curves"), { wide: true, height: 300, zoomed: (low, high) => { view.range = low === undefined ? null : [low, high]; curves(names); } });
@@ -144,7 +161,7 @@ export async function page(body) {
       if (!document.hidden || !runs.length) {
         const found = await get("/api/runs");
         if (!isOpen) return;
-        ({ runs, root, is_cut: isCut } = found);
+        ({ runs, root, is_cut: isCut, is_store: isStore } = found);
         replace(note, found.problem ? h("div.note.warn", { role: "status" }, `${root}: ${found.problem}`) : found.is_store ? h("p.soft.small", {}, t("{root} is read every 15 seconds; a run uploads its files with each checkpoint.", { root })) : null);
         table();
         if (view.chosen.size && runs.some((run) => run.state === "running" && view.chosen.has(run.run))) await compare();
@@ -157,17 +174,4 @@ export async function page(body) {
 
   await refresh();
   return () => { isOpen = false; clearTimeout(timer); clearTimeout(again); chart?.close(); };
-}
-
-// A table of the settings in which the recipes of two runs differ.
-export async function recipesOf(a, b) {
-  try {
-    const { changes } = await get("/api/diff", { a, b });
-    const rows = changes.map((c) => h("tr", {}, h("td", {}, c.path), h("td.old", {}, JSON.stringify(c.old)), h("td.new", {}, JSON.stringify(c.new))));
-    if (!rows.length) return h("div.panel", {}, h("h2", {}, t("Recipes")), h("p.soft", {}, t("Both recipes are equal.")));
-    return h("div.panel", {}, h("h2", {}, t(rows.length === 1 ? "Recipes differ in one setting" : "Recipes differ in {n} settings", { n: rows.length })),
-      h("div.scroll", { tabindex: 0 }, h("table.diff", {}, h("thead", {}, h("tr", {}, h("th", {}, t("Setting")), h("th", {}, a), h("th", {}, b))), h("tbody", {}, rows))));
-  } catch (error) {
-    return h("div.note.bad", {}, error.message);
-  }
 }
