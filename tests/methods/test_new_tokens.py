@@ -11,16 +11,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ranks
 import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
+from surefoot.data.text.templates import bundled
 from surefoot.errors import RecipeError
 from surefoot.inference import export, open_model
 from surefoot.methods.lora import LoRA
 from surefoot.model.expansion.new_tokens import note_new_tokens
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.run.policy import build_codec
 
+PLAIN = {"lora": {"rank": 2}}
 NEW = ["<plus>", "<hen>"]
 MODEL = {"path": "model", "new_special_tokens": NEW}
 LORA = {"lora": {"rank": 2, "new_tokens": True}}
+TIED = "ignore:Model has .tie_word_embeddings=True. and a tied layer:UserWarning"  # PEFT's
 EXPECTED = {"llama": 2, "qwen2": 1}  # matrices with rows of their own; qwen2's are tied
 
 
@@ -98,7 +102,12 @@ def test_the_adapter_is_continued_with_its_rows(run, tmp_path):
     _, project, trainer = run
     newest = checkpoints(project.run)[-1]
     overrides = [f"train.output_dir={tmp_path}", f"model.adapter={newest}", "method.lora.rank=2"]
-    again = build(load(project.recipe, overrides))
+    turned = NEW[::-1]  # the tokens keep the ids that they were trained with
+    for given in ([], turned):
+        recipe = load(project.recipe, [*overrides, f"model.new_special_tokens={given}"])
+        tokens = build_codec(recipe, project.folder / "model").tokenizer
+        assert tokens.convert_tokens_to_ids(NEW) == ids_in(newest)[0][0, 1:3].tolist()
+        again = build(recipe)
     ids, _ = ids_in(newest)
     ours = trainer.policy.module.eval()(input_ids=ids).logits
     assert torch.equal(again.policy.module.eval()(input_ids=ids).logits, ours)
@@ -149,3 +158,56 @@ def test_without_it_new_tokens_need_another_setting(tmp_path):
     project = Project(tmp_path, model=MODEL, method={"lora": {"rank": 2}})
     with pytest.raises(RecipeError, match=r"set method\.lora\.new_tokens: true"):
         build(load(project.recipe))
+
+
+def test_a_further_token_than_those_of_the_adapter_is_refused(run, tmp_path):
+    _, project, _ = run
+    newest = checkpoints(project.run)[-1]
+    overrides = [f"train.output_dir={tmp_path}", f"model.adapter={newest}", "method.lora.rank=2"]
+    more = f"model.new_special_tokens={[*NEW, '<more>']}"
+    with pytest.raises(RecipeError, match="rows of new tokens in embed_tokens and lm_head would"):
+        build(load(project.recipe, [*overrides, more]))
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.filterwarnings(TIED)
+def test_modules_that_are_saved_without_the_head_leave_its_new_rows_and_are_refused(kind, tmp_path):
+    lora = {"lora": {"rank": 2, "modules_to_save": ["embed_tokens"]}}
+    project = Project(tmp_path, kind, model=MODEL, method=lora)
+    with pytest.raises(
+        RecipeError, match=r"new tokens in lm_head would .*name embed_tokens and lm"
+    ):
+        build(load(project.recipe))
+    with pytest.raises(RecipeError, match=r"new tokens in embed_tokens would"):
+        build(load(project.recipe, ["method.lora.modules_to_save=[lm_head]"]))
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.filterwarnings(TIED)
+def test_an_adapter_with_full_matrices_is_continued_without_naming_its_tokens(kind, tmp_path):
+    lora = {"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}}
+    project = Project(tmp_path, kind, model=MODEL, method=lora, train={"max_steps": 1})
+    first = build(load(project.recipe))
+    first.fit()
+    newest = checkpoints(project.run)[-1]
+    overrides = [f"train.output_dir={tmp_path / 'b'}", f"model.adapter={newest}", "method=lora"]
+    again = build(load(project.recipe, [*overrides, "model.new_special_tokens=[]"]))
+    ids, _ = ids_in(newest)
+    theirs = opened_by_peft(project, newest)
+    with torch.no_grad():
+        ours = first.policy.module.eval()(input_ids=ids).logits
+        assert torch.equal(again.policy.module.eval()(input_ids=ids).logits, ours)
+        assert torch.allclose(theirs(input_ids=ids).logits, ours, atol=1e-5)
+
+
+def test_the_template_of_an_adapter_is_its_own(tmp_path, caplog):
+    project = Project(tmp_path, train={"max_steps": 1}, method=PLAIN, data={"cutoff_len": 128})
+    build(load(project.recipe, ["data.template=empty"])).fit()
+    overrides = [f"train.output_dir={tmp_path / 'b'}", f"model.adapter={project.run}/checkpoint-1"]
+    recipe = load(project.recipe, [*overrides, "data.template=auto"])
+    caplog.clear()
+    codec = build_codec(recipe, tmp_path / "model")
+    assert codec.template.source == bundled()["empty"].source
+    assert not [record for record in caplog.records if "differs" in record.message]
+    build_codec(load(project.recipe, [*overrides, "data.template=default"]), tmp_path / "model")
+    assert "differs from the chat template saved with the adapter" in caplog.text

@@ -14,7 +14,7 @@ from ..model.attention.isolation import use_packed
 from ..model.attention.packed import follow_calls, switch_to_packed
 from ..model.attention.shifted import use_groups
 from ..model.embedding_noise import add_embedding_noise
-from ..model.expansion.new_tokens import note_new_tokens, refuse_divided
+from ..model.expansion.new_tokens import note_new_tokens, refuse_divided, untrained_matrices
 from ..model.head.logprob_head import logprob_head_of
 from ..model.pretrained.loading import grow_embeddings, upcast_trained
 from ..model.pretrained.router_loss import check_router_loss
@@ -142,13 +142,20 @@ def apply_method(draft: Draft, tensors: Tensors) -> None:
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         tensors.adapt(draft)
     refuse_divided(draft.module, tp=draft.world.tp, pp=draft.world.pp)
-    if not (draft.has_grown and draft.options.is_trainable):
+    if not draft.options.is_trainable:
         return
-    if not any(p.requires_grad for p in draft.module.get_input_embeddings().parameters()):  # type: ignore[operator]
+    if left := untrained_matrices(draft.inner, has_grown=draft.has_grown):
+        cure = (
+            "model.adapter trains the rows that it has: leave further tokens out, or merge it "
+            "first with `surefoot export`"
+            if draft.section.adapter is not None
+            else "set method.lora.new_tokens: true without modules_to_save, or name embed_tokens "
+            "and lm_head in method.lora.modules_to_save or method.freeze.extra_modules, or use "
+            "method: full"
+        )
         raise RecipeError(
-            f"{_new_tokens(draft)}: the embeddings of the new tokens would never be trained; "
-            "set method.lora.new_tokens: true, or name embed_tokens and lm_head in "
-            "method.lora.modules_to_save or method.freeze.extra_modules, or use method: full"
+            f"{_new_tokens(draft)}: the rows of new tokens in {' and '.join(left)} would never be "
+            f"trained; {cure}"
         )
 
 

@@ -31,7 +31,8 @@ from ..model.pretrained.positions import (
     read_config,
     why_not_extended,
 )
-from ..model.pretrained.tokenizer import load_tokenizer
+from ..model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ..model.section import ModelSection
 from .recipe import Recipe
 
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
@@ -58,19 +59,29 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
     return folder
 
 
+def tokenizer_folder(model: ModelSection, base: Path) -> Path:
+    """The folder with the tokenizer and the chat template that the model was trained with so far:
+    of its adapter if it has a tokenizer, else ``base``."""
+    own = model.adapter
+    return base if own is None or not (own / TOKENIZER_CONFIG).is_file() else own
+
+
 def open_codec(recipe: Recipe, base: Path) -> Codec:
-    """The tokenizer of the model in ``base`` with the recipe's new tokens and chat template.
+    """The tokenizer of the model in ``base``, or of its adapter, with the recipe's new tokens and
+    chat template.
 
     Raises:
         RecipeError: ``data.cutoff_len`` is more than the model has positions.
         ModelError: the tokenizer is missing or damaged.
         TemplateError: the template is unknown, or needs tokens that the tokenizer does not have.
     """
+    folder, is_trusted = tokenizer_folder(recipe.model, base), recipe.model.trust_remote_code
     tokenizer = load_tokenizer(
-        base,
-        trust_remote_code=recipe.model.trust_remote_code,
-        new_special_tokens=recipe.model.new_special_tokens,
+        folder, trust_remote_code=is_trusted, new_special_tokens=recipe.model.new_special_tokens
     )
+    if folder != base and tokenizer.chat_template is None:  # then the base's is in use
+        own = load_tokenizer(base, trust_remote_code=is_trusted)
+        tokenizer.chat_template = own.chat_template
     uses_template = recipe.stage.uses_template
     try:
         template = section_template(recipe.data, tokenizer) if uses_template else None

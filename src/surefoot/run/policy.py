@@ -25,7 +25,7 @@ from ..network.open import open_network
 from ..network.preflight import refuse_early
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import open_codec
+from ..recipe.recipe_data import open_codec, tokenizer_folder
 from ..training.learner import Learner
 from ..training.precompute import model_of
 from ..training.step import Step
@@ -41,7 +41,11 @@ def build_codec(recipe: Recipe, base: Path) -> Codec:
     """Tokenizer and chat template; from here on the tokenizer contains the template in use."""
     codec = open_codec(recipe, base)
     if recipe.stage.uses_template:
-        if difference := template_mismatch(codec.template, codec.tokenizer):
+        folder = tokenizer_folder(recipe.model, base)
+        owner = "model" if folder == base else "adapter"
+        if folder != base:
+            logger.info("tokenizer and chat template: those beside model.adapter, %s", folder)
+        if difference := template_mismatch(codec.template, codec.tokenizer, owner):
             logger.warning("%s", difference)
         codec.tokenizer.chat_template = codec.template.source
     return codec

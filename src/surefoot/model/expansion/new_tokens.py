@@ -49,6 +49,23 @@ def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
     return {names[embeddings]: ids} if is_tied else {names[embeddings]: ids, names[head]: ids}
 
 
+def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
+    """The matrices of ``model`` in which a method that was applied to it does not train the rows of
+    new tokens, if any were added (``has_grown``) or rows are trained one by one."""
+    ids, found = set(vars(model).get(_NEW, _UNKNOWN)), []
+    names = {module: name for name, module in model.named_modules()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is None:
+            continue
+        rows = dict(module.named_children()).get("token_adapter")
+        if rows is not None:
+            is_left = bool(ids - {*rows.token_indices["default"]})
+        else:
+            is_left = has_grown and not any(p.requires_grad for p in module.parameters())
+        found += [names[module].rpartition(".")[2]] if is_left else []
+    return found
+
+
 def refuse_divided(model: nn.Module, *, tp: int, pp: int) -> None:
     """Raise ``RecipeError`` if an adapter in ``model`` trains the embeddings of some tokens, and
     ranks of ``tp`` or ``pp`` would have parts of the vocabulary or of the layers alone."""

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ...errors import ModelError
 from ...storage.files import read_json
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -61,7 +62,7 @@ def _complete(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
 
 def _cause(folder: Path, error: Exception) -> str:
     """The damaged file, if there is one; else the first line of the library's error."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", TOKENIZER_CONFIG):
         try:
             read_json(folder / name)
         except ValueError as damage:

@@ -21,7 +21,7 @@ from ...model.adapters.by_row import AdaptersByRow, can_be_by_row
 from ...model.pretrained import base_identity
 from ...model.pretrained.adapter import add_named, is_addable, remove_named
 from ...model.pretrained.positions import extension_of
-from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..errors import ModelGoneError
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,6 @@ def _fits(adapter: Path, opened: LoadedModel) -> bool:
     if extension_of(adapter) or not is_addable(adapter):
         return False
     vocabulary = len(opened.inner.get_input_embeddings().weight)  # PEFT's layer has no count
-    tokenizer = load_tokenizer(adapter) if _has_tokenizer(adapter) else opened.tokenizer
+    has_own = (adapter / TOKENIZER_CONFIG).is_file()
+    tokenizer = load_tokenizer(adapter) if has_own else opened.tokenizer
     return len(tokenizer) <= vocabulary
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer_config.json").is_file()

@@ -131,9 +131,11 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | Non
     return Template(name, found.source, stop, last_end, is_bundled=True, thoughts=found.thoughts)
 
 
-def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """A warning if the model was saved with a template that renders differently; None if not, or if
-    that template cannot be used."""
+def template_mismatch(
+    template: Template, tokenizer: PreTrainedTokenizerBase, owner: str = "model"
+) -> str | None:
+    """A warning if the model, or its adapter, was saved with a template that renders differently;
+    None if not, or if that template cannot be used."""
     saved = saved_source(tokenizer)
     if saved is None or template.name == AUTO or saved == template.source:
         return None
@@ -149,10 +151,10 @@ def template_mismatch(template: Template, tokenizer: PreTrainedTokenizerBase) ->
     first, pair = next(iter(different.items()))
     ours, theirs = _where_they_part(*pair)
     return (
-        f"template {template.name!r} differs from the chat template saved with the model, for "
+        f"template {template.name!r} differs from the chat template saved with the {owner}, for "
         f"{', '.join(different)}. For {first}, {template.name!r} writes {ours} where the "
-        f"model's own writes {theirs}. The run trains with {template.name!r} and saves it with "
-        "the weights; `template: auto` keeps the model's own"
+        f"{owner}'s own writes {theirs}. The run trains with {template.name!r} and saves it with "
+        f"the weights; `template: auto` keeps the {owner}'s own"
     )
 
 
