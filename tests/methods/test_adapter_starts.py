@@ -143,7 +143,7 @@ def test_a_quantized_base_stays_as_it_is(bits, method, folder):
     ("settings", "words"),
     [
         (
-            {"rank": 33, "init": "pissa"},
+            {"rank": 20, "init": "pissa"},
             r"lora\.rank: .* at most rank .*, of which init: pissa can",
         ),
         ({"init": "olora", "targets": ("embed_tokens",)}, r"lora\.init: .*embed_tokens is no line"),

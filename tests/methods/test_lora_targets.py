@@ -191,3 +191,19 @@ def test_a_pattern_without_effect_or_sense_is_refused(name):
 def test_layers_that_are_not_there_are_refused(settings, words):
     with pytest.raises(RecipeError, match=words):
         LoRA(rank=2, **settings).apply(mixtures.model("deepseek_v3"))
+
+
+def test_a_rank_above_the_shorter_side_of_all_matrices_is_refused():
+    with pytest.raises(RecipeError, match=r"rank: 33 .* 21 matrices of 21.*set 32 or less"):
+        LoRA(rank=33).apply(tiny.model())
+    with pytest.raises(RecipeError, match=r"rank: 99 .* 3 matrices of 3.*set 32 or less"):
+        LoRA(targets=("q_proj",), rank_pattern={"q_proj": 99}).apply(tiny.model())
+
+
+def test_a_rank_above_the_shorter_side_of_some_matrices_is_said_once(caplog):
+    LoRA(rank=20).apply(tiny.model())
+    (record,) = caplog.records
+    assert "rank: 20 is more than the shorter side of 6 matrices of 21" in record.message
+    caplog.clear()
+    LoRA(rank=20, rank_pattern={"k_proj": 16, "v_proj": 16}).apply(tiny.model())
+    assert not caplog.records

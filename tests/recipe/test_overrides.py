@@ -231,3 +231,19 @@ def test_what_another_program_is_said_to_call_a_setting_is_one():
     for hint in names().values():
         for word in re.findall(r"did you mean (.*)\?\)", hint):
             assert {*word.replace(" and ", " or ").split(" or ")} <= known | {"beta2"}, word
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("method=full", "method.lora.rank=4"), ("method.lora.rank=4", "method=full")],
+)
+def test_settings_of_one_variant_and_the_name_of_another_are_refused(overrides):
+    with pytest.raises(RecipeError, match=r"method would be \w+, but .* makes it \w+; leave one"):
+        build("method: lora", *overrides)
+    with pytest.raises(RecipeError, match=r"method would be lora, but method makes it full"):
+        override(Root, Document({}), {"method": "full", "method.lora.rank": 4})
+
+
+def test_of_two_names_of_variants_the_last_one_wins():
+    assert build("train: {}", "method=lora", "method=full").method == Full()
+    assert build("train: {}", "method=lora", "method.lora.rank=4").method == Lora(rank=4)

@@ -118,4 +118,13 @@ def test_settings_of_other_sections_that_do_not_go_are_named():
     parallel = ParallelSection(tp=2, pp=2)
     found = [problem.path for problem in stage().problems(data, parallel)]
     assert found == [("data", "train_on_prompt"), ("parallel", "tp"), ("parallel", "pp")]
-    assert not list(Distill().problems(data, ParallelSection()))
+    assert not list(Distill(sft_weight=1).problems(data, ParallelSection()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_policy": 0.5, "max_new_tokens": 4}])
+def test_a_student_that_is_its_own_teacher_is_refused(settings):
+    data = DataSection(datasets=("any",))
+    (problem,) = Distill(**settings).problems(data, ParallelSection())
+    assert "nothing can be learned from it" in str(problem)
+    for cure in ({"teacher": "another"}, {"sft_weight": 0.1}):
+        assert not list(Distill(**settings, **cure).problems(data, ParallelSection()))

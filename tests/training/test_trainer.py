@@ -21,6 +21,7 @@ from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW
+from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet
 from surefoot.training.precompute import NOTHING
@@ -292,6 +293,41 @@ def test_rollback_gives_up_when_everything_is_nan(tmp_path):
     next(built.policy.module.parameters()).data.fill_(float("nan"))
     with pytest.raises(RunError, match="NaN or infinite"):
         built.fit()
+
+
+def still(folder, steps, **options):
+    """A run whose first steps have no gradient."""
+    built = small.trainer(folder, max_steps=13, save_steps=50, **options)
+    inner = built.policy.step.run_window
+
+    def run(batches, loss, **hooks):
+        losses = inner(batches, loss, **hooks)
+        for weight in built.policy.module.parameters() if built.state.global_step < steps else ():
+            weight.grad.zero_()
+        return losses
+
+    built.policy.step.run_window = run
+    return built
+
+
+class Sampling(SFT):
+    max_new_tokens = 5
+
+
+@pytest.mark.parametrize("log_steps", [1, 8])
+def test_a_run_whose_first_gradient_is_exactly_0_stops_and_says_so(log_steps, tmp_path):
+    with pytest.raises(RunError, match="gradients of the first step are exactly 0"):
+        still(tmp_path, 13, log_steps=log_steps).fit()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint")]
+
+
+@pytest.mark.parametrize(("steps", "times"), [(9, 0), (11, 1), (13, 1)])
+def test_where_responses_are_sampled_ten_steps_without_gradient_are_warned_of(
+    steps, times, tmp_path, caplog
+):
+    """Responses of equal rewards have none."""
+    replace(still(tmp_path, steps), stage=Sampling()).fit()
+    assert caplog.text.count("first 10 steps of this launch are exactly 0") == times
 
 
 class Signal(TrainerCallback):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import model as models
-from ..errors import RecipeError
+from ..errors import RecipeError, counted
 from ..model.section import ModelSection
 from ..network import adapters
 from ..schema import Problem
@@ -104,6 +104,7 @@ class LoRA:
         chosen = self._chosen(model)
         self._check_parameters(chosen.parameters)
         self._check_layers(model, chosen.modules)
+        self._check_rank(model, chosen)
         self._check_patterns(chosen)
         modules, parameters = models.target_patterns(model, chosen)
         config = LoraConfig(
@@ -247,6 +248,26 @@ class LoRA:
                         f"method.lora.{name}: {place} is no linear layer; leave it out of "
                         f"method.lora.targets, or {name} out"
                     )
+
+    def _check_rank(self, model: PreTrainedModel, chosen: Targets) -> None:
+        """An update has no more ranks than the shorter side of its matrix."""
+        shortest = models.shorter_sides(model, chosen)
+        rank_of = {
+            name: next((r for p, r in self.rank_pattern.items() if matches(p, name)), self.rank)
+            for name in shortest
+        }
+        over = [name for name, side in shortest.items() if rank_of[name] > side]
+        if not over:
+            return
+        largest = max(over, key=lambda name: shortest[name])
+        what = (
+            f"method.lora.rank: {rank_of[largest]:,} is more than the shorter side of "
+            f"{counted(len(over), 'matrix', 'matrices')} of {len(shortest):,}, such as {largest} "
+            f"({shortest[largest]:,})"
+        )
+        if len(over) == len(shortest):
+            raise RecipeError(f"{what}; set {shortest[largest]} or less")
+        logger.warning("%s, whose update gains nothing from it (method.lora.rank_pattern)", what)
 
     def _check_parameters(self, parameters: Sequence[str]) -> None:
         """PEFT adds the update of a parameter to its values, not to the result of a layer."""

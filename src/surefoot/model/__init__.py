@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .adapters.frozen import add_start, has_frozen
     from .expansion.new_layers import insert_layers
     from .expansion.new_tokens import embeddings_to_train
-    from .lora_targets import choose_targets, target_patterns
+    from .lora_targets import choose_targets, shorter_sides, target_patterns
     from .pretrained.weights import AdapterWeights, FullWeights
     from .targets import decoder_layers
 
@@ -30,6 +30,7 @@ __all__ = [
     "is_linear",
     "parameters_inside",
     "set_magnitudes",
+    "shorter_sides",
     "target_patterns",
 ]
 
@@ -41,7 +42,7 @@ __getattr__ = lazy_getattr(
         ".adapters.frozen": ("add_start", "has_frozen"),
         ".expansion.new_layers": ("insert_layers",),
         ".expansion.new_tokens": ("embeddings_to_train",),
-        ".lora_targets": ("choose_targets", "target_patterns"),
+        ".lora_targets": ("choose_targets", "shorter_sides", "target_patterns"),
         ".pretrained.weights": ("AdapterWeights", "FullWeights"),
         ".targets": ("decoder_layers",),
     },

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .adaptable import ROUTER, UNREACHED, Matrix, matrices, names_of_parts
+from .adaptable import ROUTER, UNREACHED, Matrix, is_linear, matrices, names_of_parts
 from .targets import endings, linear_names
 
 LORA = "method.lora.targets"  # the setting that names targets
@@ -74,6 +74,21 @@ def choose_targets(
         [name.removesuffix(".weight") for name, apart in split.items() if not apart],
         [name for name, apart in split.items() if apart],
     )
+
+
+def shorter_sides(model: nn.Module, targets: Targets) -> dict[str, int]:
+    """The shorter side of each matrix of ``targets``, by the name of its module; of fused experts
+    that of one expert."""
+    found = {}
+    for name in targets.modules:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Linear):  # whose weight may be packed in few bits
+            found[name] = min(module.in_features, module.out_features)
+        elif isinstance(module, nn.Embedding) or is_linear(module):
+            found[name] = min(module.get_parameter("weight").shape)
+    for name in targets.parameters:
+        found[name.rpartition(".")[0]] = min(model.get_parameter(name).shape[-2:])
+    return found
 
 
 def target_patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list[str]]:

@@ -27,13 +27,55 @@ def override(cls: type, document: Document, overrides: Overrides) -> Document:
             read.
     """
     if isinstance(overrides, Mapping):
-        for path, value in overrides.items():
-            document = put(cls, document, tuple(path.split(".")), value, "override")
-        return document
-    for argument in overrides:
-        keys, value = _split(cls, argument)
-        document = put(cls, document, keys, value, f"command line: {argument}")
+        changes: list[tuple[Keys, object, str]] = [
+            (tuple(path.split(".")), value, f"override: {path}")
+            for path, value in overrides.items()
+        ]
+    else:
+        changes = [(*_split(cls, argument), f"command line: {argument}") for argument in overrides]
+    _refuse_two_variants(cls, changes)
+    for path, value, origin in changes:
+        document = put(
+            cls, document, path, value, origin.removesuffix(f": {'.'.join(map(str, path))}")
+        )
     return document
+
+
+def _refuse_two_variants(cls: type, changes: Sequence[tuple[Keys, object, str]]) -> None:
+    """Raise ``RecipeError`` if settings of one variant meet another one: ``method=full
+    method.lora.rank=8`` can mean either. Of variants alone, the last one wins."""
+    named: dict[Keys, tuple[str, bool, str]] = {}
+    for path, value, origin in changes:
+        for place, name, has_settings in _variants(cls, expand(cls, _patch(path, value)), ()):
+            before, had_settings, other = named.get(place, (name, False, ""))
+            if name != before and (has_settings or had_settings):
+                where = ".".join(map(str, place))
+                raise RecipeError(
+                    f"{origin}: {where} would be {name}, but {other.partition(': ')[2]} makes it "
+                    f"{before}; leave one of the two out"
+                )
+            named[place] = name, has_settings or (had_settings and name == before), origin
+
+
+def _variants(cls: type, patch: object, path: Keys) -> Iterator[tuple[Keys, str, bool]]:
+    """The variants that ``patch`` names: their setting, the name, and whether it has settings."""
+    known = settings(cls) if isinstance(patch, Mapping) else {}
+    for key, value in patch.items() if isinstance(patch, Mapping) else ():
+        setting, here = known.get(str(key)), (*path, key)
+        if setting is not None and setting.section is not None:
+            yield from _variants(setting.section, value, here)
+        elif setting is not None and setting.choices is not None and isinstance(value, Mapping):
+            for name, inside in value.items():
+                yield here, str(name), bool(inside)
+                if name in setting.choices:
+                    yield from _variants(setting.choices[name], inside, (*here, name))
+
+
+def _patch(path: Keys, value: object) -> object:
+    """``value`` inside a mapping for each key of ``path``."""
+    for key in reversed(path):
+        value = {key: value}
+    return value
 
 
 def put(cls: type, document: Document, path: Keys, value: object, origin: str) -> Document:
@@ -42,10 +84,7 @@ def put(cls: type, document: Document, path: Keys, value: object, origin: str) -
     A mapping changes only the settings it names. Naming another variant replaces the current one;
     naming the same one keeps its settings.
     """
-    patch = value
-    for key in reversed(path):
-        patch = {key: patch}
-    expanded = expand(cls, patch)
+    expanded = expand(cls, _patch(path, value))
     return dataclasses.replace(
         document,
         data=_merge_section(cls, expand(cls, document.data), expanded),

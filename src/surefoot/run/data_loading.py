@@ -44,6 +44,12 @@ def open_data(
     for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
     check_windows(recipe, len(found.complete[0]), world)
+    train = recipe.train
+    if found.evals and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
+        logger.info(
+            "the run is not evaluated while it trains; set train.eval_epoch: true, or run "
+            "`surefoot eval` on it later"
+        )
     for remark in recipe.stage.remarks(found.complete[0]):
         logger.warning("%s", remark)
     return found, nullcontext()

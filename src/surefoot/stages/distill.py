@@ -59,7 +59,8 @@ class Distill:
 
     teacher: ModelPath | None = None
     """The teacher, a folder or a hub id, with the same tokenizer. Unset: the model before the first
-    step, which with an adapter is its base and needs no second model.
+    step, which with an adapter is its base and needs no second model; it keeps the student near to
+    its start, and needs ``sft_weight``.
     """
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """What is minimized at each token. ``forward_kl`` is KL(teacher || student): the student covers
@@ -184,7 +185,15 @@ class Distill:
         return Loss(total, weight, metrics)
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
-        """Two distributions are compared on one rank; the student's responses replace others."""
+        """A student differs from its teacher. Two distributions are compared on one rank; the
+        student's responses replace others."""
+        if self.teacher is None and not self.sft_weight:
+            message = (
+                "expected a model: without one, the teacher is the student before the first step, "
+                "and with sft_weight 0 nothing can be learned from it; name a teacher, or set "
+                "stage.distill.sft_weight"
+            )
+            yield Problem(("stage", "distill", "teacher"), message)
         if self.on_policy and data.train_on_prompt:
             message = (
                 "stage distill with on_policy replaces last responses, and where prompts are "

@@ -17,7 +17,14 @@ from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
 from .callback import Callbacks
-from .control.bad_steps import MAX_ROLLBACKS, explain, give_up, warn_of_rollback, warn_of_skip
+from .control.bad_steps import (
+    MAX_ROLLBACKS,
+    check_gradient,
+    explain,
+    give_up,
+    warn_of_rollback,
+    warn_of_skip,
+)
 from .control.best_metric import record_evaluation
 from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
@@ -52,6 +59,7 @@ class _Progress:
     unread: _Taken | None = None
     agreed: Signals | None = None  # the signal on which the ranks have agreed to leave
     rollbacks: int = 0
+    num_zero: int | None = 0  # steps whose gradient is 0; None: one was not
     micro_batch: int = 0  # the index of the one that runs
     is_trying: bool = False  # no event of a trial is emitted
     is_room_checked: bool = False  # for the snapshot of a save
@@ -251,8 +259,18 @@ class Trainer:
         figures = taken.figures.read()
         if not figures.is_usable and not self._bear(figures, taken):
             return False
+        self._check_gradient(figures, taken.number)
         self.interval.add(figures)
         return True
+
+    def _check_gradient(self, figures: StepMetrics, step: int) -> None:
+        """Say so, if nothing is learned from the beginning."""
+        progress = self._progress
+        if progress.num_zero is None:
+            return
+        progress.num_zero = progress.num_zero + 1 if figures.grad_norm == 0 else None
+        samples = self.stage.max_new_tokens > 0
+        check_gradient(figures, step, progress.num_zero or 0, samples=samples)
 
     def _bear(self, figures: StepMetrics, taken: _Taken) -> bool:
         """Handle NaN or infinity, for which no update was applied. True to continue."""

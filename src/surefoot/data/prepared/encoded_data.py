@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ...errors import DataError
+from ...errors import DataError, counted
 from ..data_order import Index, hold_out
 from ..example import JSON
 from ..order.full_shuffle import FullShuffle
@@ -104,7 +104,11 @@ def prepare(encoding: Encoding) -> EncodedData:
     is missing or broken, or has no trained tokens."""
     loaded = _load_all(entries_of(encoding.section), encoding)
     _warn_of_both(encoding.section)
-    return _arranged(encoding, loaded)
+    found = _arranged(encoding, loaded)
+    _warn_of_the_same_rows(encoding.section, found)
+    if encoding.section.val_size == 1:
+        logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
+    return found
 
 
 def find(encoding: Encoding) -> EncodedData | None:
@@ -139,6 +143,27 @@ def _warn_of_both(section: DataSection) -> None:
             "measure generalization",
             name,
         )
+
+
+def _warn_of_the_same_rows(section: DataSection, found: EncodedData) -> None:
+    """Rows under another name, or in another order, are the same rows."""
+    names = [name for name in found.evals if name and name not in section.datasets]
+    if not names:
+        return
+    trained = found.train.probes()
+    for name in names:
+        rows = found.evals[name].probes()
+        alike = np.flatnonzero(np.isin(trained, rows)).tolist()
+        texts = {found.train.tokens_of(item) for item in alike}
+        kept = np.flatnonzero(np.isin(rows, trained)).tolist()
+        if same := sum(found.evals[name].tokens_of(item) in texts for item in kept):
+            logger.warning(
+                "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
+                "evaluation metrics do not measure generalization",
+                name,
+                f"{same:,}",
+                counted(len(rows), "example"),
+            )
 
 
 def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> EncodedData:

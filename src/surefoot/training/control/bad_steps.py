@@ -10,6 +10,7 @@ from ..section import TrainSection
 from ..step import StepMetrics
 
 logger = logging.getLogger(__name__)
+NUM_ZERO = 10  # steps without a gradient, before a run that samples warns
 MAX_ROLLBACKS = 3  # to one checkpoint: more bad windows than that are no accident
 
 
@@ -38,6 +39,26 @@ def warn_of_rollback(what: str, checkpoint: Path, count: int) -> None:
         checkpoint.name,
         counted(count, "batch", "batches"),
     )
+
+
+def check_gradient(figures: StepMetrics, step: int, num_zero: int, *, samples: bool) -> None:
+    """Raise ``RunError`` if the first gradient of a run is exactly 0: then all of them are, as
+    nothing is drawn. Where responses are sampled, a window of equal rewards has none, so that only
+    ``num_zero`` steps of a launch without any are worth a warning."""
+    if figures.grad_norm != 0 or figures.scale > 1:
+        return
+    if not samples and step == 1:
+        raise RunError(
+            "training stopped: all gradients of the first step are exactly 0, so nothing would be "
+            "learned: the loss does not depend on what is trained. Compare the loss with what "
+            "method trains, and a teacher with its student"
+        )
+    if num_zero == NUM_ZERO:
+        logger.warning(
+            "all gradients of the first %d steps of this launch are exactly 0; look at the rewards "
+            "of some responses (`surefoot rollouts RUN`, `surefoot reward check RECIPE`)",
+            num_zero,
+        )
 
 
 def give_up(what: str, section: TrainSection, newest: Path | None, *, skipped: int) -> RunError:
