@@ -77,6 +77,10 @@ def test_other_settings_are_tried_and_a_failing_one_is_a_row(project, monkeypatc
         "model.gradient_checkpointing",
         "model.compile",
     }
+    lines = done.stderr.splitlines()
+    assert "measuring the recipe" in lines
+    assert any(line.startswith("the recipe as it is: ") and "tokens/s" in line for line in lines)
+    assert any("model.compile=true: failed: " in line for line in lines)
     failed = [trial for trial in found["tried"] if trial["failure"]]
     assert [list(trial["changes"])[-1] for trial in failed] == ["model.compile"]
     assert "no-such-compiler" in failed[0]["failure"]

@@ -65,3 +65,12 @@ def test_two_ranks_speak_once(tmp_path):
     _, err = process.communicate(timeout=100)
     assert process.returncode == 143, err
     assert err.count("saved; run the same command to resume") == 1
+
+
+def test_what_the_number_of_ranks_does_not_divide_is_reported_before_they_start(tmp_path):
+    project = Project(tmp_path)
+    sizes = ["train.global_batch_size=4", "train.micro_batch_size=1"]
+    code, _, err = surefoot("train", project.recipe, "parallel.num_processes=8", *sizes)
+    assert code == 2
+    assert err.startswith("error: train.global_batch_size (4) is not a multiple of")
+    assert not project.run.exists()

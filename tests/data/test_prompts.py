@@ -83,12 +83,29 @@ def test_rows_come_from_all_kinds_of_files_that_datasets_have(tmp_path):
     for kind in ("json", "csv", "parquet"):
         found = read_prompts(tmp_path / f"q.{kind}")
         assert [p.messages[0].content for p in found] == ["a\nb", "d"]
-    (tmp_path / "q.csv").write_text("question\na\n")
+    (tmp_path / "q.csv").write_text("frage\na\n")
     with pytest.raises(DataError, match=r"q\.csv: row 0: expected one of the keys"):
         read_prompts(tmp_path / "q.csv")
     (tmp_path / "q.json").write_text("{")
     with pytest.raises(DataError, match=r"q\.json"):
         read_prompts(tmp_path / "q.json")
+
+
+def test_a_question_is_a_prompt_and_its_answer_what_is_expected(tmp_path):
+    (tmp_path / "q.csv").write_text("context,question,answer\nA map.,Where?,Here.\n,Who?,\n")
+    one, two = read_prompts(tmp_path / "q.csv")
+    assert one.messages == (Message("user", "Where?\nA map."),)
+    assert one.row == {"context": "A map.", "question": "Where?", "expected": "Here."}
+    assert two.messages == (Message("user", "Who?"),)
+    (found,) = read_prompts(write(tmp_path / "q.jsonl", {"prompt": "Hi", "answer": "Ho"}))
+    assert found.row == {"prompt": "Hi", "expected": "Ho"}
+
+
+def test_a_prompt_may_be_messages(tmp_path):
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    answered = {"prompt": turns, "completion": [{"role": "assistant", "content": "b"}]}
+    for found in read_prompts(write(tmp_path / "q.jsonl", {"prompt": turns}, answered)):
+        assert found.messages == (Message("system", "s"), Message("user", "a"))
 
 
 def test_functions_come_along(tmp_path):
@@ -110,11 +127,12 @@ def test_a_system_message_goes_where_there_is_none(tmp_path):
     [
         ("{", "Expecting property name"),
         ("[1]", "expected an object, got"),
-        ({"text": "a"}, r"expected one of the keys 'messages', .*'prompt' \(keys found: text\)"),
+        ({"text": "a"}, r"expected one of the keys 'messages', .*'question' \(keys found: text\)"),
         ({"prompt": "a", "messages": []}, "expected one of the keys"),
         ({"prompt": 3}, "'prompt': expected text, got"),
         ({"prompt": " "}, "the prompt is empty"),
-        ({"prompt": "a", "answer": "b"}, "the key 'answer' is used for the response"),
+        ({"prompt": "a", "finish_reason": "b"}, "the key 'finish_reason' is used for the"),
+        ({"prompt": "a", "answer": "b", "expected": "c"}, "the key 'answer' is used for the resp"),
         ({"messages": []}, "expected a list of turns"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "unknown role 'usr'"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "the last message is of the ass"),

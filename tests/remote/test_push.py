@@ -157,6 +157,19 @@ def test_a_dry_run_changes_nothing(project, hub):
     assert not hub.repositories
 
 
+def test_a_dry_run_needs_no_network(project, hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plan = push(project / "run", target(hub), dry_run=True)
+    assert {file.path for file in plan.changes.added} >= {"README.md", "adapter_model.safetensors"}
+    assert "HF_HUB_OFFLINE is set; the repository was not looked at" in plan.told[-1]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "http://localhost:9")
+    plan = push(project / "run", target(hub), dry_run=True)
+    assert plan.changes.added == plan.files
+    assert "the repository was not looked at" in plan.told[-1]
+
+
 def test_the_command_shows_what_it_would_upload(project, hub):
     words = ["push", str(project / "run"), NAME, "--hub", hub.name, "--dry-run"]
     done = CliRunner().invoke(main, words)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from peft import get_peft_model
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import surefoot
 from folders import save_data, save_recipe
 from surefoot.batch import Loss
+from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError, ModelError, RecipeError, RunError
 from surefoot.inference import open_model
@@ -25,6 +27,7 @@ from surefoot.optim.adamw import AdamW
 from surefoot.optim.groups import parameter_groups
 from surefoot.optim.optimizer import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
+from surefoot.run.from_python.rows import with_rows
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training import TrainerCallback
@@ -54,6 +57,8 @@ FORMS = {
         for row in ROWS
     ],
     "datasets.Dataset": datasets.Dataset.from_list(ROWS).with_format("numpy"),
+    "columns": {name: [row[name] for row in ROWS] for name in ("instruction", "output")},
+    "pandas.DataFrame": pandas.DataFrame(ROWS),
     "a generator": None,
 }
 
@@ -94,10 +99,27 @@ def test_rows_in_memory_train_as_those_of_files_do(project, usual, tmp_path, for
     assert surefoot.train(tmp_path / "run/recipe.yaml").global_step == 4
 
 
-def test_other_rows_are_another_run(project, tmp_path):
+def test_what_a_frame_has_no_value_for_is_null(tmp_path):
+    frame = pandas.DataFrame([{**ROWS[0], "score": 1.5}, ROWS[1]])
+    found = with_rows(DataSection(datasets=("x",)), {"x": frame}, tmp_path)
+    file = Path(found.datasets[0].source["file_name"])
+    assert [json.loads(line)["score"] for line in file.read_text().splitlines()] == [1.5, None]
+
+
+def test_a_model_and_a_tokenizer_may_be_folders(project, usual, tmp_path):
+    folder = load(project).model.path
+    found = surefoot.train(project, **settings(tmp_path), model=folder, tokenizer=Path(folder))
+    assert_same(found.model, usual.model)
+    with pytest.raises(ModelError, match=r"tokenizer: no tokenizer in '.*nowhere'"):
+        surefoot.train(project, **settings(tmp_path), tokenizer=tmp_path / "nowhere")
+
+
+def test_other_rows_are_another_run(project, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     surefoot.train(project, **settings(tmp_path, max_steps=1), train_dataset=ROWS)
     again = surefoot.train(project, **settings(tmp_path, max_steps=2), train_dataset=ROWS)
     assert again.global_step == 2
+    assert "train.max_steps: 1 -> 2 since the last start: the learning rates follow" in caplog.text
     with pytest.raises(RunError, match="a run with other settings"):
         surefoot.train(project, **settings(tmp_path, max_steps=3), train_dataset=ROWS[:-1])
 
@@ -125,6 +147,7 @@ def test_rows_to_evaluate_on_join_the_datasets_of_the_recipe(project, tmp_path):
     [
         ([], "train_dataset: has no rows"),
         (["text"], "train_dataset: row 0: expected a mapping of columns"),
+        ({"prompt": ["a"], "completion": ["b", "c"]}, "prompt: 1 values, completion: 2 values"),
         ([ROWS[0], {"instruction": {1, 2}}], "train_dataset: row 1: .*set"),
         ([{"a": 1, "b": 2}], "its columns are a, b; expected one of these forms"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "take one of: train"),

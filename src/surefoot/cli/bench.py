@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
+from ..terminal_text import one_line
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
@@ -76,12 +77,28 @@ def bench(
             given = " ".join(settings(changes))
             status.update(f"trying {given}" if given else "measuring the recipe")
 
-        found = find_fastest(one, steps, no_search=no_search, on_try=tell)
+        def report(trial: Trial) -> None:
+            given = " ".join(settings(trial.changes)) or "the recipe as it is"
+            status.console.print(one_line(f"{given}: {_in_short(trial)}"), markup=False)
+
+        if not status.console.is_terminal:  # where no status is shown
+            status.console.print("measuring the recipe")
+        found = find_fastest(one, steps, no_search=no_search, on_try=tell, on_measured=report)
     command = ["surefoot", "train", str(recipe), *overrides, *settings(found.best.changes)]
     if as_json:
         print_json(as_data(found, one, command))
         return
     show(found, one, command)
+
+
+def _in_short(trial: Trial) -> str:
+    from ..forecast.bench.result import BenchResult
+
+    figures = trial.outcome
+    if not isinstance(figures, BenchResult):
+        return f"failed: {next(iter(figures.reason.splitlines()), '')}"
+    memory = in_bytes(figures.peak_memory)
+    return f"{figures.tokens_per_second:,.0f} tokens/s, {memory} at its peak"
 
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:

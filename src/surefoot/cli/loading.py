@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,18 @@ def loading() -> Iterator[None]:
             gc.enable()
 
 
-def start_ranks(parallel: ParallelSection, more: Sequence[str] = ()) -> None:
+def start_ranks(
+    parallel: ParallelSection,
+    more: Sequence[str] = (),
+    check: Callable[[int], None] = lambda _: None,
+) -> None:
     """If several ranks are to run this command line, with ``more`` words, start them, and exit as
-    they do."""
+    they do. ``check`` gets their number before, and raises what each of them would raise."""
     with loading():
         from ..parallel.launcher import launch, num_processes, rerun_command
 
     if (count := num_processes(parallel)) > 1:
+        check(count)
         raise SystemExit(
             launch(rerun_command([*sys.argv[1:], *more]), count, parallel.max_restarts)
         )

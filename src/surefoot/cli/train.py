@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,8 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     after = None if translation is None else translation.after
     if after is not None and after.with_generate:
         comparison()  # which fails before training if it would fail afterwards
-    start_ranks(loaded.parallel, [*more, "--trust-pickle"] if more else ())
+    retyped = [*more, "--trust-pickle"] if more else ()
+    start_ranks(loaded.parallel, retyped, partial(_check_ranks, loaded))
     is_main = (launched(os.environ) or (0,))[0] == 0
     for line in translation.notes() if translation is not None and is_main else ():
         click.echo(visible(line), err=True)
@@ -104,6 +106,22 @@ def _write_their_files(recipe: Recipe, outcome: Outcome) -> None:
     write_results(folder, state, recipe.train.global_batch_size)
     best = state.best_global_step if recipe.train.load_best_model_at_end else None
     place_model(folder / f"checkpoint-{best or state.global_step}", folder)
+
+
+def _check_ranks(recipe: Recipe, count: int) -> None:
+    """Raises what every one of ``count`` ranks would raise of the mesh and the batch sizes, once
+    it has imported everything."""
+    from ..data.order.micro_batches import check_divides
+    from ..recipe.batch_sizes import with_batch_sizes
+
+    try:
+        _, replicas, shards, _ = recipe.parallel.axes(count)
+    except ValueError as error:
+        raise RunError(f"parallel: {error}; set parallel.num_processes to as many") from None
+    ranks = replicas * shards
+    train = with_batch_sizes(recipe, ranks)[0].train
+    if isinstance(train.micro_batch_size, int):
+        check_divides(train.global_batch_size, train.micro_batch_size, ranks)
 
 
 def _evaluate(recipe: Recipe, after: AfterTraining) -> None:

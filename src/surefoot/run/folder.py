@@ -47,6 +47,7 @@ SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that 
 _FROM_SCRATCH = "set checkpoint.resume=none, which renames these checkpoints"
 _SIGHT = 20.0  # seconds for a network disk to show a file to another machine
 # What may differ between two starts of one run: how long, what to report, keep and survive.
+LENGTH = ("train.num_epochs", "train.max_steps")
 FREE = (  # beginnings of their paths
     *("checkpoint", "generate", "parallel"),
     *("model.attention", "model.compile", "model.gradient_checkpointing"),
@@ -170,7 +171,11 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
                 f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
-    differing = [c for c in changes(load(known), recipe) if not c.path.startswith(FREE)]
+    every = changes(load(known), recipe)
+    for change in every if steps else ():
+        if change.path in LENGTH:
+            logger.info("%s since the last start: the learning rates follow the new length", change)
+    differing = [c for c in every if not c.path.startswith(FREE)]
     resume = recipe.checkpoint.resume
     asked = is_within(resume, place) or _is_inside(resume, folder.path)
     if differing and steps and not asked:

@@ -56,8 +56,8 @@ def train(
     trust_pickle: bool = False,
     train_dataset: Rows | None = None,
     eval_dataset: Rows | None = None,
-    model: nn.Module | Mapping[str, object] | ModelSection | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: nn.Module | str | Path | Mapping[str, object] | ModelSection | None = None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     parts: StageParts = AS_IN_THE_RECIPE,
     **overrides: object,
 ) -> Outcome:
@@ -68,10 +68,12 @@ def train(
         callbacks: callbacks in addition to those of the recipe.
         trust_pickle: read the pickles in a checkpoint of Hugging Face's Trainer, if
             ``checkpoint.resume`` names one.
-        train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, or mappings.
+        train_dataset: rows in place of ``data.datasets``: a ``datasets.Dataset``, a DataFrame,
+            mappings, or one mapping of columns to lists.
         eval_dataset: rows in place of ``data.eval_datasets``.
-        model: a transformers model, of which a copy is trained; or the section of that name.
-        tokenizer: in place of the model's own.
+        model: a transformers model, of which a copy is trained; a folder or hub id; or the section
+            of that name.
+        tokenizer: in place of the model's own; or its folder or hub id.
         parts: a loss, a collation or metrics in place of the stage's.
         overrides: sections to change, as nested mappings
             (``optim={"adamw": {"learning_rate": 5e-5}}``) or as dotted paths
@@ -81,6 +83,8 @@ def train(
     Raises:
         SurefootError: whatever a user can fix; see ``errors``.
     """
+    if isinstance(model, str | Path):
+        overrides, model = {"model.path": str(model), **overrides}, None
     if model is not None and not isinstance(model, nn.Module):
         overrides, model = {"model": model, **overrides}, None
     given = Given(

@@ -17,10 +17,12 @@ from ..rows.formats.fields import as_text, shown, tools
 from ..rows.formats.openai import OpenAI
 from ..rows.formats.sharegpt import ShareGPT
 from ..rows.json_rows import text_lines
+from ..rows.recognition import recognized
 from ..rows.row_sources import BrokenRow, Files
 
 _LINES = (".jsonl", ".ndjson")
 _TABLES = (".json", ".csv", ".parquet", ".arrow")
+EXPECTED = "expected"  # what the answer of a row becomes, beside the one that is generated
 _ANSWER = ("answer", "finish_reason", "tool_calls")  # what is written beside a prompt
 _KINDS: Mapping[str, Format] = {  # by the column that holds the conversation, or its end
     "messages": OpenAI(),
@@ -97,19 +99,26 @@ def _of_row(row: object, origin: str) -> Prompt:
         raise DataError(row.reason)
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {shown(row)}")
-    if taken := [name for name in _ANSWER if name in row]:
-        raise DataError(f"the key {taken[0]!r} is used for the response; give it another name")
+    kept = {EXPECTED if name == "answer" else name: value for name, value in row.items()}
+    taken = [name for name in _ANSWER if name in kept]
+    if len(kept) < len(row) or taken:
+        name = taken[0] if taken else "answer"
+        raise DataError(f"the key {name!r} is used for the response; give it another name")
+    return Prompt(origin, _messages(row), tools(row, "tools"), kept)
+
+
+def _messages(row: Mapping[str, object]) -> tuple[Message, ...]:
     given = [name for name in _KINDS if row.get(name) is not None]
-    if len(given) != 1:
-        keys, known = ", ".join(row) or "none", ", ".join(map(repr, _KINDS))
+    read = _KINDS[given[0]] if len(given) == 1 else None
+    is_list = given == ["prompt"] and isinstance(row["prompt"], list)
+    if is_list or (not given and "question" in row):  # with an answer or not, as in a dataset
+        read = recognized([row])
+    if read is None:
+        keys, known = ", ".join(row) or "none", ", ".join(map(repr, (*_KINDS, "question")))
         raise DataError(f"expected one of the keys {known} (keys found: {keys})")
-    return Prompt(origin, _messages(row, given[0]), tools(row, "tools"), row)
-
-
-def _messages(row: Mapping[str, object], name: str) -> tuple[Message, ...]:
-    if name == "prompt" and not as_text(row["prompt"], "'prompt'").strip():
+    if "prompt" in given and not is_list and not as_text(row["prompt"], "'prompt'").strip():
         raise DataError("the prompt is empty")
-    messages = _KINDS[name].read(row).messages
+    messages = read.read(row).messages
     if len(messages) > 1 and messages[-1].role == "assistant":
         messages = messages[:-1]  # the response of a row of a dataset
     if messages[-1].role not in ("user", "tool"):

@@ -25,10 +25,11 @@ def find_fastest(
     *,
     no_search: bool = False,
     on_try: Callable[[Changes], None] = lambda _: None,
+    on_measured: Callable[[Trial], None] = lambda _: None,
 ) -> Search:
     """The recipe itself and, unless ``no_search``, the other settings that were tried; ``on_try``
-    is called with each before it is measured. Raises the error of ``surefoot train``, or
-    ``RunError`` if all settings failed."""
+    is called with each before it is measured, ``on_measured`` afterwards. Raises the error of
+    ``surefoot train``, or ``RunError`` if all settings failed."""
     began = time.monotonic()
     timeout: float | None = None
 
@@ -43,6 +44,7 @@ def find_fastest(
     for trial in search.run():
         if isinstance(trial.outcome, TrialFailure) and not trial.changes and trial.outcome.error:
             raise trial.outcome.raised()
+        on_measured(trial)
         timeout = timeout or _SLOWEST * (time.monotonic() - began) + _PATIENCE
         if no_search:
             break

@@ -68,21 +68,30 @@ def push(
         path: a run, a checkpoint, a model's folder or a GGUF file.
         target: the repository; private unless it says otherwise.
         checkpoints: also all checkpoints of the run, with the states that a resume needs.
-        dry_run: change nothing.
+        dry_run: change nothing. Without a network, the repository is not looked at.
 
     Raises:
         SurefootError: there is no model, the repository has other files, or the hub refuses.
     """
     if not is_repository_name(target.name):
         raise ModelError(f"{target.name!r} is not a repository's name; expected owner/name")
-    if (setting := offline_setting()) is not None:
+    setting = offline_setting()
+    if setting is not None and not dry_run:
         raise ModelError(f"{setting} is set, so nothing can be uploaded; unset it")
     hub = HUBS[target.hub]()
     cleaner = redaction_of([path.resolve(), path.resolve().parent])
     contents = gather(path, cleaner, checkpoints=checkpoints, base=target.base)
     files, told = _with_card(contents, hub, target, cleaner)
-    plan = _retried(lambda: _planned(hub, target, files, contents.source, dry_run=dry_run))
-    if not dry_run:
+    if dry_run:
+        try:
+            if setting is not None:
+                raise LostConnectionError(f"{setting} is set")
+            plan = _planned(hub, target, files, contents.source, dry_run=True)
+        except LostConnectionError as error:
+            plan = Upload(target, hub.url(target.name), files, Changes(added=files))
+            told.append(f"{error}; the repository was not looked at, and all files are listed")
+    else:
+        plan = _retried(lambda: _planned(hub, target, files, contents.source, dry_run=False))
         _retried(lambda: _upload(hub, target, files, contents.source))
     return Upload(target, plan.url, files, plan.changes, plan.is_new, (*contents.told, *told))
 

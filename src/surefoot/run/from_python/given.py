@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ class Given:
     train_dataset: Rows | None = None
     eval_dataset: Rows | None = None
     model: nn.Module | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None
     parts: StageParts = field(default_factory=StageParts)
 
     def overrides(self, others: Mapping[str, object]) -> dict[str, object]:

@@ -32,7 +32,9 @@ PLACEHOLDER = "given as an object"  # the path of a model that has none yet
 
 
 def with_model(
-    recipe: Recipe, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase | None
+    recipe: Recipe,
+    model: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
 ) -> Recipe:
     """``recipe`` for this model and tokenizer; one that is None is that of the recipe, or of the
     model's folder. Raises ``RecipeError`` or ``ModelError`` if they cannot be written."""
@@ -41,7 +43,15 @@ def with_model(
             "train.output_dir: a model or tokenizer object is written into the folder of the run, "
             f"and {recipe.train.output_dir} is a URL; save it and set model.path"
         )
-    known = tokenizer if tokenizer is not None else _tokenizer_of(model)
+    if isinstance(tokenizer, str | Path):
+        known = _tokenizer_at(str(tokenizer), f"tokenizer: no tokenizer in {str(tokenizer)!r}")
+    elif tokenizer is None:
+        name = getattr(model, "name_or_path", "")
+        known = _tokenizer_at(
+            name, f"model: no tokenizer in {name!r}, where it comes from; give one"
+        )
+    else:
+        known = tokenizer
     files, folder = saved_files(known), recipe.train.folder.absolute()
     if model is None:
         base = resolve(recipe.model)
@@ -72,14 +82,11 @@ def _checked(model: nn.Module) -> PreTrainedModel:
     return model
 
 
-def _tokenizer_of(model: nn.Module | None) -> PreTrainedTokenizerBase:
-    name = getattr(model, "name_or_path", "")
+def _tokenizer_at(name: str, problem: str) -> PreTrainedTokenizerBase:
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
-        raise ModelError(
-            f"model: no tokenizer in {name!r}, where it comes from; give one"
-        ) from None
+        raise ModelError(problem) from None
     return found
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import xxhash
@@ -23,7 +23,8 @@ from ...errors import DataError, RunError
 from ...schema.locations import DatasetReference
 from ...storage import files
 
-Rows: TypeAlias = "Iterable[Mapping[str, object]]"  # a ``datasets.Dataset`` is one
+# Rows, as a ``datasets.Dataset`` has them, or columns, as a ``pandas.DataFrame`` does.
+Rows: TypeAlias = "Iterable[Mapping[str, object]] | Mapping[str, Sequence[object]]"
 
 
 def with_rows(section: DataSection, given: Mapping[str, Rows], folder: Path) -> DataSection:
@@ -80,7 +81,16 @@ def _check_form(name: str, rows: Sequence[Row]) -> None:
 
 
 def _plain(name: str, rows: Rows) -> Rows:
-    """The rows themselves, whatever form ``datasets`` would give them."""
+    """The rows themselves, whatever form ``datasets`` would give them; of a DataFrame or of columns
+    what stands side by side."""
+    for package in ("pandas", "polars"):
+        if (frames := sys.modules.get(package)) and isinstance(rows, frames.DataFrame):
+            frame: Any = rows
+            if package == "polars":
+                return list[Row](frame.to_dicts())
+            return list[Row](frame.astype(object).where(frame.notna(), None).to_dict("records"))
+    if isinstance(rows, Mapping) and not isinstance(rows, _dataset_dicts()):
+        return _of_columns(name, rows)
     datasets = sys.modules.get("datasets")  # nobody has one of its objects who has not imported it
     if datasets is None:
         return rows
@@ -88,6 +98,31 @@ def _plain(name: str, rows: Rows) -> Rows:
         splits = ", ".join(rows)
         raise DataError(f"{name}: expected one split, got all of them; take one of: {splits}")
     return rows.with_format(None) if isinstance(rows, datasets.Dataset) else rows
+
+
+def _dataset_dicts() -> tuple[type, ...]:
+    datasets = sys.modules.get("datasets")
+    return () if datasets is None else (datasets.DatasetDict, datasets.IterableDatasetDict)
+
+
+def _of_columns(name: str, columns: Mapping[str, object]) -> list[dict[str, object]]:
+    """The rows of columns. Raises ``DataError`` if they are no lists of equal length."""
+    lists = {key: [*value] for key, value in columns.items() if _is_column(value)}
+    if len(lists) < len(columns) or len({len(values) for values in lists.values()}) != 1:
+        sizes = (f"{key}: {_size(value)}" for key, value in columns.items())
+        raise DataError(
+            f"{name}: expected rows, or for each column a list, all of equal length, got "
+            f"{{{', '.join(sizes)}}}"
+        )
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+
+
+def _is_column(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _size(value: object) -> str:
+    return f"{len(value)} values" if _is_column(value) else shown(value)
 
 
 def _number(value: object) -> object:
