@@ -60,6 +60,7 @@ def test_a_function_call_in_the_older_key_is_read(read):
         *[({name: True}, False) for name in ("masked", "mask", "is_masked")],
         ({"loss_scale": 0.0}, False),
         ({"training": "no"}, False),
+        ({"isTrainable": "false"}, False),
         ({"loss_mask": 1}, True),
         ({"masked": 0}, True),
         ({"loss": None, "trainable": ""}, None),

@@ -34,8 +34,12 @@ MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn that have a place of their own in a message.
 _READ = ("role", "content", "tool_calls", "function_call", *MEDIA, *THOUGHT_KEYS)
 EMPTY: tuple[object, ...] = (None, "", [], {})
-# Names that speak of what is trained on; "constrain", "glossary" and "learner" do not.
-LEARNING = re.compile(r"(?<!s)train|(?<![bgf])loss|mask|weight|learn(?!er|ing)", re.IGNORECASE)
+# Names that speak of what is trained on, as isTrainable does; "constrain", "glossary" and "learner"
+# do not.
+LEARNING = re.compile(
+    r"(?<![sS])train|Train|TRAIN|(?<![bBgGfF])loss|Loss|LOSS|[mM]ask|MASK|[wW]eight|WEIGHT|"
+    r"[lL]earn(?!er|ing)|LEARN"
+)
 # Of these, without "_" and capitals, the ones that other trainers read: 1 trains on a turn ...
 _TRAINS = re.compile(
     r"(?:is|step|turn)?(?:weight|loss|(?:loss|train|training)(?:mask|weight|scale)|"
