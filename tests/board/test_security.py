@@ -1,14 +1,21 @@
+import contextlib
 import json
+import socket
+import threading
 import time
 
+import httpx2
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
+from surefoot.board import server as board_server
 from surefoot.board.app import create_app
 from surefoot.board.host_names import hosts_of
 from surefoot.board.run_folders import OutsideRootError, inside, new_inside
 from surefoot.board.security import MAX_BODY, MAX_REQUESTS
+from surefoot.board.server import PromptProtocol, bound
 
 OWN = "http://127.0.0.1:7860"
 MINE = {"X-Surefoot": "1"}
@@ -209,6 +216,66 @@ def test_too_many_requests_are_refused_for_a_while(root):
         app.recent.clear()
         app.recent.extend([time.monotonic() - 60] * MAX_REQUESTS)
         assert client.get("/api/board").status_code == 200
+
+
+def test_visitors_without_the_token_cost_the_owner_nothing(root):
+    app = create_app(root, token="a-long-secret", hosts=hosts_of("0.0.0.0", ["gpu-7"]))
+    with TestClient(app, base_url="http://gpu-7:7860") as client:
+        refused = [{}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
+        for headers in (*refused, {"Authorization": "Bearer wrong"}):
+            codes = {
+                client.get("/api/board", headers=headers).status_code
+                for _ in range(MAX_REQUESTS // 3)
+            }
+            assert codes <= {401, 403, 421}
+        assert not app.recent
+        owner = {"Authorization": "Bearer a-long-secret"}
+        assert client.get("/api/board", headers=owner).status_code == 200
+
+
+@contextlib.contextmanager
+def served(app):
+    """``app`` in a thread, as a board and ``surefoot serve`` serve it; its port."""
+    listener = bound("127.0.0.1", 0, "board")
+    config = uvicorn.Config(app, http=PromptProtocol, log_level="critical", limit_concurrency=16)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def asks(port, count=1):
+    """Connections that have begun a request, and do not end it."""
+    found = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(count)]
+    for one in found:
+        one.sendall(b"GET /api/board HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+    return found
+
+
+def test_connections_that_ask_nothing_make_room_for_the_owner(root, monkeypatch):
+    monkeypatch.setattr(board_server, "MOST_WAITING", 8)
+    with served(create_app(root)) as port, contextlib.ExitStack() as stack:
+        for one in asks(port, 40):
+            stack.callback(one.close)
+        for _ in range(3):
+            assert httpx2.get(f"http://127.0.0.1:{port}/api/board").status_code == 200
+
+
+def test_headers_that_never_end_are_not_waited_for(root, monkeypatch):
+    monkeypatch.setattr(board_server, "SECONDS_FOR_HEADERS", 0.2)
+    with served(create_app(root)) as port:
+        (slow,) = asks(port)
+        with slow:
+            assert slow.recv(1) == b"", "the server has closed it"
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
+            assert silent.recv(1) == b""
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}") as client:  # keeps its connection
+            assert [client.get("/api/board").status_code for _ in range(3)] == [200] * 3
 
 
 @pytest.mark.parametrize(

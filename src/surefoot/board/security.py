@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .host_names import Hosts
 
 MAX_BODY = 1 << 20
-MAX_REQUESTS = 600  # of all visitors, in the time below
+MAX_REQUESTS = 600  # of all who have the token, in the time below
 _WINDOW = 10.0  # seconds
 COOKIE = "surefoot_token"
 HEADER = "x-surefoot"
@@ -67,8 +67,6 @@ class Guard:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if scope["path"].startswith("/api/") and self._is_too_often():
-            return _refused(429, f"more than {MAX_REQUESTS} requests in {_WINDOW:.0f} s; wait")
         if why := self.hosts.refusal(headers.getlist("host"), "board"):
             return _refused(421, why)
         is_of_page = not scope["path"].startswith("/api/") or _is_from_here(headers)
@@ -78,16 +76,19 @@ class Guard:
             return _refused(403, "this board is read-only: it was started with --read-only")
         if wrong := _size_problem(headers):
             return wrong
-        return None if self.token is None else self._unknown(scope, headers)
+        unknown = None if self.token is None else self._unknown(scope, headers)
+        return unknown or self._too_many(scope)  # those who may not ask are not counted
 
-    def _is_too_often(self) -> bool:
+    def _too_many(self, scope: Scope) -> Response | None:
+        if not scope["path"].startswith("/api/"):
+            return None
         now = time.monotonic()
         while self.recent and now - self.recent[0] > _WINDOW:
             self.recent.popleft()
         if len(self.recent) >= MAX_REQUESTS:
-            return True
+            return _refused(429, f"more than {MAX_REQUESTS} requests in {_WINDOW:.0f} s; wait")
         self.recent.append(now)
-        return False
+        return None
 
     def _unknown(self, scope: Scope, headers: Headers) -> Response | None:
         """The way in by ``?token=``, or None if the token is there."""

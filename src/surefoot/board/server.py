@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import secrets
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RunError
 from ..storage.address import Address
@@ -17,7 +19,54 @@ from .app import create_app
 from .host_names import hosts_of
 
 PORT = 7860
-MAX_OPEN = 256  # connections at a time; a page has up to six
+MAX_OPEN = 512  # connections at a time; a page has up to six
+MOST_WAITING = 256  # of them, that have not asked anything yet
+SECONDS_FOR_HEADERS = 20.0
+
+
+class PromptProtocol(H11Protocol):
+    """HTTP for addresses that strangers reach: headers come within a time, and who has not asked
+    anything yet makes room for whoever comes. Otherwise connections that ask nothing would keep
+    the owner out."""
+
+    _since = 0.0  # when it began to wait for a request
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A visitor has come."""
+        super().connection_made(transport)
+        self._wait()
+        known = [one for one in self.connections if isinstance(one, PromptProtocol)]
+        waiting = [one for one in known if one.is_waiting and not one.transport.is_closing()]
+        if len(waiting) > MOST_WAITING:
+            min(waiting, key=lambda one: one._since).transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request, or all of it."""
+        super().data_received(data)
+        if not self.is_waiting:
+            self._stop()
+        elif self._timer is None:
+            self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The visitor has left."""
+        self._stop()
+        super().connection_lost(exc)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._since = self.loop.time()
+        self._timer = self.loop.call_later(SECONDS_FOR_HEADERS, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 def serve(
@@ -39,6 +88,7 @@ def serve(
     announce(address + (f"?token={token}" if token else ""))
     config = uvicorn.Config(
         app,
+        http=PromptProtocol,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -165,7 +165,7 @@ def _check_memo(data: bytes) -> None:
     """Raise for a place in the memo that no pickle of this length needs: Python's reader would fill
     a table up to it, 32 GB for eight bytes."""
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _PUTS and argument > len(data):
+        if opcode.name in _PUTS and int(argument or 0) > len(data):
             raise pickle.UnpicklingError(f"it puts an object at the place {argument:,}")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import uvicorn
 
 from ..board.host_names import hosts_of
-from ..board.server import address_of, bound
+from ..board.server import PromptProtocol, address_of, bound
 from .app import create_app
 from .running.settings import ServeSettings
 
@@ -34,6 +34,7 @@ def serve(
         announce(address_of(host, listener), settings.api_key)
         config = uvicorn.Config(
             app,
+            http=PromptProtocol,
             log_level="warning",
             access_log=False,
             server_header=False,

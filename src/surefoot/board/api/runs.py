@@ -22,6 +22,7 @@ from ..reports import runs as reports
 from ..run_folders import METRICS, OutsideRootError, run_inside
 from . import Answer
 
+LOOK = 1.0  # seconds for the table; 2,000 runs that nobody has looked at take half a minute
 POLL = 0.3  # seconds between looks at the files of a run that is watched
 _LIVE = ("changed", "size", "broken_metrics")
 _MAX_POINTS = 20_000
@@ -67,7 +68,7 @@ def _facts(board: Board) -> Callable[..., object]:
 def _table(board: Board) -> Callable[..., object]:
     def table() -> Answer:
         """All runs below ROOT."""
-        return reports.table(board)
+        return reports.table(board, LOOK)
 
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +33,16 @@ _MAX_LOG = 1 << 17
 _MACHINE = ("peak_memory", "save_blocking_seconds")
 
 
-def table(board: Board) -> dict[str, object]:
-    """All runs below ROOT: those that trained first, the latest at the top."""
+def table(board: Board, seconds: float = math.inf) -> dict[str, object]:
+    """All runs below ROOT: those that trained first, the latest at the top. After ``seconds`` the
+    rest is only what is known at once; the next call knows more."""
     board.commands.reap()
-    found = find_runs(board.root)
-    rows = [board.summaries.of(folder) for folder in found.folders if folder.exists()]
+    found, deadline = find_runs(board.root), time.monotonic() + seconds
+    rows = [
+        board.summaries.of(folder, is_quick=time.monotonic() >= deadline)
+        for folder in found.folders
+        if folder.exists()
+    ]
     rows.sort(key=_newest_first)
     return {**board.facts(), "runs": rows, "is_cut": found.is_cut}
 
