@@ -136,7 +136,8 @@ checkpoint: 3
         "recipe.yaml:7:3 data.template: expected text, got [1]",
         "recipe.yaml:8:1 method: expected one of " + ", ".join(METHODS) + ", got 'lroa' "
         "(did you mean lora?)",
-        "recipe.yaml:9:15 stage.sft.x: unknown key; expected one of label_smoothing_factor",
+        "recipe.yaml:9:15 stage.sft.x: unknown key; expected one of loss_type, eaft_alpha, "
+        "asft_alpha, label_smoothing_factor",
         "recipe.yaml:12:3 train.max_steps: expected an integer or null, got true",
         "recipe.yaml:13:3 train.precision: expected one of auto, fp32, bf16, fp16, got 'bf17' "
         "(did you mean bf16?)",
