@@ -180,6 +180,8 @@ def test_rewarded_training(loss, surrogate, average):
     assert (stage.group_size, stage.mini_batches, stage.passes) == (4, 2, 1)
     assert found.train.global_batch_size == 8 * 8 // 4  # prompts of a window
     assert stage.max_new_tokens == 512
+    assert not stage.mask_truncated_completions
+    assert recipe("trl-grpo", mask_truncated_completions=True).stage.mask_truncated_completions
 
 
 def test_datasets_keep_their_splits():

@@ -30,13 +30,15 @@ class Rollouts:
 
     rewards: list
     seen: dict = field(default_factory=dict)
+    cut: tuple = ()  # numbers of the responses that do not end
 
     def generate(self, prompts, settings, turn=0):
         self.seen["settings"] = settings
         found = []
         for number, _ in enumerate(prompts):
             ids = tuple(range(10, 11 + number % 4))
-            found.append(Sample(ids, np.zeros(len(ids), np.float32), "stop"))
+            reason = "length" if number in self.cut else "stop"
+            found.append(Sample(ids, np.zeros(len(ids), np.float32), reason))
         return found
 
     def reward(self, rewards, rollouts, seconds, on_error):
@@ -93,6 +95,89 @@ def test_the_loss_is_that_of_the_formula(packing):
         near[1][token] -= 1e-6
         up, down = (loop(stage, values, window.examples) for values in near)
         assert float(slopes[token]) == pytest.approx((up - down) / 2e-6, abs=1e-6)
+
+
+REWARDS = [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, None, 1.0]
+
+
+def loss_of(stage, items, logps, *, packing, parts):
+    """The loss of an optimizer step of so many micro-batches."""
+    found, at = [], 0
+    for part in np.array_split(np.arange(len(items)), parts):
+        batch = stage.collate([items[i] for i in part], packing=packing)
+        some = logps[at : at + batch.num_trained]
+        found.append(stage.loss("policy", Outputs(logps=some), batch))
+        at += batch.num_trained
+    return sum(one.total for one in found) / sum(one.weight for one in found)
+
+
+def slopes_of(function, logps):
+    """The gradient of a function of plain numbers, by differences."""
+    found = []
+    for token in range(len(logps)):
+        up, down = (
+            function([x + step * (i == token) for i, x in enumerate(logps.tolist())])
+            for step in (1e-6, -1e-6)
+        )
+        found.append((up - down) / 2e-6)
+    return found
+
+
+def trls_loss(logps, lengths, advantages, masked, average, beta):
+    """Of all responses, those that are cut included, by TRL's formula: ``completion_mask`` is 0 in
+    ``masked`` responses."""
+    sums, counts, at = [], [], 0
+    for number, (length, advantage) in enumerate(zip(lengths, advantages, strict=True)):
+        each = 0.0
+        for logp in [] if number in masked else logps[at : at + length]:
+            ratio = math.exp(logp + 1.5)
+            near = min(max(ratio, 0.8), 1.2)
+            kl = math.exp(-1.5 - logp) - (-1.5 - logp) - 1
+            each += -min(ratio * advantage, near * advantage) + beta * ratio * kl
+        sums.append(each)
+        counts.append(0 if number in masked else length)
+        at += length
+    if average == "tokens":  # dapo
+        return sum(sums) / sum(counts)
+    if average == "max_new_tokens":  # dr_grpo
+        return sum(sums) / (len(sums) * 5)
+    return sum(each / max(1, n) for each, n in zip(sums, counts, strict=True)) / len(sums)
+
+
+@pytest.mark.parametrize("average", ["responses", "tokens", "max_new_tokens"])
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_masked_truncated_responses_give_no_loss_and_keep_their_place_where_trl_keeps_it(
+    average, beta
+):
+    stage = stage_of("grpo", mask_truncated_completions=True, average_over=average, beta=beta)
+    usual = stage_of("grpo", beta=beta).prepare(Rollouts(REWARDS), PROMPTS).examples
+    lengths = [len(item["advantages"]) for item in usual]
+    advantages = [item["advantages"][0] for item in usual]
+    masked = (0, 3, 6)
+    window = stage.prepare(Rollouts(REWARDS, cut=masked), PROMPTS)
+    assert window.figures["completions_clipped"] == pytest.approx(1 / 3)
+    logps = torch.linspace(-2, -1, sum(lengths), dtype=torch.float64, requires_grad=True)
+    kept = logps
+    if average == "tokens":  # they are not there at all
+        is_kept = [n not in masked for n, length in enumerate(lengths) for _ in range(length)]
+        kept = logps[torch.tensor(is_kept)]
+    expected = trls_loss(logps.tolist(), lengths, advantages, masked, average, beta)
+    slopes = slopes_of(
+        lambda x: trls_loss(x, lengths, advantages, masked, average, beta), logps.detach()
+    )
+    for packing, parts in [(True, 1), (True, 3), (False, 2), (False, 4)]:
+        loss = loss_of(stage, window.examples, kept, packing=packing, parts=parts)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        (found,) = torch.autograd.grad(loss, logps, retain_graph=True)
+        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+
+
+def test_a_window_in_which_only_cut_responses_differ_is_left_out_if_they_are_masked():
+    rewards = [0.0] * 6 + [1.0, None, 0.0]
+    for is_masked in (True, False):
+        stage = stage_of("grpo", mask_truncated_completions=is_masked)
+        window = stage.prepare(Rollouts(rewards, cut=(6, 8)), PROMPTS)
+        assert bool(window.examples) == (not is_masked)
 
 
 def test_a_single_step_needs_no_old_probabilities():

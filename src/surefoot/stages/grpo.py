@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 REFERENCE = "reference"
-TOKEN_COLUMNS = ("old", REFERENCE, "advantages")
+TOKEN_COLUMNS = ("old", REFERENCE, "advantages", "kept")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,11 @@ class GRPO:
     drop_flat_groups: bool = False
     """Do not train on the responses of a group whose rewards are all equal: without it, they count
     in the mean, and ``beta`` pulls them to the reference.
+    """
+    mask_truncated_completions: bool = False
+    """Do not train on a response that was cut, by ``max_new_tokens`` or where the context ends
+    (DAPO's overlong filtering). As in TRL, its reward counts in its group, and it keeps its place
+    in the mean unless ``average_over`` is ``tokens``.
     """
     beta: float = 0.0
     """Weight of the KL divergence from a reference. 0: there is none."""
@@ -249,15 +254,26 @@ class GRPO:
         more = means([*named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
         figures = {**rewarded.metrics, **_figures(rewards, groups, rollouts), **more, **gaps}
-        if not any(advantages):
+        is_cut = [self.mask_truncated_completions and one.is_cut for one in rollouts]
+        if not any(a for a, is_masked in zip(advantages, is_cut, strict=True) if not is_masked):
             return Prepared((), figures)
-        kept = [not (self.drop_flat_groups and is_flat(g)) for g in groups for _ in g]
+        dropped = [self.drop_flat_groups and is_flat(g) for g in groups for _ in g]
         found = [
-            rollout.features(advantage)
-            for rollout, advantage, is_kept in zip(rollouts, advantages, kept, strict=True)
-            if rollout.num_sampled and is_kept
+            self._item(rollout, advantage, is_masked=is_masked)
+            for rollout, advantage, is_masked, is_dropped in zip(
+                rollouts, advantages, is_cut, dropped, strict=True
+            )
+            if rollout.num_sampled
+            and not (is_dropped or (is_masked and self.average_over == "tokens"))
         ]
         return Prepared(self._with_columns(context, found), figures)
+
+    def _item(self, rollout: Rollout, advantage: float, *, is_masked: bool) -> Features:
+        """A response to train on, or, masked, one that only counts in the mean."""
+        item = rollout.features(0.0 if is_masked else advantage)
+        if not self.mask_truncated_completions:
+            return item
+        return {**item, "kept": [int(not is_masked)] * rollout.num_sampled}
 
     def _rollouts(self, context: StageContext, examples: Sequence[Features]) -> list[Rollout]:
         """A group of responses to each prompt, one after the other."""
@@ -305,6 +321,8 @@ class GRPO:
         shares_N = means_N
         if self.average_over == "max_new_tokens":
             shares_N = lengths_N.new_tensor(1 / self.max_new_tokens)
+        if "kept" in extras:
+            shares_N = shares_N * extras["kept"].to(logps_N)
         weight = (lengths_N > 0).sum() if is_by_token else (extras["lengths"] > 0).sum()
         metrics = {name: (values_N * means_N).sum() for name, values_N in measured.items()}
         return Loss(-(gains_N * shares_N).sum(), weight, metrics)
@@ -345,5 +363,5 @@ def _figures(
         "reward_std": math.sqrt(spread),
         "flat_groups": sum(map(is_flat, groups)) / len(groups),
         "completion_length": sum(lengths) / len(lengths),
-        "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / len(rollouts),
+        "completions_clipped": sum(one.is_cut for one in rollouts) / len(rollouts),
     }

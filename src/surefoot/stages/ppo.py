@@ -270,7 +270,7 @@ class PPO:
             scores = [(score - moments.mean) / (moments.deviation + 1e-8) for score in scores]
         if (bound := self.clip_scores) is not None:
             scores = [min(max(score, -bound), bound) for score in scores]
-        is_over = [one.rollout.stop_reason == "stop" for one in known]
+        is_over = [not one.rollout.is_cut for one in known]
         penalties = [0.0 if is_ended else self.missing_end_penalty for is_ended in is_over]
         return [score - penalty for score, penalty in zip(scores, penalties, strict=True)]
 
@@ -378,5 +378,5 @@ def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[st
         "reward": mean,
         "reward_std": math.sqrt(spread),
         "completion_length": sum(one.num_sampled for one in rollouts) / count,
-        "completions_clipped": sum(one.stop_reason != "stop" for one in rollouts) / count,
+        "completions_clipped": sum(one.is_cut for one in rollouts) / count,
     }

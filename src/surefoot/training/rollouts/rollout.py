@@ -59,6 +59,11 @@ class Rollout:
         return sum(self.is_sampled)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the last response did not end by itself."""
+        return self.stop_reason != "stop"
+
+    @property
     def sampled_logps(self) -> list[float]:
         """Of the sampled tokens alone."""
         return [logp for logp, is_own in zip(self.logps, self.is_sampled, strict=True) if is_own]

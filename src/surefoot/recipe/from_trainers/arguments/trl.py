@@ -241,7 +241,7 @@ GRPO: Mapping[str, Argument] = {
         "text", "sum_then_normalize", "rewards are added first; write sum_then_normalize"
     ),
     "scale_rewards": combined("any", "group", "stage.grpo.advantage", "none is dr_grpo"),
-    "mask_truncated_completions": refused("bool", False, "they count; remove it"),
+    "mask_truncated_completions": same("bool", False, "stage.grpo.mask_truncated_completions"),
     "sync_ref_model": refused("bool", False, _SYNC),
     "ref_model_mixup_alpha": no_effect("float", 0.6, "of sync_ref_model"),
     "ref_model_sync_steps": no_effect("int", 512, "of sync_ref_model"),
