@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "StageParts", "__version__", "train"]
 __version__ = "0.1.0"
 
-# OpenMP's threads spin at every barrier by default. Beside other programs they take the cores from
-# those that they wait for: 290 tokens/s in place of 5,700 (benchmarks/threads.py). torch reads this
-# when it is imported.
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# libgomp's threads spin 300,000 times at every barrier before they sleep. Beside other programs,
+# they take the cores from those that they wait for. 20,000 times are enough on a quiet machine for the
+# next operation to come (benchmarks/threads.py). torch reads this when it is imported.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "20000"
 
 # torch takes seconds to import
 _HOMES = {
