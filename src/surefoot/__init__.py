@@ -14,8 +14,8 @@ __all__ = ["Outcome", "StageParts", "__version__", "train"]
 __version__ = "0.1.0"
 
 # libgomp's threads spin 300,000 times at every barrier before they sleep. Beside other programs,
-# they take the cores from those that they wait for. 20,000 times are enough on a quiet machine for the
-# next operation to come (benchmarks/threads.py). torch reads this when it is imported.
+# they take the cores from those that they wait for. On a quiet machine, the next operation comes
+# within 20,000 times (benchmarks/threads.py). torch reads this when it is imported.
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "20000"
 
