@@ -1,5 +1,7 @@
 """Thoughts of responses: where they stand, what is trained on, and what templates are told."""
 
+from dataclasses import replace
+
 import pytest
 
 import tiny_tokenizers
@@ -229,19 +231,71 @@ def test_an_argument_that_changes_nothing_is_refused():
 # Families
 
 
-def test_a_template_that_ends_the_last_turn_only_teaches_the_end_of_every_response():
+def glm(**settings):
+    """A tokenizer with GLM's tokens, and what makes a codec of one of its families."""
     tokenizer = tiny_tokenizers.tokenizer()
     tokenizer.add_tokens(["[gMASK]", "<sop>", "<|system|>", "<|user|>"], special_tokens=True)
     tokenizer.add_tokens(["<|assistant|>", "<|observation|>"], special_tokens=True)
+    section = DataSection(datasets=("any",), **settings)
+    return tokenizer, lambda name: Codec(tokenizer, load_template(name, tokenizer), section)
+
+
+def taught(tokenizer, item):
+    """The tokens that a sequence has as labels."""
+    return [tokenizer.decode([label]) for label in item["labels"] if label != IGNORE_INDEX]
+
+
+def test_a_template_that_ends_the_last_turn_only_teaches_the_end_of_every_response():
+    tokenizer = tiny_tokenizers.tokenizer()
     section = DataSection(datasets=("any",))
-    made = Codec(tokenizer, load_template("glm4", tokenizer), section)
-    plain = [Message(m.role, m.content) for m in TWICE]
-    (item,) = made.encode_chats([Example(tuple(plain))])[0]
-    taught = [tokenizer.decode([label]) for label in item["labels"] if label != IGNORE_INDEX]
-    assert taught == ["\n", "4", "</s>", "\n", "6", "</s>"]
+    made = Codec(tokenizer, load_template("fewshot", tokenizer), section)
+    plain = tuple(Message(m.role, m.content) for m in TWICE)
+    (item,) = made.encode_chats([Example(plain)])[0]
+    assert "".join(taught(tokenizer, item)) == "4\n\n</s>6\n\n</s>"
     assert tokenizer.decode(item["input_ids"]).count("</s>") == 1
-    with pytest.raises(TemplateError, match=r"data\.train_on_prompt: template 'glm4'"):
+    short = made.with_section(replace(section, cutoff_len=len(item["input_ids"]) - 1))
+    (cut,) = short.encode_chats([Example(plain)])[0].features
+    assert "".join(taught(tokenizer, cut)) == "4\n\n</s>"
+    with pytest.raises(TemplateError, match=r"data\.train_on_prompt: template 'fewshot'"):
         made.with_section(DataSection(datasets=("any",), train_on_prompt=True))
+
+
+CALL_ADD = Message("assistant", "", ({"name": "add", "arguments": {"a": 2}},))
+GLM_TURNS = (TWICE[0], CALL_ADD, Message("tool", "4"), Message("assistant", "4"))
+GLM_TURNS = (*GLM_TURNS, Message("user", "3+3?"))
+
+
+@pytest.mark.parametrize("name", ["glm4", "glm4_moe", "glm4_7", "chatglm3"])
+def test_a_turn_of_glm_ends_in_the_role_of_the_next_one_as_the_released_models_end_it(name):
+    tokenizer, codec_of = glm()
+    tokenizer.add_tokens(["sop"], special_tokens=True)
+    made = codec_of(name)
+    ends = {"<|user|>", "<|observation|>"}
+    assert ends <= {tokenizer.decode([token]) for token in made.stop_token_ids}
+    last_call = Example((*GLM_TURNS, CALL_ADD))
+    for example in (Example((*GLM_TURNS, Message("assistant", "6"))), last_call):
+        learnt = [t for item in made.encode_chats([example])[0] for t in taught(tokenizer, item)]
+        last = "<|observation|>" if example is last_call else "<|user|>"
+        found = sorted(token for token in learnt if token in {*ends, "</s>"})
+        assert found == sorted(["<|observation|>", "<|user|>", last])
+    tokenizer.chat_template = made.template.source  # as it is saved with the weights
+    assert ends <= set(load_template("auto", tokenizer).stop)
+
+
+def test_a_prompt_of_glm_is_trained_as_it_says_when_to_stop():
+    tokenizer, codec_of = glm(train_on_prompt=True)
+    plain = tuple(Message(m.role, m.content) for m in TWICE)
+    (item,) = codec_of("glm4").encode_chats([Example(plain)])[0]
+    assert item["labels"] == item["input_ids"]
+    assert tokenizer.decode(item["input_ids"]).endswith("6<|user|>")
+
+
+@pytest.mark.parametrize(("role", "end"), [("user", "<|user|>"), ("tool", "<|observation|>")])
+def test_an_environment_goes_on_behind_the_end_that_its_role_is(role, end):
+    tokenizer, codec_of = glm()
+    turn = codec_of("glm4").encode_turn(Message(role, "4"))
+    assert tokenizer.decode([turn.follows]) == end
+    assert tokenizer.decode(turn.ids) == "\n4<|assistant|>"
 
 
 def test_another_syntax_of_tools_is_chosen_by_name():
@@ -259,13 +313,11 @@ def test_another_syntax_of_tools_is_chosen_by_name():
 
 
 def test_a_saved_family_is_known_again_from_its_template():
-    tokenizer = tiny_tokenizers.tokenizer()
-    tokenizer.add_tokens(["[gMASK]", "<sop>", "<|system|>", "<|user|>"], special_tokens=True)
-    tokenizer.add_tokens(["<|assistant|>", "<|observation|>"], special_tokens=True)
+    tokenizer, _ = glm()
     saved = load_template("glm4_moe", tokenizer, {"enable_thinking": False})
     tokenizer.chat_template = saved.source
     again = load_template("auto", tokenizer)
-    assert (again.source, again.last_end, again.thoughts) == (saved.source, "</s>", saved.thoughts)
+    assert replace(again, name=saved.name, is_bundled=True, stop=saved.stop) == saved
     assert set(saved.stop) <= set(again.stop)
 
 

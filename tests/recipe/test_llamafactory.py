@@ -571,6 +571,8 @@ def test_a_template_has_no_note_that_is_false_for_it():
     assert "the line break after a response is not trained on" in notes(template="qwen3")
     for name in ("llama3", "zephyr", "deepseek3"):
         assert "line break" not in notes(template=name)
+    assert "ends in <|user|> or <|observation|>" in notes(template="glm4")
+    assert "a turn ends in" not in notes(template="falcon")
     predict = {"do_predict": True, "predict_with_generate": True, "val_size": 0.1}
     assert "the template's line break" in notes(template="qwen", **predict)
     assert "line break" not in notes(template="llama3", **predict)

@@ -40,7 +40,7 @@ from .thoughts import (
 )
 from .tokenization import RenderedText, Tokenization, Tokens, canonical
 
-VERSION = 3  # of what this module makes of an example; part of the fingerprint
+VERSION = 4  # of what this module makes of an example; part of the fingerprint
 
 MOST_ARGUMENTS = 64  # of rows, for which a codec is kept
 
@@ -73,7 +73,8 @@ class Codec:
         self, tokenizer: PreTrainedTokenizerBase, template: Template | None, section: DataSection
     ) -> None:
         """``template`` may be None if only documents are encoded (``stage: pt``)."""
-        if template and template.last_end and section.train_on_prompt:
+        is_unwritten = template and template.last_ends == (tokenizer.eos_token,)
+        if template and is_unwritten and section.train_on_prompt:
             raise TemplateError(
                 f"data.train_on_prompt: template {template.name!r} writes no token between a "
                 "response and the next turn, so the model would not learn to stop; switch it off"
@@ -141,16 +142,17 @@ class Codec:
         alone = self._renderer.render(dicts[:2])
         head, _, tail = alone.rpartition("Answer")
         ends = {self.tokenizer.decode([token]): token for token in self.stop_token_ids}
-        known = [(tail.find(end), end) for end in ends if end in tail]
+        known = [tail.find(end) for end in ends if end in tail]
         if not known:
             name = self.template.name
             raise TemplateError(f"the chat template ({name}) writes no token that ends a response")
-        place, end = min(known)
-        cut = len(head) + len("Answer") + place + len(end)
+        place = len(head) + len("Answer") + min(known)
         whole = self._renderer.render(dicts, prompt=True)
-        if not whole.startswith(alone[:cut]):
+        end = next((end for end in ends if whole.startswith(end, place)), None)
+        if end is None or not whole.startswith(alone[:place]):
             return None
-        return NextTurn(ends[end], self._chat.encode([RenderedText(whole[cut:], marked)])[0].ids)
+        behind = RenderedText(whole[place + len(end) :], marked)
+        return NextTurn(ends[end], self._chat.encode([behind])[0].ids)
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
         """Each conversation up to its last answer, to be continued: ids without a label."""
@@ -213,7 +215,7 @@ class Codec:
 
     @cached_property
     def _locator(self) -> ResponseLocator:
-        return ResponseLocator(self._renderer, self.template.last_end)
+        return ResponseLocator(self._renderer, self.template.last_ends)
 
     @cached_property
     def _chat(self) -> Tokenization:
@@ -221,10 +223,10 @@ class Codec:
         return Tokenization(self.tokenizer, {*written, *self.template.stop, *self._ends})
 
     @cached_property
-    def _last_end(self) -> int | None:
-        """The token that ends every response, and is written after the last one only."""
-        end = self.template.last_end
-        return None if end is None else int(self.tokenizer.get_vocab()[end])
+    def _last_ends(self) -> list[int]:
+        """The tokens that end every response, and are written after the last one only."""
+        vocabulary = self.tokenizer.get_vocab()
+        return [vocabulary[end] for end in self.template.last_ends]
 
     @cached_property
     def _ends(self) -> set[str]:
@@ -323,7 +325,7 @@ class Codec:
             section = replace(section, enable_thinking=thinking)
         made = self.with_section(section)
         renderer = self._renderer.given(arguments)
-        locator = ResponseLocator(renderer, self.template.last_end)
+        locator = ResponseLocator(renderer, self.template.last_ends)
         vars(made).update(_renderer=renderer, _locator=locator, _chat=self._chat)
         return made
 
@@ -375,7 +377,7 @@ class Codec:
         if self.section.train_on_prompt:
             found = [whole(rendered, tokens, self._chat)]
         else:
-            found = split(rendered, tokens, self._chat, self._last_end)
+            found = split(rendered, tokens, self._chat, self._last_ends)
         items = [item for item in found if item.num_trained_tokens]
         if not items:
             return NOTHING
@@ -392,7 +394,7 @@ class Codec:
 
 def _parts(template: Template) -> list[object]:
     """What ids and labels depend on."""
-    return [template.source, template.stop, *([template.last_end] if template.last_end else [])]
+    return [template.source, template.stop, *template.last_ends]
 
 
 def _is_cut(fit: Item | None, item: Item) -> bool:

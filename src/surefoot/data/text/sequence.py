@@ -67,12 +67,13 @@ def split(
     rendered: RenderedConversation,
     tokens: Tokens,
     tokenization: Tokenization,
-    last_end: int | None = None,
+    last_ends: Sequence[int] = (),
 ) -> list[Item]:
     """One sequence for all responses whose prompt stays the same later, then one for each other.
 
-    ``last_end`` is the token that ends a response, and is written after the last one only: it is
-    the label of the first token behind every other one.
+    ``last_ends`` are the tokens that end a response, and are written after the last one only. One
+    of them is the label of the first token behind every other one: this token itself, if it is one
+    of them, such as the role of the next turn; else the first of them.
     """
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
     spans = [(turn.start, turn.end) for turn in inside]
@@ -91,12 +92,13 @@ def split(
     labels = [IGNORE_INDEX] * len(tokens.ids)
     for start, end in learnt:
         labels[start:end] = tokens.ids[start:end]
-    if last_end is not None:
-        for _, end in answers:
-            if end < len(labels) and tokens.ids[end - 1] != last_end:
-                labels[end] = last_end
+    if last_ends:
+        for i, (start, end) in enumerate(answers):
+            if end < len(labels) and tokens.ids[end - 1] not in last_ends:
+                labels[end] = tokens.ids[end] if tokens.ids[end] in last_ends else last_ends[0]
+                answers[i] = (start, end + 1)  # a cut keeps the label
     item = Item(tokens.ids, labels, answers)
-    return [item.cut(max(end for _, end in learnt)) if own else item, *own]
+    return [item.cut(max(end for _, end in [*learnt, *answers])) if own else item, *own]
 
 
 def _alone(rendered: RenderedConversation, tokenization: Tokenization, turn: ResponseSpan) -> Item:

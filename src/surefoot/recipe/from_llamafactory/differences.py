@@ -12,7 +12,7 @@ from typing import get_args
 from ...training.section import TrackerName
 from .given import GivenArguments
 from .rules.train import eval_strategy
-from .templates import masks_line_break, same_template, thinks
+from .templates import masks_line_break, next_roles, same_template, thinks
 
 Note = Callable[[GivenArguments], str | None]
 
@@ -28,6 +28,8 @@ def _template(given: GivenArguments) -> str | None:
         parts.append("its default system message is in data.default_system")
     if masks_line_break(name):
         parts.append("the line break after a response is not trained on")
+    if ends := next_roles(name):
+        parts.append(f"a turn ends in {' or '.join(ends)}, as the released model's; there in eos")
     parts.append("docs/templates.md lists others, if any")
     return f"template: {name}: {'; '.join(parts)}"
 

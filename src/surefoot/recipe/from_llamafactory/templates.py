@@ -37,6 +37,13 @@ def masks_line_break(name: str) -> bool:
     return name in _WITH_LINE_BREAK
 
 
+def next_roles(name: str) -> tuple[str, ...]:
+    """What ends a turn here where LLaMA-Factory trains the eos token."""
+    return (
+        tuple(end for end in families()[name].ends if end != "{eos}") if name in families() else ()
+    )
+
+
 def thinks(name: str | None) -> bool:
     """Whether LLaMA-Factory writes empty thoughts in a template."""
     return name is not None and name in families() and bool(families()[name].thoughts)

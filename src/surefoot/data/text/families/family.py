@@ -37,6 +37,7 @@ class TemplateFamily:
     stop: tuple[str, ...] = ()
     system_in_user: bool = False
     ends_once: bool = False
+    ends: tuple[str, ...] = ("{eos}",)
     is_plain: bool = False
     default_system: str | None = None
 
@@ -60,9 +61,11 @@ class TemplateFamily:
         return any(stop in after for stop in ("{eos}", *self.stop))
 
     @property
-    def closes_unwritten(self) -> bool:
-        """Whether nothing ends an answer that another turn follows."""
-        return self.ends_once and not self.ends_in_stop and not self.between
+    def last_ends(self) -> tuple[str, ...]:
+        """What ends the last answer only: the text of an answer that another turn follows has no
+        end of its own."""
+        is_unwritten = self.ends_once and not self.ends_in_stop and not self.between
+        return self.ends if is_unwritten else ()
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:

@@ -138,8 +138,8 @@ def _answer(family: TemplateFamily) -> str:
     ends = "('\\n',)" if not family.thoughts else f"('\\n', {quoted(family.thoughts[1])})"
     calling += _texts("") if is_lead else ""
     calling += "{{- calls_text(message.tool_calls) }}\n" if is_lead else _CALL % {"ends": ends}
-    called, call_tail = _ending(family, after_call)
-    plain, tail = _ending(family, after)
+    called, call_tail = _ending(family, after_call, family.ends[-1])
+    plain, tail = _ending(family, after, family.ends[0])
     marks = ("", "") if family.thoughts else ("{%- generation %}\n", "{%- endgeneration %}\n")
     return (
         _texts(family.header)
@@ -159,12 +159,12 @@ def _answer(family: TemplateFamily) -> str:
     )
 
 
-def _ending(family: TemplateFamily, after: str) -> tuple[str, str]:
-    """What an answer ends with, and what stands after its end."""
+def _ending(family: TemplateFamily, after: str, end: str) -> tuple[str, str]:
+    """What an answer ends with, and what stands after its end; ``end`` is that of the last one."""
     eos = ""
     if family.ends_once:
         other = f"{{%- else %}}\n{_texts(family.between)}" if family.between else ""
-        eos = f"        {{%- if loop.last %}}\n{_texts('{eos}')}{other}        {{%- endif %}}\n"
+        eos = f"        {{%- if loop.last %}}\n{_texts(end)}{other}        {{%- endif %}}\n"
     trained, masked = family.split_end(after)
     if family.ends_once and not trained.endswith(("{eos}", *family.stop)):
         return _texts(trained) + eos, ""

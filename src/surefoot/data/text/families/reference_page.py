@@ -28,7 +28,7 @@ def _row(family: TemplateFamily) -> str:
     ends = [f"`{stop}`" for stop in family.stop] or ["eos"]
     cells = [
         f"`{family.name}`",
-        ", ".join(ends) + (" (last turn)" if family.closes_unwritten else ""),
+        ", ".join(ends) + (" (last turn)" if family.last_ends else ""),
         f"`{family.tools}`",
         " ".join(f"`{word.strip()}`" for word in family.thoughts[:2]),
         _shortened(family.default_system or ""),

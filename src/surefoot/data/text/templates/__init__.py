@@ -42,7 +42,9 @@ class Template:
     name: str
     source: str  # Jinja, as ``tokenizer.chat_template`` takes it
     stop: tuple[str, ...]
-    last_end: str | None = None  # what ends the last response only; it is learnt of every one
+    last_ends: tuple[
+        str, ...
+    ] = ()  # what ends the last response only; every one learns one of them
     is_bundled: bool = False
     thoughts: Words = USUAL  # the words around a thought
 
@@ -58,7 +60,7 @@ class Bundled:
     tokens: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     tools: str = ""
-    closes_unwritten: bool = False  # nothing ends a response that another turn follows
+    last_ends: tuple[str, ...] = ()  # of ``Template``; ``{eos}`` is the tokenizer's own
     thoughts: Words = USUAL
 
 
@@ -126,9 +128,9 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | Non
         raise TemplateError(f"data.template: no template is called {name!r}{_nearest(name)}")
     _check_tokens(found, tokenizer)
     eos = cast(str, tokenizer.eos_token)
-    last_end = eos if found.closes_unwritten else None
+    last_ends = tuple(eos if end == "{eos}" else end for end in found.last_ends)
     stop = found.stop or (eos,)
-    return Template(name, found.source, stop, last_end, is_bundled=True, thoughts=found.thoughts)
+    return Template(name, found.source, stop, last_ends, is_bundled=True, thoughts=found.thoughts)
 
 
 def template_mismatch(
@@ -199,7 +201,7 @@ def _of_family(family: TemplateFamily) -> Bundled:
         tokens=family.tokens,
         stop=family.stop,
         tools=family.tools,
-        closes_unwritten=family.closes_unwritten,
+        last_ends=family.last_ends,
         thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
     )
 

@@ -40,10 +40,10 @@ class ResponseLocator:
     """Locates responses in rendered text; chooses the way once, on short probe conversations.
     Raises ``TemplateError``: responses cannot be distinguished from prompts."""
 
-    def __init__(self, renderer: Renderer, last_end: str | None = None) -> None:
-        """``last_end`` is what the template writes after the last response only."""
+    def __init__(self, renderer: Renderer, last_ends: tuple[str, ...] = ()) -> None:
+        """``last_ends`` are what the template writes after the last response only."""
         self._renderer = renderer
-        self._last_end = last_end
+        self._last_ends = last_ends
         self._closing = renderer.closing_token()
         self._lead = ""  # what marks cover of the generation prompt
         self._marks_hold = renderer.has_marks and self._probe_marks()
@@ -127,8 +127,8 @@ class ResponseLocator:
             )
         end = self._trimmed(own, len(prompt), len(own))
         text = whole if whole.startswith(own[:end]) else own
-        if text is own and not is_last and self._last_end and own.endswith(self._last_end):
-            short = len(own) - len(self._last_end)
+        if text is own and not is_last and own.endswith(self._last_ends):
+            short = len(own) - max(len(e) for e in self._last_ends if own.endswith(e))
             if whole.startswith(own[:short]):
                 return ResponseSpan(index, whole, len(prompt), short)
         return ResponseSpan(index, text, len(prompt), end)
