@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from surefoot.batch import Outputs
 from surefoot.data.example import Example, Message
 from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
+from surefoot.generate.servers.kinds import VLLM
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
 from surefoot.training.rewards.reward import Rewarded
@@ -31,6 +33,7 @@ class Rollouts:
     rewards: list
     seen: dict = field(default_factory=dict)
     cut: tuple = ()  # numbers of the responses that do not end
+    sampled: tuple = (0.0,)  # log-probabilities of the tokens of a response
 
     def generate(self, prompts, settings, turn=0):
         self.seen["settings"] = settings
@@ -38,7 +41,7 @@ class Rollouts:
         for number, _ in enumerate(prompts):
             ids = tuple(range(10, 11 + number % 4))
             reason = "length" if number in self.cut else "stop"
-            found.append(Sample(ids, np.zeros(len(ids), np.float32), reason))
+            found.append(Sample(ids, np.resize(self.sampled, len(ids)), reason))
         return found
 
     def reward(self, rewards, rollouts, seconds, on_error):
@@ -97,6 +100,7 @@ def test_the_loss_is_that_of_the_formula(packing):
         assert float(slopes[token]) == pytest.approx((up - down) / 2e-6, abs=1e-6)
 
 
+CUTS = [(True, 1), (True, 3), (False, 2), (False, 4)]  # packing, micro-batches
 REWARDS = [1.0, 0.5, 0.0, 0.0, 0.0, 0.0, 3.0, None, 1.0]
 
 
@@ -123,17 +127,20 @@ def slopes_of(function, logps):
     return found
 
 
-def trls_loss(logps, lengths, advantages, masked, average, beta):
-    """Of all responses, those that are cut included, by TRL's formula: ``completion_mask`` is 0 in
-    ``masked`` responses."""
+def trls_loss(logps, lengths, advantages, average, beta, *, masked=(), sampled=(), most=2.0):
+    """Of all responses by TRL's formula: ``completion_mask`` is 0 in ``masked`` responses, and
+    tokens that were ``sampled`` with those log-probabilities have a weight."""
     sums, counts, at = [], [], 0
     for number, (length, advantage) in enumerate(zip(lengths, advantages, strict=True)):
         each = 0.0
-        for logp in [] if number in masked else logps[at : at + length]:
+        for taken, logp in enumerate([] if number in masked else logps[at : at + length]):
             ratio = math.exp(logp + 1.5)
             near = min(max(ratio, 0.8), 1.2)
             kl = math.exp(-1.5 - logp) - (-1.5 - logp) - 1
-            each += -min(ratio * advantage, near * advantage) + beta * ratio * kl
+            gain = min(ratio * advantage, near * advantage)
+            if sampled:  # vllm_importance_sampling_mode: token_truncate
+                gain *= min(math.exp(-1.5 - sampled[taken]), most)
+            each += beta * ratio * kl - gain
         sums.append(each)
         counts.append(0 if number in masked else length)
         at += length
@@ -161,11 +168,16 @@ def test_masked_truncated_responses_give_no_loss_and_keep_their_place_where_trl_
     if average == "tokens":  # they are not there at all
         is_kept = [n not in masked for n, length in enumerate(lengths) for _ in range(length)]
         kept = logps[torch.tensor(is_kept)]
-    expected = trls_loss(logps.tolist(), lengths, advantages, masked, average, beta)
-    slopes = slopes_of(
-        lambda x: trls_loss(x, lengths, advantages, masked, average, beta), logps.detach()
+    formula = partial(
+        trls_loss,
+        lengths=lengths,
+        advantages=advantages,
+        average=average,
+        beta=beta,
+        masked=masked,
     )
-    for packing, parts in [(True, 1), (True, 3), (False, 2), (False, 4)]:
+    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
+    for packing, parts in CUTS:
         loss = loss_of(stage, window.examples, kept, packing=packing, parts=parts)
         assert loss.item() == pytest.approx(expected, rel=1e-12)
         (found,) = torch.autograd.grad(loss, logps, retain_graph=True)
@@ -178,6 +190,54 @@ def test_a_window_in_which_only_cut_responses_differ_is_left_out_if_they_are_mas
         stage = stage_of("grpo", mask_truncated_completions=is_masked)
         window = stage.prepare(Rollouts(rewards, cut=(6, 8)), PROMPTS)
         assert bool(window.examples) == (not is_masked)
+
+
+SERVER = VLLM(url="http://unset")
+SAMPLED = (-1.4, -1.75, -3.0, -1.5)  # trained as -1.5: the third weighs more than 2
+
+
+@pytest.mark.parametrize("average", ["responses", "tokens", "max_new_tokens"])
+@pytest.mark.parametrize(("steps", "most"), [(1, 2.0), (2, 2.0), (2, 1.1)])
+def test_tokens_that_a_server_sampled_have_trls_truncated_weights(average, steps, most):
+    settings = {"sampler": SERVER, "average_over": average, "beta": 0.3, "passes": steps}
+    weights = {} if most == 2.0 else {"max_sampling_weight": most}
+    stage = stage_of("grpo", **settings, **weights, mini_batches=1)
+    window = stage.prepare(Rollouts(REWARDS, sampled=SAMPLED), PROMPTS)
+    advantages = [item["advantages"][0] for item in window.examples]
+    lengths = [len(item["advantages"]) for item in window.examples]
+    logps = torch.linspace(-2, -1, sum(lengths), dtype=torch.float64, requires_grad=True)
+    formula = partial(
+        trls_loss,
+        lengths=lengths,
+        advantages=advantages,
+        average=average,
+        beta=0.3,
+        sampled=SAMPLED,
+        most=most,
+    )
+    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
+    for packing, parts in CUTS:
+        loss = loss_of(stage, window.examples, logps, packing=packing, parts=parts)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        (found,) = torch.autograd.grad(loss, logps)
+        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+    batch = stage.collate(window.examples, packing=True)
+    meters = stage.loss("policy", Outputs(logps=logps), batch).metrics
+    each = [[min(math.exp(-1.5 - x), most) for x in SAMPLED[:n]] for n in lengths]
+    flat, whole = [w for row in each for w in row], [sum(row) / len(row) for row in each]
+    mean = sum(flat) if average == "tokens" else sum(whole)
+    assert meters["sampling_weight"].item() == pytest.approx(mean)
+    assert 0 < meters["sampling_weight_capped"] < sum(lengths)
+
+
+def test_weights_are_for_servers_and_can_be_turned_off():
+    for settings in ({}, {"sampler": SERVER, "max_sampling_weight": 0.0}):
+        stage = stage_of("grpo", **settings, passes=1, mini_batches=1)
+        window = stage.prepare(Rollouts(REWARDS, sampled=SAMPLED), PROMPTS)
+        assert not {"old", "sampled"} & set(window.examples[0])
+        batch = stage.collate(window.examples, packing=True)
+        logps = torch.zeros(batch.num_trained)
+        assert "sampling_weight" not in stage.loss("policy", Outputs(logps=logps), batch).metrics
 
 
 def test_a_single_step_needs_no_old_probabilities():
@@ -238,6 +298,7 @@ def test_the_row_is_kept_as_bytes_for_the_reward():
         {"reward": "r.py:f", "kl_estimator": "k1"},
         {"reward": "r.py:f", "reference": "other"},
         {"reward": "r.py:f", "beta": -0.1},
+        {"reward": "r.py:f", "max_sampling_weight": 3.0},
     ],
     ids=str,
 )

@@ -91,6 +91,8 @@ def test_a_server_samples_with_the_weights_of_now(form, method, tmp_path):
     found = gaps(made.run)
     assert len(found) == 2
     assert 0 < max(found) < 1e-4
+    weights = [row["sampling_weight"] for row in metrics(made.run) if "sampling_weight" in row]
+    assert weights == pytest.approx([1.0] * 2, abs=1e-4)
     sampled = [body for path, body in server.seen if path in ("/v1/completions", "/generate")]
     assert len(sampled) == 2 * 4  # a request for each prompt
     if form == "sglang":

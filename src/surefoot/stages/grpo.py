@@ -18,6 +18,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import FunctionPath, ModelPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
+from ..training.objectives.policy_gradient import truncated_weights
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, by_name, means, models_of, total
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 REFERENCE = "reference"
-TOKEN_COLUMNS = ("old", REFERENCE, "advantages", "kept")
+TOKEN_COLUMNS = ("old", REFERENCE, "advantages", "kept", "sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,11 @@ class GRPO:
     """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """
+    max_sampling_weight: float = 2.0
+    """A server rounds otherwise than training does, so each token of its responses has a weight,
+    its probability as trained by that as sampled, at most this (truncated importance sampling). 0:
+    all weigh the same.
+    """
 
     def __post_init__(self) -> None:
         if not self.reward:
@@ -183,7 +189,10 @@ class GRPO:
             **{name: (getattr(self, name) > 0, "positive") for name in positive},
             "clip": (self.clip is None or 0 < self.clip < 1, "between 0 and 1"),
             "dual_clip": (self.dual_clip > 1, "more than 1"),
-            "beta": (self.beta >= 0, "0 or more"),
+            **{
+                name: (getattr(self, name) >= 0, "0 or more")
+                for name in ("beta", "max_sampling_weight")
+            },
         }
 
     def _check_effects(self) -> None:
@@ -194,6 +203,9 @@ class GRPO:
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
         check_temperature("temperature", self.temperature)
         check_sampler(self.sampler, self.sampling_batch_size)
+        usual_weight = self.max_sampling_weight == GRPO.max_sampling_weight
+        if self.sampler.server is None and not usual_weight:
+            raise ValueError("max_sampling_weight has no effect without a server as sampler")
         if self.environment is None and self.max_turns != GRPO.max_turns:
             raise ValueError("max_turns has no effect without an environment")
         for name in ("kl_estimator", "reference"):
@@ -203,6 +215,11 @@ class GRPO:
     @property
     def _surrogate(self) -> Surrogate:
         return SURROGATES[self.surrogate]
+
+    @property
+    def _is_weighted(self) -> bool:
+        """Whether tokens weigh as much as they are more probable in training than as sampled."""
+        return self.sampler.server is not None and self.max_sampling_weight > 0
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -270,10 +287,12 @@ class GRPO:
 
     def _item(self, rollout: Rollout, advantage: float, *, is_masked: bool) -> Features:
         """A response to train on, or, masked, one that only counts in the mean."""
-        item = rollout.features(0.0 if is_masked else advantage)
-        if not self.mask_truncated_completions:
-            return item
-        return {**item, "kept": [int(not is_masked)] * rollout.num_sampled}
+        item = dict(rollout.features(0.0 if is_masked else advantage))
+        if self.mask_truncated_completions:
+            item["kept"] = [int(not is_masked)] * rollout.num_sampled
+        if self._is_weighted:
+            item["sampled"] = rollout.sampled_logps  # type: ignore[assignment]
+        return item
 
     def _rollouts(self, context: StageContext, examples: Sequence[Features]) -> list[Rollout]:
         """A group of responses to each prompt, one after the other."""
@@ -290,9 +309,9 @@ class GRPO:
 
     def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
         """With the log-probabilities of the reference, and those before the first of several steps:
-        in a single step they are those of the step itself."""
+        in a single step they are those of the step itself, which weights need before it."""
         roles = {REFERENCE: REFERENCE} if self.beta else {}
-        if self.passes * self.mini_batches > 1:
+        if self.passes * self.mini_batches > 1 or self._is_weighted:
             roles["old"] = POLICY
         for name, role in roles.items() if found else ():
             outputs = context.compute(role, found)
@@ -311,6 +330,13 @@ class GRPO:
         old_N = extras["old"].to(logps_N) if "old" in extras else logps_N.detach()
         gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
         measured = {"clip_ratio": is_clipped_N.to(logps_N)}
+        if "sampled" in extras:
+            weights_N = truncated_weights(
+                old_N, extras["sampled"].to(logps_N), self.max_sampling_weight
+            )
+            gains_N = gains_N * weights_N
+            measured["sampling_weight"] = weights_N
+            measured["sampling_weight_capped"] = (weights_N >= self.max_sampling_weight).to(logps_N)
         if self.beta:
             kl_N = KL[self.kl_estimator](logps_N, extras[REFERENCE].to(logps_N), old_N)
             gains_N = gains_N - self.beta * kl_N

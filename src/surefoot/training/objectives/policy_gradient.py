@@ -90,6 +90,13 @@ def sapo(
     return gate_N * advantages_N, is_good_N & ~is_good_N
 
 
+def truncated_weights(old_N: torch.Tensor, sampled_N: torch.Tensor, most: float) -> torch.Tensor:
+    """[N] truncated importance sampling: what a position counts that ``sampled_N`` drew, another
+    program with the same weights, its probability before the first step by that, at most ``most``.
+    (fengyao.notion.site/off-policy-rl; the KL penalty has no such weight, as in TRL.)"""
+    return (old_N - sampled_N).exp().clamp(max=most)
+
+
 def k1(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:
     """[N] an estimate of the KL divergence from the reference, the log-ratio (joschu.net/blog/
     kl-approx.html), times the ratio to the policy that sampled: so its gradient is that of the
