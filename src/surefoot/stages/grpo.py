@@ -152,7 +152,7 @@ class GRPO:
     (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
     """
     max_sampling_weight: float = 2.0
-    """A server rounds otherwise than training does, so each token of its responses has a weight,
+    """Rounding in a server differs from that in training, so each token of its responses weighs
     its probability as trained by that as sampled, at most this (truncated importance sampling). 0:
     all weigh the same.
     """
