@@ -6,9 +6,14 @@ import pytest
 import torch
 
 import surefoot
-from folders import save_adapter, save_model, save_recipe
+from folders import edit_json, save_adapter, save_model, save_recipe
+from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
+from surefoot.checkpoint.converting.targets.surefoot import SurefootCheckpoint
+from surefoot.checkpoint.reading.verification import verify
 from surefoot.errors import CheckpointError, ModelError, SurefootError
-from surefoot.inference import locate
+from surefoot.geometry.mesh import Mesh
+from surefoot.inference import export, locate, open_model
+from surefoot.inference.exporting.conversion import convert
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,100 @@ def test_plain_folders_are_models_or_adapters(tmp_path):
     save_adapter(tmp_path / "base", tmp_path / "adapter")
     assert not locate(tmp_path / "base").is_adapter
     assert locate(tmp_path / "adapter").is_adapter
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """A model, an adapter of it, and both in one folder, as after a merge."""
+    folder = tmp_path_factory.mktemp("merged")
+    save_model(folder / "base")
+    save_adapter(folder / "base", folder / "adapter")
+    shutil.copytree(export(folder / "adapter", folder / "merged"), folder / "left")
+    for path in (folder / "adapter").glob("adapter_*"):
+        shutil.copy(path, folder / "left")
+    return folder
+
+
+def train_with(folder, **model):
+    method = {"lora": {"rank": 4}} if "adapter" in model else "full"
+    recipe = save_recipe(folder, model=model, method=method)
+    surefoot.train(recipe, **{"train.max_steps": 1})
+
+
+READERS = {
+    "chat": lambda left, new: open_model(left),
+    "chat --adapter": lambda left, new: open_model(left.parent / "base", adapter=left),
+    "export": lambda left, new: export(left, new / "out"),
+    "export --base": lambda left, new: export(left.parent / "adapter", new / "out", base=left),
+    "to huggingface": lambda left, new: convert(left, new / "out", HuggingFaceModel()),
+    "to surefoot": lambda left, new: convert(left, new / "out", SurefootCheckpoint()),
+    "train": lambda left, new: train_with(new, path=str(left)),
+    "continued": lambda left, new: train_with(
+        new, path=str(left.parent / "base"), adapter=str(left)
+    ),
+    "verify": lambda left, new: expect_ok(verify(left)),
+}
+
+
+def expect_ok(report):
+    if report.problems:
+        raise CheckpointError(report.problems[0])
+
+
+@pytest.mark.parametrize("left_over", ["config and weights", "config"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_merged_model_with_its_adapter_is_refused_by_every_reader(
+    merged, tmp_path, reader, left_over
+):
+    left = tmp_path / "both" / "left"
+    shutil.copytree(merged / "left", left)
+    for name in ("base", "adapter"):
+        (left.parent / name).symlink_to(merged / name)
+    if left_over == "config":
+        (left / "adapter_model.safetensors").unlink()
+    (tmp_path / "new").mkdir()
+    with pytest.raises(
+        SurefootError, match=r"left: contains a model .*delete adapter_config\.json"
+    ):
+        READERS[reader](left, tmp_path / "new")
+    assert not (tmp_path / "new" / "out").exists()
+
+
+def test_the_named_cure_makes_it_the_merged_model(merged, tmp_path):
+    shutil.copytree(merged / "left", tmp_path / "left")
+    (tmp_path / "left" / "adapter_config.json").unlink()
+    assert not locate(tmp_path / "left").is_adapter  # weights of an adapter alone mean nothing
+    (tmp_path / "left" / "adapter_model.safetensors").unlink()
+    ids = torch.arange(60, 80)[None]
+    found, expected = (open_model(f).model(ids) for f in (tmp_path / "left", merged / "merged"))
+    assert torch.equal(found.logits, expected.logits)
+
+
+def test_a_base_that_is_an_adapter_is_refused(merged, tmp_path):
+    shutil.copytree(merged / "adapter", tmp_path / "second")
+    edit_json(
+        tmp_path / "second" / "adapter_config.json",
+        base_model_name_or_path=str(merged / "adapter"),
+    )
+    with pytest.raises(ModelError, match=r"its base .* is an adapter, too; merge that first"):
+        open_model(tmp_path / "second")
+    edit_json(
+        tmp_path / "second" / "adapter_config.json", base_model_name_or_path=str(merged / "left")
+    )
+    with pytest.raises(ModelError, match="left: contains a model"):
+        open_model(tmp_path / "second")
+
+
+def test_a_sharded_checkpoint_with_an_adapter_in_it_is_refused(tmp_path):
+    surefoot.train(save_recipe(tmp_path), **{"train.max_steps": 1})
+    convert(
+        tmp_path / "run" / "checkpoint-1", tmp_path / "sharded", SurefootCheckpoint(mesh=Mesh(2))
+    )
+    assert not locate(tmp_path / "sharded").is_adapter
+    save_adapter(tmp_path / "model", tmp_path / "adapter")
+    shutil.copy(tmp_path / "adapter" / "adapter_config.json", tmp_path / "sharded")
+    with pytest.raises(ModelError, match=r"sharded: contains a model .rank_00000"):
+        locate(tmp_path / "sharded")
 
 
 def test_folders_with_checkpoints_of_others_work_too(tmp_path):

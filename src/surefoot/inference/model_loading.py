@@ -34,6 +34,7 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import find_base, open_codec
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
+from ..storage.model_folder import is_adapter
 from .model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)
@@ -378,6 +379,11 @@ def _named_base(adapter: ModelLocation) -> ModelLocation:
     config = adapter.adapter_settings()
     name = config.get("base_model_name_or_path")
     if isinstance(name, str) and Path(name).is_dir():
+        if is_adapter(Path(name)):
+            raise ModelError(
+                f"{adapter}: its base {name} is an adapter, too; merge that first with `surefoot "
+                "export`, and name the result with --base"
+            )
         return ModelLocation(Path(name), is_adapter=False)
     sections = [adapter.recipe.model] if adapter.recipe else []
     if isinstance(name, str) and name and not Path(name).is_absolute():

@@ -20,6 +20,7 @@ from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_o
 from ..remote import remote_resume as remote
 from ..storage import files
 from ..storage.address import Address, is_address
+from ..storage.model_folder import is_adapter as has_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def _of_run(run: Path, damaged: Damaged) -> ModelLocation:
 def _with_recipe(folder: Path) -> ModelLocation:
     layout = detect_layout(folder)
     is_marked = layout is not None and layout.has_adapter_config
-    is_adapter = is_marked and (folder / ADAPTER).is_file()
+    is_adapter = has_adapter(folder) and is_marked
     path = folder / RUN_RECIPE
     if not path.is_file():
         return ModelLocation(folder, is_adapter)

@@ -35,6 +35,7 @@ from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
 from ..storage.files import read_json
+from ..storage.model_folder import is_adapter
 from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 
@@ -273,9 +274,9 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
 
 def _base_of(folder: Path) -> str | None:
     """The model that the adapter in ``folder`` is of; None if it is no adapter."""
-    file = folder / "adapter_config.json"
-    if not file.is_file():
+    if not is_adapter(folder):
         return None
+    file = folder / "adapter_config.json"
     base = read_json(file).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"{file}: names no base_model_name_or_path")

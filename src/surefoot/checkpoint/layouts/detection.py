@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ModelError
 from ...storage import files
+from ...storage.model_folder import is_adapter
 from ..disk import strict_json
 from ..disk.commit import named
 from ..disk.manifest import MANIFEST
@@ -57,7 +58,17 @@ def expect_layout(folder: Path) -> Layout:
         layout = detect_layout(folder)
         if layout is None:
             raise CheckpointError(_why_not(folder))
+        if not layout.has_manifest:  # which says what the weights are
+            _expect_one(folder)
     return layout
+
+
+def _expect_one(folder: Path) -> None:
+    """Raise ``CheckpointError`` if a folder has a model and an adapter."""
+    try:
+        is_adapter(folder)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def open_weights(folder: Path) -> FolderWeights:

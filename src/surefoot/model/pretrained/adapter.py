@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...errors import ModelError, counted
 from ...storage.files import read_json
+from ...storage.model_folder import is_adapter
 from ..adaptable import is_linear
 from ..adapters.dora import enable_float32_lengths
 from ..adapters.frozen import add_frozen, stacked_layers
@@ -251,7 +252,7 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "de
 
 
 def _check_config(folder: Path) -> None:
-    if not (folder / CONFIG).is_file():
+    if not is_adapter(folder):
         inside = sorted(path.parent.name for path in folder.glob("*/adapter_config.json"))
         of = f"; it contains several ({', '.join(inside)}): name one" if inside else ""
         raise ModelError(

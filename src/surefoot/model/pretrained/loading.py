@@ -27,6 +27,7 @@ from ...storage.address import is_address
 from ...storage.hubs import modelscope
 from ...storage.hubs.file_download import HubError
 from ...storage.hubs.huggingface import download_verified, prefetch, why_not_reached
+from ...storage.model_folder import is_adapter
 from ..section import ModelSection
 from .positions import read_config
 from .quantized import disable_relayout, quantization
@@ -68,7 +69,7 @@ def resolve(section: ModelSection, *, weights: bool = True) -> Path:
         raise ModelError(
             f"model.path: {folder} is a file; expected the folder that contains config.json"
         )
-    if (folder / "adapter_config.json").is_file():
+    if is_adapter(folder):
         raise ModelError(
             f"model.path: {folder} is an adapter; set model.adapter to it, and model.path to its "
             "base"
