@@ -45,6 +45,7 @@ lock: $(STAMP)  ## write the versions that `make` installs, here and for the ben
 		-o benchmarks/gpu/constraints.txt
 	$(COMPILE) benchmarks/requirements.txt -o benchmarks/constraints.txt
 	$(COMPILE) benchmarks/requirements-mindspore.txt -o benchmarks/constraints-mindspore.txt
+	$(COMPILE) benchmarks/requirements-transformers-4.txt -o benchmarks/constraints-transformers-4.txt
 
 NEWEST := .venv-newest
 
@@ -64,12 +65,17 @@ gpu: $(STAMP)  ## prove and measure everything on one GPU; PART=correct, speed, 
 	$(BIN)/python benchmarks/gpu/kit.py $(PART)
 
 MINDSPORE := benchmarks/.venv-mindspore
+TRANSFORMERS_4 := benchmarks/.venv-transformers-4
 
-interop: $(STAMP)  ## let MindSpore read what we wrote, in an environment of its own
+interop: $(STAMP)  ## let MindSpore and transformers 4 read what we wrote, in environments of their own
 	$(PYTHON) -m venv $(MINDSPORE)
 	$(MINDSPORE)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-mindspore.txt \
 		-c benchmarks/constraints-mindspore.txt
-	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python $(BIN)/pytest -n 2 tests/interop
+	$(PYTHON) -m venv $(TRANSFORMERS_4)
+	$(TRANSFORMERS_4)/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements-transformers-4.txt \
+		-c benchmarks/constraints-transformers-4.txt
+	MINDSPORE_PYTHON=$(CURDIR)/$(MINDSPORE)/bin/python \
+		TRANSFORMERS_4_PYTHON=$(CURDIR)/$(TRANSFORMERS_4)/bin/python $(BIN)/pytest -n 2 tests/interop
 
 docs: $(STAMP)  ## regenerate the reference pages and the picture of the house from the code
 	$(BIN)/python -m surefoot.cli.docs_pages docs/reference

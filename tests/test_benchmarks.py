@@ -45,7 +45,13 @@ def test_results_are_dated_and_name_the_machine():
 
 
 @pytest.mark.parametrize(
-    "name", ["requirements.txt", "requirements-mindspore.txt", "gpu/requirements.txt"]
+    "name",
+    [
+        "requirements.txt",
+        "requirements-mindspore.txt",
+        "requirements-transformers-4.txt",
+        "gpu/requirements.txt",
+    ],
 )
 def test_every_peer_is_pinned(name):
     lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -69,6 +70,7 @@ def test_an_unchanged_export_passes_and_the_receipt_has_its_figures(copied):
     done = run("verify", copied)
     assert (done.exit_code, done.stdout[:9]) == (0, "verified:"), done.output
     figures = json.loads((copied / NAME).read_text())["verified"]
+    assert figures["readers"] == [f"transformers {transformers.__version__}"]
     assert figures["passed"]
     assert figures["loss"] == pytest.approx(figures["checkpoint_loss"], abs=1e-4)
     assert figures["equal_tokens"] == figures["compared_tokens"] > 0

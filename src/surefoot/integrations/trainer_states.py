@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from ..checkpoint.disk.companions import tokenizer_of
 from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.states import ModuleState, NamedOptimizer
 from ..errors import RunError, counted
@@ -149,5 +150,6 @@ def _processing_files(trainer: Trainer) -> dict[str, bytes]:
     """The tokenizer's or processor's files; as in the Trainer, the collator's if there is none."""
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if isinstance(processing, PreTrainedTokenizerBase):
-        return companions.tokenizer_files(processing)
+        own = tokenizer_of(Path(processing.name_or_path))
+        return companions.tokenizer_files(processing, own)
     return {} if processing is None else companions.saved_files(processing)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from ..callbacks.jsonl import NAME as METRICS
 from ..callbacks.launches import NAME as LAUNCHES
 from ..callbacks.tensorboard import FOLDER as TENSORBOARD
+from ..checkpoint.disk.companions import tokenizer_of
 from ..data.text.codec import Codec
 from ..model.pretrained import companions
 from ..model.pretrained.base_identity import BaseModel
@@ -21,7 +23,8 @@ def build_saver(
     recipe: Recipe, policy: Network, codec: Codec, base: BaseModel, world: World
 ) -> Saver:
     """The saver of a run: the folder of its checkpoints, and their companions."""
-    files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer)}
+    own = tokenizer_of(Path(codec.tokenizer.name_or_path))
+    files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer, own)}
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
     return Saver(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import io
 import re
@@ -46,6 +47,12 @@ def check_package(artefact: Artefact) -> None:
             f"the package {name.replace('_', '-')}, which opens the artefact, is "
             f"not installed: {installation(name)}"
         )
+
+
+def readers(artefact: Artefact) -> list[str]:
+    """The packages that ``open_artefact`` reads it with, and their versions."""
+    names = dict.fromkeys(("transformers", PACKAGES.get(artefact.to, "transformers")))
+    return [f"{name} {importlib.metadata.version(name)}" for name in names]
 
 
 def open_artefact(target: Path, artefact: Artefact, base: Path | None) -> Any:

@@ -17,7 +17,7 @@ import torch
 from ...errors import DataError, ModelError, RecipeError
 from ...storage import files
 from ..model_loading import ModelFolders, find_parts, is_reward, open_model
-from .artefact_loading import check_package, open_artefact, v_head_of, without_bars
+from .artefact_loading import check_package, open_artefact, readers, v_head_of, without_bars
 from .card import write_quality
 from .comparison import ProbeComparison, compare
 from .probes import outputs_of, probes_of
@@ -104,7 +104,7 @@ def verify_export(
     compute = _rewards if is_reward(parts) else _texts
     result = compute(found, receipt, parts, on_phase)
     quality = None if result.quality is None else result.quality.as_data()
-    verified = result.comparison.as_data()
+    verified = {**result.comparison.as_data(), "readers": readers(receipt.artefact)}
     write_quality(found, update(found, receipt, verified=verified, quality=quality))
     return result
 

@@ -4,34 +4,66 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..adapters.frozen import has_frozen, together
 from ..section import ModelSection
+from .positions import with_old_rope
 
+_CONFIG, _TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+_EXPERTS = "num_experts"
 STRAY = ("is_local", "local_files_only")  # what transformers leaks into tokenizer_config.json
 
 
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and their like."""
+def tokenizer_files(
+    tokenizer: PreTrainedTokenizerBase, own: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """``tokenizer.json``, ``tokenizer_config.json``, ``chat_template.jinja`` and their like.
+
+    ``own`` are the files that it was loaded from. They stay as they are, but for what has changed
+    since: what transformers 5 writes in their place, transformers 4 does not open.
+    """
     files = saved_files(tokenizer)
-    config = json.loads(files["tokenizer_config.json"])
-    kept = {name: value for name, value in config.items() if name not in STRAY}
-    files["tokenizer_config.json"] = _json(kept)
-    return files
+    config = {n: v for n, v in json.loads(files[_CONFIG]).items() if n not in STRAY}
+    before = saved_files(type(tokenizer).from_pretrained(tokenizer.name_or_path)) if own else {}
+    stored = json.loads(own.get(_CONFIG, b"{}"))
+    named = {name: data for name, data in before.items() if "/" in name}  # other chat templates
+    if not own or _vocabulary(files) != _vocabulary(before):
+        if config.get("tokenizer_class") == "TokenizersBackend":  # a name of transformers 5
+            config["tokenizer_class"] = stored.get("tokenizer_class", "PreTrainedTokenizerFast")
+        if isinstance(config.get("extra_special_tokens"), list):  # there, names with their tokens
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        return {**named, **files, _CONFIG: _json(config)}
+    known = {n: v for n, v in json.loads(before[_CONFIG]).items() if n not in STRAY}
+    changed = {name: value for name, value in config.items() if value != known.get(name)}
+    files, before = ({n: f[n] for n in f if n.endswith(".jinja")} for f in (files, before))
+    if not changed and files.items() <= before.items():
+        return dict(own)
+    if stored.pop("chat_template", None) is None and not changed:
+        return {**own, **before, **files}
+    tokens = json.loads(own.get(_TOKENS, b"{}"))  # which has precedence in some versions
+    tokens |= {name: value for name, value in changed.items() if name in tokens}
+    maps = {_TOKENS: _json(tokens)} if tokens else {}
+    return {**own, **maps, **before, **files, _CONFIG: _json({**stored, **changed})}
+
+
+def _vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The content of ``tokenizer.json`` but for the state of its last call."""
+    content = json.loads(files.get("tokenizer.json", b"{}"))
+    return {**content, "padding": None, "truncation": None}
 
 
 def saved_files(processing: Any) -> dict[str, bytes]:
     """What the ``save_pretrained`` of a tokenizer or processor writes."""
     with tempfile.TemporaryDirectory() as folder:
         processing.save_pretrained(folder)
-        written = sorted(Path(folder).iterdir())
-        return {path.name: path.read_bytes() for path in written if path.is_file()}
+        written = sorted(Path(folder).rglob("*"))
+        return {str(p.relative_to(folder)): p.read_bytes() for p in written if p.is_file()}
 
 
 def model_files(
@@ -44,7 +76,7 @@ def model_files(
         folder: where it was loaded from, if it has custom code.
         stop_token_ids: tokens that end a response; added to the end-of-sequence tokens.
     """
-    config = json.loads(model.config.to_json_string(use_diff=True))
+    config = _whole_config(model.config)
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     code = {} if folder is None else {p.name: p.read_bytes() for p in sorted(folder.glob("*.py"))}
@@ -58,6 +90,13 @@ def model_files(
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return {**files, "generation_config.json": _json(generation)}
+
+
+def _whole_config(config: PretrainedConfig) -> dict[str, Any]:
+    stored = json.loads(config.to_json_string(use_diff=True))
+    if config.attribute_map.get(_EXPERTS) in stored:  # where transformers 4 has this name
+        stored[_EXPERTS] = stored[config.attribute_map[_EXPERTS]]
+    return with_old_rope(config.to_dict(), stored)
 
 
 def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[str, bytes]:
@@ -83,7 +122,7 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
     found = {"adapter_config.json": _json(plain)}
     if base is not None and base.max_positions is not None:
         inner: Any = model.get_base_model()  # type: ignore[operator]
-        found["config.json"] = _json(json.loads(inner.config.to_json_string(use_diff=True)))
+        found["config.json"] = _json(_whole_config(inner.config))
     return found
 
 

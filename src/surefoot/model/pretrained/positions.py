@@ -6,6 +6,7 @@ that was trained on an extended base gets one, with the positions of that base.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _NO_CONFIG = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeEr
 _SIZES = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
 _SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim"]
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
+_SCALED = ("gpt_oss", "apertus")  # whose default in transformers 4 is rescaled
+_ORIGINAL = "original_max_position_embeddings"
 
 
 class UnreadableConfigError(ModelError):
@@ -111,7 +114,47 @@ def changed_config(folder: Path, section: ModelSection) -> dict[str, object]:
     if section.max_positions is None:
         return {}
     config = read_config(folder, section)
-    return {POSITIONS: config.max_position_embeddings, ROPE: config.rope_parameters}
+    rope = config.rope_parameters
+    old = old_rope(rope, config.model_type)
+    return {POSITIONS: config.max_position_embeddings, ROPE: rope, **old}
+
+
+def with_old_rope(config: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """``stored``, what a ``config.json`` is to say, with the rotary embeddings of ``config`` also
+    as transformers 4 reads them: alone, ``rope_parameters`` are nothing to it, and the model
+    computes with the defaults. Newer versions read both, which say the same."""
+    found = {**stored, **old_rope(config.get(ROPE), str(config.get("model_type")))}
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and isinstance(stored.get("text_config"), Mapping):
+        found["text_config"] = with_old_rope(inner, stored["text_config"])
+    return found
+
+
+def old_rope(rope: object, model_type: str) -> dict[str, object]:
+    """The keys of transformers 4 for ``rope_parameters``; none for models that it does not have."""
+    if not isinstance(rope, Mapping):
+        return {}
+    local = rope.get("sliding_attention")
+    rope = rope.get("full_attention", rope)  # one for each type of layer
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope:
+        return {}
+    old = {"rope_theta": rope["rope_theta"]}
+    if isinstance(local, Mapping):
+        old["rope_local_base_freq"] = local.get("rope_theta")
+    if (part := rope.get("partial_rotary_factor")) is not None:
+        old["partial_rotary_factor"] = part
+    if model_type.startswith("gpt_neox"):
+        old |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": part}
+    if model_type.startswith("modernbert") and isinstance(local, Mapping):
+        old |= {"global_rope_theta": rope["rope_theta"], "local_rope_theta": local["rope_theta"]}
+    scaling = {key: rope[key] for key in rope if key not in ("rope_theta", "partial_rotary_factor")}
+    if model_type.startswith("phi3") and scaling.get("rope_type") == "longrope":  # these alone
+        old |= {key: scaling[key] for key in (_ORIGINAL,) if key in scaling}
+        scaling = {"type": "longrope", **{k: scaling[k] for k in scaling if k.endswith("_factor")}}
+    is_plain = scaling.keys() <= {"rope_type", "type"} and scaling.get("rope_type") == "default"
+    if is_plain and model_type not in _SCALED:
+        return old
+    return {**old, "rope_scaling": None if is_plain else scaling}
 
 
 def extension_of(adapter: Path) -> dict[str, Any]:
