@@ -12,6 +12,7 @@ from surefoot import __version__
 from surefoot.cli.main import COMMANDS, main
 from surefoot.data.rows.row_sources import find_files
 from surefoot.errors import DataError
+from surefoot.storage.os_errors import explain
 
 HEAVY = {"torch", "transformers", "peft", "pydantic", "numpy", "rich", "datasets", "asyncio"}
 HEAVY |= {"ruamel", "pyarrow", "tokenizers", "importlib.metadata"}
@@ -139,6 +140,18 @@ def test_what_the_disk_refuses_is_one_line_wherever_it_is_asked(command):
     command(fail)
     assert run("train").stderr.startswith("error: /root/x: no permission; ")
     assert "raise PermissionError" in run("train", "--verbose").stderr
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.EFBIG, errno.ENOSPC])
+def test_what_the_system_refuses_without_naming_a_file_is_one_line(command, code):
+    def fail():
+        raise OSError(code, os.strerror(code))
+
+    command(fail)
+    result = run("train")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"error: {explain(OSError(code, os.strerror(code)))}")
+    assert os.strerror(code) not in result.stderr  # but what to do
 
 
 def test_a_file_of_ours_that_is_missing_is_a_fault_of_ours(command):

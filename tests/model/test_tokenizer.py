@@ -1,11 +1,15 @@
 """Loading a tokenizer: what is missing is completed or refused, with the file at fault."""
 
+import errno
 import json
+import os
+import resource
 
 import pytest
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
+from surefoot.model.pretrained.companions import saved_files
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 
 
@@ -82,3 +86,17 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
 def test_a_hub_id_without_network_is_an_error_and_not_a_traceback():
     with pytest.raises(ModelError, match=r"someone/nothing: cannot load its tokenizer"):
         load_tokenizer("someone/nothing")
+
+
+@pytest.mark.parametrize("limit", [16, 1024])  # in what Python writes, and in what Rust does
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system(folder, limit):
+    tokenizer = load_tokenizer(folder)
+    if (child := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        try:
+            saved_files(tokenizer)
+        except OSError as error:
+            os._exit(error.errno)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG

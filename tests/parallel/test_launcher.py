@@ -139,6 +139,7 @@ def test_an_error_of_the_user_is_not_tried_again(tmp_path):
 
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+STOPS += [signal.SIGUSR2, signal.SIGXCPU]
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_a_signal_reaches_every_process_once_and_their_code_is_the_answer(tmp_pa
         with open(Path({str(tmp_path)!r}) / os.environ["RANK"], "a") as file:
             file.write(f"{{number}} ")
         sys.exit(128 + number)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in {[*map(int, STOPS)]}:
         signal.signal(number, stop)
     Path({str(tmp_path)!r}, "ready" + os.environ["RANK"]).touch()
     time.sleep(60)

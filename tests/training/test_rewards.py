@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -15,7 +17,7 @@ from surefoot.schema import read
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages.grpo import GRPO
 from surefoot.training.rewards.kinds import FunctionReward
-from surefoot.training.rewards.process import RewardProcess, Texts
+from surefoot.training.rewards.process import WORKER, RewardProcess, Texts
 from surefoot.training.rewards.reward import computed, means, names_of, rewarded, total
 
 
@@ -73,6 +75,7 @@ FAILURES = {
     "broken": "sums:1 .response 'bad'.: ZeroDivisionError",
     "unclear": "sums:1 .*expected a finite number or None for a reward, got nan",
     "ending": "ended its process with code 7",
+    "leaving": "SystemExit: .*enough .stage_rewards.py:",
     "hanging": "sums:1 .*took more than 0.5 seconds .reward_timeout.",
 }
 
@@ -91,6 +94,23 @@ def test_a_response_whose_reward_fails_can_be_skipped(process, name):
     seconds = 0.5 if name == "hanging" else 20.0
     given = texts("a", "bad", "c")
     assert rewards(process, function(name), given, "skip", seconds) == [1.0, None, 1.0]
+
+
+def test_a_worker_whose_trainer_was_killed_says_nothing():
+    """Its last result has no reader. The text of a function that exits is not printed, either."""
+    task = {"rule": "function", "settings": {"path": f"{REWARD}:leaving"}, "columns": {}}
+    task |= {"prompts": ["p"], "completions": ["c"], "lengths": [1], "ids": [], "sessions": [0]}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as nowhere:
+        done = subprocess.run(
+            [sys.executable, "-P", WORKER],
+            input=json.dumps(task).encode() + b"\n",
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_file_is_checked_before_a_run(process):

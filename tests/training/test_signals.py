@@ -10,6 +10,7 @@ import pytest
 from surefoot.training.control.signals import INSISTENT, StopSignal
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+STOPS += [signal.SIGUSR2, signal.SIGXCPU]
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,8 @@ def test_a_signal_is_a_request(number):
         (signal.SIGUSR1, signal.SIGTERM),  # of SLURM, before the limit and at it
         (signal.SIGHUP, signal.SIGTERM),  # of systemd
         (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1),
+        (signal.SIGXCPU, signal.SIGXCPU, signal.SIGTERM),  # each second, until the hard limit
+        (signal.SIGUSR1, signal.SIGUSR2),  # of Grid Engine
     ],
 )
 def test_what_follows_by_itself_does_not_end_the_run_at_once(later):

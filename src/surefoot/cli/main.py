@@ -20,7 +20,8 @@ from ..terminal_text import visible
 _ECHO = 10.0  # seconds for the process that has more to say, upon which the launcher ends this one
 # what a path or a disk of the user's causes, wherever it is looked at, and no code of ours does
 _OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}
-_OF_THE_DISK |= {errno.ENOSPC, errno.EDQUOT}
+# what the system refuses, whether it names a file or, in writing or in starting a process, none
+_OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE}
 # name -> what it does, in the order of help; the command stands in the module of that name
 COMMANDS = {
     "demo": "Train a bundled model on bundled data, and show what it has learned.",
@@ -149,7 +150,8 @@ class Commands(click.Group):
                 traceback.print_exc()
             raise failure_of(error) from error
         except OSError as error:
-            if error.errno not in _OF_THE_DISK or error.filename is None:
+            is_of_a_file = error.errno in _OF_THE_DISK and error.filename is not None
+            if not is_of_a_file and error.errno not in _OF_THE_SYSTEM:
                 raise
             if ctx.params["verbose"]:
                 traceback.print_exc()

@@ -50,9 +50,9 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     learning_rate=5e-5; or its arguments take the place of both: --stage sft --do_train True ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
-    verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or SIGUSR1 it finishes the
-    step, saves, and exits with 128 + the signal's number. It exits with 3 if it has ended, but
-    has skipped steps, as train.on_nan allows.
+    verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU
+    it finishes the step, saves, and exits with 128 + the signal's number. It exits with 3 if it has
+    ended, but has skipped steps, as train.on_nan allows.
     """
     words = (recipe, *overrides)
     loaded, translation = _load(words)  # errors come before the slow imports

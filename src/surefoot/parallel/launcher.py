@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, RunError
+from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
 from .launch_environment import LAUNCHER, launched
 from .section import ParallelSection
 from .world import die_with_launcher
@@ -27,7 +27,6 @@ from .world import die_with_launcher
 logger = logging.getLogger(__name__)
 _PAUSE = 0.05  # seconds between two looks
 _GRACE = 5.0  # seconds for a process to end after another one has failed
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _ENDED = (0, SKIPPED_STEPS)
 _USER_ERROR = 2
 _MOST_LOWERED = 64  # halvings of batch sizes in one run, of training, forward passes and sampling
@@ -95,7 +94,8 @@ class _ProcessGroup:
     def run(self) -> int:
         """Start all and wait for them: 0, or the code of the first that failed, as a shell reports
         it. Raises ``RunError`` if one cannot be started."""
-        heard = [s for s in _STOPS if signal.getsignal(s) != signal.SIG_IGN]  # nohup ignores one
+        # nohup ignores one
+        heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._hand_on) for number in heard}
         try:
             self.start()

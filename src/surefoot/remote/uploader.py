@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, SurefootError
+from ..errors import STOP_SIGNALS, CheckpointError, SurefootError
 from ..storage import files
 from ..storage.address import Address
 from .run_files import Stamp, push
@@ -26,7 +26,6 @@ from .store import Store
 from .uploading import remove, upload
 
 LOCK = ".upload.lock"
-_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the process that trains
 _PAUSE = 0.2  # seconds between two looks at a lock
 
 
@@ -68,7 +67,7 @@ class Uploader:
 
 def main(url: str, folder: Path, seconds: float) -> None:
     """Serve until the end of the input."""
-    for number in _DEAF:
+    for number in STOP_SIGNALS:  # for the process that trains
         signal.signal(number, signal.SIG_IGN)
     os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
     uploader = Uploader(Store(Address(url), seconds=seconds), folder)

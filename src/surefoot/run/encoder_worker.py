@@ -112,7 +112,8 @@ def _end(process: subprocess.Popen[bytes], folder: Path, pid: int) -> None:
 def main(recipe: Path) -> int:
     """Encode all training datasets; the exit code."""
     die_with_launcher()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to all; it is for the training
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # schedulers send them to all
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     try:
         loaded = load(recipe)

@@ -26,8 +26,9 @@ _REASONS = {
     errno.ENAMETOOLONG: "the name is too long",
     errno.ESTALE: "another machine has replaced or removed it meanwhile; try again",
     errno.EBUSY: "another process still has it open; end that process or try again later",
-    errno.EFBIG: "the file system does not allow files this large",
+    errno.EFBIG: "the file system, or `ulimit -f`, does not allow files this large",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
+    errno.ENFILE: "too many files are open on this machine; end other programs",
 }
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 from optuna.trial import TrialState
 
-from ..errors import SKIPPED_STEPS, RecipeError, RunError
+from ..errors import SKIPPED_STEPS, STOP_SIGNALS, RecipeError, RunError
 from . import files, trial_process
 from .objective import Objective, ReportedValue
 from .results import Results, fingerprint, gather, trial_folder
@@ -236,7 +236,7 @@ class Sweep:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """Inside, a signal stops the trials, which save."""
-        heard = [s for s in trial_process.STOPS if signal.getsignal(s) != signal.SIG_IGN]
+        heard = [s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._stop) for number in heard}
         try:
             yield

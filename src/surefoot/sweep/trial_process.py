@@ -14,7 +14,7 @@ from pathlib import Path
 from ..callbacks.launches import HEARTBEAT
 from ..callbacks.training_process import LOG, start_training
 from ..checkpoint.disk.commit import committed
-from ..errors import SKIPPED_STEPS
+from ..errors import SKIPPED_STEPS, STOP_SIGNALS
 from ..parallel.launch_environment import LAUNCHER
 from ..storage.files import open_inside, read_inside
 from ..storage.folder_lock import NAME as RUN_LOCK
@@ -22,8 +22,7 @@ from ..storage.folder_lock import is_held
 from .files import METRICS, read_json
 from .objective import Record
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOPPED = tuple(128 + number for number in STOPS)
+STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 ENDED = (0, SKIPPED_STEPS)
 RESULTS, TRAINER_STATE = "all_results.json", "trainer_state.json"
 _PATIENCE = 120.0  # seconds for a run to save

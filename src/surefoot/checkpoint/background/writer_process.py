@@ -22,7 +22,7 @@ from typing import cast
 
 import surefoot
 
-from ...errors import CheckpointError
+from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.stalls import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ..saving.job import MOST_ATTEMPTS, Job, Saved, Shard
@@ -32,8 +32,6 @@ from .file_image import image_of
 from .snapshot_buffer import FileImages, SnapshotBuffer, places
 
 logger = logging.getLogger(__name__)
-# meant for the process that trains
-_DEAF = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
 _WARNING = 60.0  # seconds in which it writes nothing, until a warning
 _PATIENCE = 900.0  # the same, until it is killed
@@ -150,7 +148,7 @@ class _Writer:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
         command = [sys.executable, "-P", "-m", "surefoot.checkpoint.background.writer"]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEAF)  # the process inherits the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
         try:
             self.process = subprocess.Popen(
                 [*command, str(arena.descriptor), str(arena.size)],

@@ -19,6 +19,7 @@ import torch
 
 from ...batch import Window
 from ...data.order.loader import Loader
+from ...errors import STOP_SIGNALS
 from ...model.precision import choose
 from ...model.pretrained.loading import device
 from ...recipe.recipe import Recipe
@@ -26,7 +27,6 @@ from ...run.assembly import build
 from ...run.machine.device_choices import used_by
 from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback
-from ...training.control.signals import SIGNALS
 from ...training.state import TrainerControl, TrainerState
 from ...training.windows import num_steps
 from ..estimate.batches import heaviest
@@ -62,7 +62,7 @@ class Meter(TrainerCallback):
 
     def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """The window exists. A signal ends the run at once, because there is nothing to save."""
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         self.clock.turn("rest")
 

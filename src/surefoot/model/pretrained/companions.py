@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +63,14 @@ def _vocabulary(files: Mapping[str, bytes]) -> dict[str, Any]:
 def saved_files(processing: Any) -> dict[str, bytes]:
     """What the ``save_pretrained`` of a tokenizer or processor writes."""
     with tempfile.TemporaryDirectory() as folder:
-        processing.save_pretrained(folder)
+        try:
+            processing.save_pretrained(folder)
+        except Exception as error:  # the Rust part of tokenizers knows no OSError
+            code = re.search(r"\(os error (\d+)\)", str(error))
+            if code is None:
+                raise
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), str(Path(folder).parent)) from error
         written = sorted(Path(folder).rglob("*"))
         return {str(p.relative_to(folder)): p.read_bytes() for p in written if p.is_file()}
 

@@ -8,17 +8,16 @@ import signal
 import threading
 from types import FrameType
 
+from ...errors import STOP_SIGNALS
+
 logger = logging.getLogger(__name__)
-# SIGHUP: the terminal was closed. SIGUSR1: SLURM's usual warning before the time limit.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these exits immediately
 _OUTPUTS = (1, 2)  # descriptors
 
 
 def stop_signals() -> list[signal.Signals]:
     """The signals that stop a run: without those that are ignored, as SIGHUP is under nohup."""
-    kept = (signal.SIGHUP, signal.SIGUSR1)
-    return [s for s in SIGNALS if s not in kept or signal.getsignal(s) != signal.SIG_IGN]
+    return [s for s in STOP_SIGNALS if s in INSISTENT or signal.getsignal(s) != signal.SIG_IGN]
 
 
 class StopSignal:
@@ -50,6 +49,7 @@ class StopSignal:
         if number == signal.SIGHUP:
             self._leave_closed_terminals()
         # A closed terminal may send SIGHUP twice, and SIGTERM may follow SIGUSR1: neither insists.
+        # The kernel sends SIGXCPU each second.
         self._num_insistent += number in INSISTENT
         if self._num_insistent > 1:
             signal.signal(number, signal.SIG_DFL)

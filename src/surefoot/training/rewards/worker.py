@@ -348,7 +348,7 @@ def _checked(value: object) -> float | None:
     return number
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """``error`` with the line of the user's file that raised it, or that called what did."""
     if isinstance(error, WrongError):
         return str(error)
@@ -367,7 +367,7 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Compute every task on stdin until it ends."""
-    for number in (signal.SIGINT, signal.SIGUSR1):  # for the process that trains
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # for the trainer
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     tasks: TextIO = os.fdopen(os.dup(0), encoding="utf-8")
@@ -376,9 +376,15 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for line in tasks:
         task = json.loads(line)
-        made = replies(task) if "events" in task else result(task)
-        results.write(f"{json.dumps(made, default=str)}\n")
-        results.flush()
+        try:
+            made = replies(task) if "events" in task else result(task)
+        except SystemExit as error:  # Python would print its text as it is
+            made = {"error": _said(error)}
+        try:
+            results.write(f"{json.dumps(made, default=str)}\n")
+            results.flush()
+        except BrokenPipeError:  # the process that trains was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":
