@@ -34,6 +34,7 @@ class Rollouts:
     seen: dict = field(default_factory=dict)
     cut: tuple = ()  # numbers of the responses that do not end
     sampled: tuple = (0.0,)  # log-probabilities of the tokens of a response
+    reference: tuple = (-1.5,)  # the same by the reference
 
     def generate(self, prompts, settings, turn=0):
         self.seen["settings"] = settings
@@ -50,7 +51,8 @@ class Rollouts:
 
     def compute(self, role, examples, spec=None):
         counts = [sum(label >= 0 for label in item["labels"]) for item in examples]
-        return [Outputs(logps=torch.full((n,), -1.5, dtype=torch.float64)) for n in counts]
+        logps = self.reference if role == "reference" else (-1.5,)
+        return [Outputs(logps=torch.from_numpy(np.resize(logps, n))) for n in counts]
 
 
 def loop(stage, logps, window):
@@ -228,6 +230,77 @@ def test_tokens_that_a_server_sampled_have_trls_truncated_weights(average, steps
     mean = sum(flat) if average == "tokens" else sum(whole)
     assert meters["sampling_weight"].item() == pytest.approx(mean)
     assert 0 < meters["sampling_weight_capped"] < sum(lengths)
+
+
+REFERENCE = (-1.2, -2.5, -1.0, -1.6)
+
+
+def rloo_loss(logps, lengths, beta, masked, sampled):
+    """TRL's RLOOTrainer: ``per_token_kl``, ``kl``, ``baselines`` and ``per_sequence_loss``."""
+    kls = [sum(-1.5 - x for x in REFERENCE[:n]) for n in lengths]
+    rewards = [
+        None if reward is None else reward - beta * kl * (number not in masked)
+        for number, (reward, kl) in enumerate(zip(REWARDS, kls, strict=True))
+    ]
+    losses, at = [], 0
+    for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        start = number - number % 3
+        others = [
+            r for i in range(start, start + 3) if i != number and (r := rewards[i]) is not None
+        ]
+        advantage = (
+            0.0 if reward is None or number in masked else reward - sum(others) / len(others)
+        )
+        ratio = math.exp(sum(logps[at : at + length]) + 1.5 * length)
+        gain = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        if sampled:
+            gain *= min(math.exp(sum(-1.5 - x for x in sampled[:length])), 2.0)
+        losses.append(-gain)
+        at += length
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("masked", [(), (0, 4)])
+@pytest.mark.parametrize("sampled", [(), SAMPLED])
+def test_rloo_is_trls(beta, masked, sampled):
+    server = {"sampler": SERVER} if sampled else {}
+    stage = stage_of(
+        "grpo", surrogate="rloo", beta=beta, mask_truncated_completions=bool(masked), **server
+    )
+    context = Rollouts(REWARDS, cut=masked, sampled=sampled or (-1.5,), reference=REFERENCE)
+    window = stage.prepare(context, PROMPTS)
+    lengths = [len(item["advantages"]) for item in window.examples]
+    if beta:
+        kls = [sum(-1.5 - x for x in REFERENCE[:n]) for n in lengths]
+        kept = [kl for number, kl in enumerate(kls) if number not in masked]
+        assert window.figures["kl"] == pytest.approx(sum(kept) / 9)
+        assert "reference" not in window.examples[0]
+    assert window.figures["reward"] == pytest.approx(5.5 / 8)
+    logps = torch.linspace(-2, -1, sum(lengths), dtype=torch.float64, requires_grad=True)
+    formula = partial(rloo_loss, lengths=lengths, beta=beta, masked=masked, sampled=sampled)
+    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
+    for packing, parts in CUTS:
+        loss = loss_of(stage, window.examples, logps, packing=packing, parts=parts)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        (found,) = torch.autograd.grad(loss, logps)
+        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_right"),
+    [
+        *[("advantage", "rloo", True), ("advantage", "dr_grpo", False)],
+        *[("average_over", "tokens", False), ("kl_estimator", "k1", True)],
+    ],
+)
+def test_rloo_decides_what_belongs_to_it(name, value, is_right):
+    settings = {"reward": "r.py:f", "surrogate": "rloo", "beta": 0.1, name: value}
+    if is_right:
+        assert read(GRPO, settings).surrogate == "rloo"
+    else:
+        with pytest.raises(RecipeError, match=f"{name} is always .* with surrogate: rloo"):
+            read(GRPO, settings)
 
 
 def test_weights_are_for_servers_and_can_be_turned_off():

@@ -18,7 +18,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
 from ..schema.locations import FunctionPath, ModelPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
-from ..training.objectives.policy_gradient import truncated_weights
+from ..training.objectives.policy_gradient import of_response, truncated_weights
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
 from ..training.rewards import OF_TEXT, REWARDS
 from ..training.rewards.reward import Reward, by_name, means, models_of, total
@@ -84,10 +84,13 @@ class GRPO:
     """How often the responses of a window are trained on."""
     mini_batches: int = 1
     """Optimizer steps of each pass."""
-    surrogate: Literal["clip", "dual_clip", "cispo", "gspo", "sapo"] = "clip"
+    surrogate: Literal["clip", "dual_clip", "cispo", "gspo", "sapo", "rloo"] = "clip"
     """What is maximized. ``clip`` is PPO's (arXiv:1707.06347), ``dual_clip`` bounds it below
     (arXiv:1912.09729), ``cispo`` clips weights and no gradients (arXiv:2506.13585), ``gspo`` has
-    one ratio per response (arXiv:2507.18071), ``sapo`` a soft bound (arXiv:2511.20347).
+    one ratio per response (arXiv:2507.18071), ``sapo`` a soft bound (arXiv:2511.20347). ``rloo``
+    is all of RLOO (arXiv:2402.14740): a response is one action, with the ratio of the probabilities
+    of all of it; ``advantage`` is ``rloo``, the mean is over responses, and ``beta`` lowers the
+    reward by the KL divergence of the response.
     """
     clip: float | None = None
     """By how much a probability ratio may fall before its gradient is clipped. Unset: 0.2, of
@@ -108,7 +111,8 @@ class GRPO:
     ] = "group"
     """How a reward becomes an advantage. ``group``: less the mean of its group, in standard
     deviations; ``dr_grpo``: not divided by these (arXiv:2503.20783); ``rloo``: less the mean of
-    the others (arXiv:2402.14740); ``reinforce_plus_plus``: whitened over all tokens of the window,
+    the others (the baseline of arXiv:2402.14740; ``surrogate: rloo`` is all of it);
+    ``reinforce_plus_plus``: whitened over all tokens of the window,
     ``reinforce_plus_plus_baseline``: after its group's mean (arXiv:2501.03262).
     """
     average_over: Literal["responses", "tokens", "max_new_tokens"] = "responses"
@@ -201,6 +205,9 @@ class GRPO:
         for name in sorted(known - {*self._surrogate.settings}):
             if getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
+        for name, own in self._surrogate.own.items():
+            if getattr(self, name) not in (own, getattr(GRPO, name)):
+                raise ValueError(f"{name} is always {own} with surrogate: {self.surrogate}")
         check_temperature("temperature", self.temperature)
         check_sampler(self.sampler, self.sampling_batch_size)
         usual_weight = self.max_sampling_weight == GRPO.max_sampling_weight
@@ -220,6 +227,15 @@ class GRPO:
     def _is_weighted(self) -> bool:
         """Whether tokens weigh as much as they are more probable in training than as sampled."""
         return self.sampler.server is not None and self.max_sampling_weight > 0
+
+    @property
+    def _is_kl_in_reward(self) -> bool:
+        return self.beta > 0 and self._is_one_action
+
+    @property
+    def _is_one_action(self) -> bool:
+        """Whether a response is one action, as in RLOO."""
+        return self.surrogate == "rloo"
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -265,13 +281,18 @@ class GRPO:
         rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
         by_reward = rewarded.by_reward
         rewards = total(by_reward, [one.weight for one in self.reward])
-        starts = range(0, len(rewards), self.group_size)
-        groups = [rewards[start : start + self.group_size] for start in starts]
-        advantages = ADVANTAGES[self.advantage](groups, [one.num_sampled for one in rollouts])
+        groups = self._groups(rewards)
         more = means([*named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
         figures = {**rewarded.metrics, **_figures(rewards, groups, rollouts), **more, **gaps}
         is_cut = [self.mask_truncated_completions and one.is_cut for one in rollouts]
+        if self._is_kl_in_reward:
+            kls = self._kls(context, rollouts, is_cut)
+            figures["kl"] = math.fsum(kls) / len(kls)
+            pairs = zip(rewards, kls, strict=True)
+            groups = self._groups([None if r is None else r - self.beta * kl for r, kl in pairs])
+        advantage = self._surrogate.own.get("advantage", self.advantage)
+        advantages = ADVANTAGES[advantage](groups, [one.num_sampled for one in rollouts])
         if not any(a for a, is_masked in zip(advantages, is_cut, strict=True) if not is_masked):
             return Prepared((), figures)
         dropped = [self.drop_flat_groups and is_flat(g) for g in groups for _ in g]
@@ -284,6 +305,26 @@ class GRPO:
             and not (is_dropped or (is_masked and self.average_over == "tokens"))
         ]
         return Prepared(self._with_columns(context, found), figures)
+
+    def _groups(self, rewards: Sequence[float | None]) -> list[Sequence[float | None]]:
+        starts = range(0, len(rewards), self.group_size)
+        return [rewards[start : start + self.group_size] for start in starts]
+
+    def _kls(
+        self, context: StageContext, rollouts: Sequence[Rollout], is_masked: Sequence[bool]
+    ) -> list[float]:
+        """The log-ratio of the policy that sampled and the reference, summed over each response; 0
+        of those that are not trained on, as in TRL."""
+        pairs = zip(rollouts, is_masked, strict=True)
+        chosen = [i for i, (one, is_out) in enumerate(pairs) if one.num_sampled and not is_out]
+        items = [rollouts[i].features(0.0) for i in chosen]
+        found = [0.0] * len(rollouts)
+        both = [context.compute(role, items) if items else [] for role in (POLICY, REFERENCE)]
+        for i, own, other in zip(chosen, *both, strict=True):
+            assert own.logps is not None
+            assert other.logps is not None
+            found[i] = float((own.logps.double() - other.logps.double()).sum())
+        return found
 
     def _item(self, rollout: Rollout, advantage: float, *, is_masked: bool) -> Features:
         """A response to train on, or, masked, one that only counts in the mean."""
@@ -310,7 +351,7 @@ class GRPO:
     def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
         """With the log-probabilities of the reference, and those before the first of several steps:
         in a single step they are those of the step itself, which weights need before it."""
-        roles = {REFERENCE: REFERENCE} if self.beta else {}
+        roles = {REFERENCE: REFERENCE} if self.beta and not self._is_kl_in_reward else {}
         if self.passes * self.mini_batches > 1 or self._is_weighted:
             roles["old"] = POLICY
         for name, role in roles.items() if found else ():
@@ -331,13 +372,14 @@ class GRPO:
         gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
         measured = {"clip_ratio": is_clipped_N.to(logps_N)}
         if "sampled" in extras:
-            weights_N = truncated_weights(
-                old_N, extras["sampled"].to(logps_N), self.max_sampling_weight
-            )
+            gaps_N = old_N - extras["sampled"].to(logps_N)
+            if self._is_one_action:
+                gaps_N = of_response(gaps_N, extras["owner"], len(extras["lengths"]))
+            weights_N = truncated_weights(gaps_N, self.max_sampling_weight)
             gains_N = gains_N * weights_N
             measured["sampling_weight"] = weights_N
             measured["sampling_weight_capped"] = (weights_N >= self.max_sampling_weight).to(logps_N)
-        if self.beta:
+        if self.beta and not self._is_kl_in_reward:
             kl_N = KL[self.kl_estimator](logps_N, extras[REFERENCE].to(logps_N), old_N)
             gains_N = gains_N - self.beta * kl_N
             measured["kl"] = kl_N.detach()

@@ -72,6 +72,26 @@ def gspo(
     return _clipped(ratio_N, advantages_N, clip, clip_high)
 
 
+def rloo(
+    logps_N: torch.Tensor,
+    old_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    owner_N: torch.Tensor,
+    lengths_A: torch.Tensor,
+    clip: float,
+    clip_high: float,
+) -> Gains:
+    """RLOO (arXiv:2402.14740): a response is one action, so ``clipped`` with the ratio of the
+    probabilities of all of it; each of its positions has that gain."""
+    log_ratio_N = of_response(logps_N - old_N, owner_N, len(lengths_A))
+    return _clipped(log_ratio_N.exp(), advantages_N, clip, clip_high)
+
+
+def of_response(values_N: torch.Tensor, owner_N: torch.Tensor, num_responses: int) -> torch.Tensor:
+    """[N] the sum over its response, at each position."""
+    return spread_over_answers(sums_of_answers(values_N, owner_N, num_responses), owner_N)
+
+
 def sapo(
     logps_N: torch.Tensor,
     old_N: torch.Tensor,
@@ -90,11 +110,12 @@ def sapo(
     return gate_N * advantages_N, is_good_N & ~is_good_N
 
 
-def truncated_weights(old_N: torch.Tensor, sampled_N: torch.Tensor, most: float) -> torch.Tensor:
-    """[N] truncated importance sampling: what a position counts that ``sampled_N`` drew, another
-    program with the same weights, its probability before the first step by that, at most ``most``.
-    (fengyao.notion.site/off-policy-rl; the KL penalty has no such weight, as in TRL.)"""
-    return (old_N - sampled_N).exp().clamp(max=most)
+def truncated_weights(gaps_N: torch.Tensor, most: float) -> torch.Tensor:
+    """[N] truncated importance sampling: what a position counts that another program sampled with
+    the same weights, its probability before the first step by that as sampled, at most ``most``.
+    ``gaps_N`` is the logarithm of that ratio. (fengyao.notion.site/off-policy-rl; the KL penalty
+    has no such weight, as in TRL.)"""
+    return gaps_N.exp().clamp(max=most)
 
 
 def k1(logps_N: torch.Tensor, reference_N: torch.Tensor, old_N: torch.Tensor) -> torch.Tensor:

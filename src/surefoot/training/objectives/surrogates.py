@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import policy_gradient
@@ -40,6 +40,7 @@ class Surrogate:
     clip: float = 0.2
     clip_high: float | None = None  # None: that of clip
     settings: Collection[str] = ("clip", "clip_high")
+    own: Mapping[str, str] = field(default_factory=dict)  # settings that it decides
 
 
 SURROGATES: Mapping[str, Surrogate] = {
@@ -61,6 +62,10 @@ SURROGATES: Mapping[str, Surrogate] = {
     "sapo": Surrogate(
         lambda p: policy_gradient.sapo(*p.three, *p.temperatures),
         settings=("sapo_temperature", "sapo_temperature_negative"),
+    ),
+    "rloo": Surrogate(
+        lambda p: policy_gradient.rloo(*p.three, p.owner, p.lengths, p.clip, p.clip_high),
+        own={"advantage": "rloo", "average_over": "responses", "kl_estimator": "k1"},
     ),
 }
 KL = {"k1": policy_gradient.k1, "k3": policy_gradient.k3}
