@@ -6,6 +6,8 @@ import os
 import resource
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
@@ -100,3 +102,57 @@ def test_a_tokenizer_that_cannot_be_written_is_an_error_of_the_system(folder, li
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == errno.EFBIG
+
+
+def typed(folder, kind, model_type, **config):
+    """A folder with a tokenizer of ``kind`` in a model of another type."""
+    tiny_tokenizers.tokenizer(kind).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    names = {"eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**names, **config}))
+
+
+OTHERWISE = "tokenizer_class.: .PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "cure"),
+    [
+        ("gpt2", "qwen3", OTHERWISE),
+        ("llama2", "qwen3", OTHERWISE),
+        ("qwen", "gpt2", OTHERWISE),
+        ("gpt2", "qwen2", "takes Qwen2Tokenizer for all models of the type qwen2"),
+    ],
+)
+def test_a_class_that_tokenizes_differently_from_its_file_is_refused(
+    tmp_path, kind, model_type, cure
+):
+    typed(tmp_path, kind, model_type)
+    text = "It's 12345 words.\n\n  你好"
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    expected = expected.encode(text, add_special_tokens=False).ids
+    with pytest.raises(ModelError, match=cure):
+        load_tokenizer(tmp_path)
+    if cure == OTHERWISE:
+        typed(tmp_path, kind, model_type, tokenizer_class="PreTrainedTokenizerFast")
+        assert load_tokenizer(tmp_path).encode(text, add_special_tokens=False) == expected
+        typed(tmp_path, kind, model_type)
+    built = AutoTokenizer.from_pretrained(tmp_path)
+    built.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode(text) == built.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "name"),
+    [
+        ("qwen", "qwen2", "Qwen2Tokenizer"),
+        ("llama3", "qwen3", "Qwen2Tokenizer"),
+        ("gpt2", "gpt2", "GPT2Tokenizer"),
+        ("metaspace", "llama", "LlamaTokenizer"),
+        ("llama2", "llama", "LlamaTokenizer"),
+    ],
+)
+def test_a_class_that_tokenizes_as_its_file_is_loaded(tmp_path, kind, model_type, name):
+    added = {"additional_special_tokens": ["<new>"], "add_bos_token": True}
+    typed(tmp_path, kind, model_type, tokenizer_class=name, **added)
+    assert type(load_tokenizer(tmp_path)).__name__ == name

@@ -5,14 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import AddedToken
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import (
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+)
 
 from ...errors import ModelError
 from ...storage.files import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+# Each family of tokenizers splits one of these in its own way. None begins with a space or special
+# token: behind these, the classes of SentencePiece models put spaces as they choose.
+PROBES = (
+    "Hello world",
+    "it's DON'T we'll",
+    "12345 1,234.5",
+    "x = [1, -2]; // y != z",
+    "a  b   c\td",
+    "one\ntwo\n\nthree\r\n\n  four \n",
+    "über naïve e\u0301 ﬁ ½",
+    "x你好，世界。 こんにちは 안녕",
+    "a🙂👍🏽 \u00a0b\u200bc",
+)
 
 
 def load_tokenizer(
@@ -22,7 +38,8 @@ def load_tokenizer(
 
     Without a padding token, it pads with the end-of-sequence token; padding is always masked.
 
-    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, or no end-of-sequence token.
+    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, no end-of-sequence token, or
+    a class that tokenizes differently from the ``tokenizer.json``.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -38,6 +55,7 @@ def load_tokenizer(
             f"{path}: {type(tokenizer).__name__} has no fast (Rust) version; "
             "save it as tokenizer.json first"
         )
+    _check_class(tokenizer, path)
     _complete(tokenizer, path)
     new = [t for t in dict.fromkeys(new_special_tokens) if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], True)
@@ -48,6 +66,56 @@ def _check_files(folder: Path) -> None:
     if not any((folder / name).is_file() for name in FILES):
         rest = ", ".join(FILES[1:])
         raise ModelError(f"{folder}: no tokenizer found; expected tokenizer.json (or {rest})")
+
+
+def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Compare the tokenizer with ``tokenizer.json``, of which classes of transformers with an
+    ``__init__`` of their own take the vocabulary only, and build the rest anew."""
+    kind = type(tokenizer)
+    is_built = kind is not PreTrainedTokenizerFast and "__init__" in vars(kind)
+    if not is_built or not kind.__module__.startswith("transformers."):
+        return
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return
+    reference = Tokenizer.from_file(str(file))
+    special = [str(t.content) for t in reference.get_added_tokens_decoder().values() if t.special]
+    for text in (*PROBES, *special):
+        (ids, made), (expected_ids, expected) = (
+            _encoded(each, text) for each in (tokenizer.backend_tokenizer, reference)
+        )
+        if ids != expected_ids:
+            raise ModelError(
+                f"{path}: {kind.__name__}, which transformers chooses for this model, makes "
+                f"{made} of {text!r}, and its tokenizer.json {expected}; "
+                f"{_cure(file.parent, kind.__name__)}"
+            )
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> tuple[list[int], object]:
+    """The ids of a text, and its tokens or why it has none."""
+    try:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # Rust raises plain Exception where a text has no token
+        return [], error
+    real = [i for i, is_real in enumerate(encoding.attention_mask) if is_real]  # not padding
+    return [encoding.ids[i] for i in real], [encoding.tokens[i] for i in real]
+
+
+def _cure(folder: Path, name: str) -> str:
+    """What decides about the tokenization, and what to write."""
+    config = folder / "config.json"
+    model_type = read_json(config).get("model_type") if config.is_file() else None
+    save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    if model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:  # no file decides
+        return (
+            f"transformers takes {name} for all models of the type {model_type}, whatever "
+            f"{TOKENIZER_CONFIG} says, so save what it makes and train with that: {save}"
+        )
+    return (
+        f'if tokenizer.json is right, set "tokenizer_class": "PreTrainedTokenizerFast" in '
+        f"{folder / TOKENIZER_CONFIG}; if {name} is right, save what it makes: {save}"
+    )
 
 
 def _complete(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
