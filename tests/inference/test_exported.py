@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import surefoot
@@ -141,6 +141,24 @@ def test_a_full_checkpoint_is_copied_bit_by_bit(tmp_path):
     assert saved.keys() == found.keys()
     assert all(torch.equal(saved[name], found[name]) for name in saved)
     assert open_model(out).stop_token_ids == open_model(tmp_path / "run").stop_token_ids
+
+
+@pytest.mark.parametrize("around", ["_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module."])
+def test_full_weights_saved_with_their_wrappers_are_those_of_the_model(base, around, tmp_path):
+    wrapped = shutil.copytree(base, tmp_path / "wrapped")
+    weights = wrapped / "model.safetensors"
+    inside = {
+        name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn."): tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file({f"{around}{name}": tensor for name, tensor in inside.items()}, weights)
+    assert torch.equal(open_model(wrapped).model(IDS).logits, logits(base))
+    assert torch.equal(logits(export(wrapped, tmp_path / "out")), logits(base))
+    save_adapter(base, tmp_path / "adapter")
+    edit_json(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(wrapped))
+    expected = pefts_logits(base, tmp_path / "adapter")
+    assert_same(logits(export(tmp_path / "adapter", tmp_path / "merged")), expected)
+    assert_same(open_model(tmp_path / "adapter").model(IDS).logits, expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,14 +1,20 @@
 """An adapter goes onto its own base and onto no other."""
 
+from shutil import copy
+
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
 from folders import edit_json, save_adapter, save_model
-from surefoot.errors import ModelError
-from surefoot.model.pretrained.adapter import attach, attach_empty
+from surefoot.checkpoint.layouts.adapter_merge import merged
+from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.sources.source import read_whole
+from surefoot.errors import ModelError, SurefootError
+from surefoot.model.pretrained.adapter import add_named, attach, attach_empty, is_addable
 
 IDS = torch.arange(60, 76)[None]
 
@@ -95,3 +101,87 @@ def test_a_folder_without_an_adapter_is_refused_by_those_that_read_no_values_too
     (tmp_path / "second" / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"it contains several \(second\): name one"):
         attach_empty(tiny.model("llama"), tmp_path)
+
+
+def default(name):
+    for part in ("lora_A", "lora_B", "oft_R"):
+        name = name.replace(f".{part}.weight", f".{part}.default.weight")
+    return name
+
+
+WRAPPED = {
+    "the adapter's name": default,
+    "another adapter's name": lambda name: default(name).replace(".default.", ".mine."),
+    "no prefix": lambda name: name.removeprefix("base_model.model."),
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled inside": lambda name: name.replace(
+        "base_model.model.", "base_model.model._orig_mod."
+    ),
+    "ddp": lambda name: f"module.{name}",
+    "ddp inside, no prefix": lambda name: (
+        f"module._orig_mod.{name.removeprefix('base_model.model.')}"
+    ),
+    "fsdp": lambda name: name.replace(".layers.0.", ".layers.0._fsdp_wrapped_module."),
+    "checkpointed": lambda name: default(name).replace(
+        ".self_attn.", "._checkpoint_wrapped_module.self_attn."
+    ),
+    "a module around it": lambda name: f"policy.{name}",
+}
+
+
+def rewrite(source, folder, renamed):
+    """The adapter of ``source`` in ``folder``, under other names."""
+    folder.mkdir()
+    copy(source / "adapter_config.json", folder)
+    tensors = load_file(source / "adapter_model.safetensors")
+    save_file(
+        {renamed(name): t for name, t in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_names_of_wrappers_in_an_adapter_change_nothing(kind, folder, tmp_path):
+    wrapped = rewrite(folder / "adapter", tmp_path / "wrapped", WRAPPED[kind])
+    expected = PeftModel.from_pretrained(load(folder / "base"), folder / "adapter").eval()
+    expected = expected(IDS).logits
+    found = attach(load(folder / "base"), wrapped, trainable=True).eval()
+    assert torch.equal(found(IDS).logits, expected)
+    assert is_addable(wrapped)
+    served = add_named(load(folder / "base"), "one", wrapped)
+    assert torch.equal(served(IDS).logits, expected)
+    source = merged(open_folder(folder / "base"), wrapped)
+    merged_model = load(folder / "base")
+    merged_model.load_state_dict({n: read_whole(source, n) for n in source.shapes()}, strict=False)
+    assert torch.allclose(merged_model(IDS).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]},
+        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+        {"trainable_token_indices": [3, 5], "target_modules": ["q_proj"]},
+    ],
+)
+def test_the_live_state_of_an_adapter_is_read_as_its_file(settings, folder, tmp_path):
+    save_model(tmp_path / "base", tie_word_embeddings=False)
+    save_adapter(tmp_path / "base", tmp_path / "adapter", **settings)
+    model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
+    live = rewrite(tmp_path / "adapter", tmp_path / "live", str)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    save_file(state, live / "adapter_model.safetensors")
+    found = attach(load(tmp_path / "base"), live).eval()
+    assert torch.equal(found(IDS).logits, model(IDS).logits)
+
+
+def test_two_adapters_in_one_file_are_named(folder, tmp_path):
+    both = rewrite(folder / "adapter", tmp_path / "both", default)
+    tensors = load_file(both / "adapter_model.safetensors")
+    more = {name.replace(".default.", ".other."): t.clone() for name, t in tensors.items()}
+    save_file({**tensors, **more}, both / "adapter_model.safetensors")
+    for read in (lambda: attach(load(folder / "base"), both), lambda: open_folder(both)):
+        with pytest.raises(
+            SurefootError, match=r"other\.weight' are both .* expected one model or"
+        ):
+            read()

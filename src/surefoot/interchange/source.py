@@ -6,9 +6,10 @@ from pathlib import Path
 
 from ..checkpoint.layouts.detection import detect_layout, is_deepspeed
 from ..checkpoint.layouts.opening import open_folder
-from ..checkpoint.sources.source import TensorSource
+from ..checkpoint.sources.source import Renamed, TensorSource
 from ..errors import CheckpointError
 from ..storage import files
+from ..storage.tensor_names import plain_names
 from .dcp import FSDP, INDEX, open_pickled
 from .deepspeed import open_deepspeed
 
@@ -18,7 +19,12 @@ def open_source(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
     with files.raising(CheckpointError, f"cannot read {folder}"):
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):
-                return open_pickled(inner, trust_pickle=trust_pickle)
+                return _unwrapped(open_pickled(inner, trust_pickle=trust_pickle))
         if detect_layout(folder) is None and is_deepspeed(folder):
-            return open_deepspeed(folder, trust_pickle=trust_pickle)
+            return _unwrapped(open_deepspeed(folder, trust_pickle=trust_pickle))
     return open_folder(folder)
+
+
+def _unwrapped(source: TensorSource) -> TensorSource:
+    names = plain_names(source.shapes())
+    return source if all(new == old for new, old in names.items()) else Renamed(source, names)

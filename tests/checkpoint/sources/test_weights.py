@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import warm
 from surefoot.checkpoint.layouts.detection import detect_layout, open_weights
+from surefoot.checkpoint.layouts.opening import read_named, scattered
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 
@@ -91,11 +92,23 @@ def test_an_index_that_promises_what_is_not_there_is_refused(tmp_path):
         open_weights(tmp_path)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
+def test_a_tensor_in_two_files_is_the_one_that_the_index_names(tmp_path):
     shards(tmp_path)
-    save_file(
-        {"b": torch.ones(3), "a": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors"
-    )
+    assert scattered(tmp_path) is None
+    two = tmp_path / "model-00002-of-00002.safetensors"
+    save_file({"b": torch.ones(3), "a": torch.zeros(2)}, two)
+    assert open_weights(tmp_path).tensors["a"].file.path.name == "model-00001-of-00002.safetensors"
+    assert torch.equal(scattered(tmp_path)["a"], torch.ones(2))
+    shards(tmp_path, {"a": two.name, "b": two.name})
+    save_file({"b": torch.ones(3), "a": torch.zeros(2)}, two)
+    assert torch.equal(read_named(tmp_path)["a"], torch.zeros(2))
+
+
+def test_a_tensor_in_two_files_of_which_the_index_names_none_is_refused(tmp_path):
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    shards(tmp_path, {"x": one, "y": two})
+    for file, name in ((one, "x"), (two, "y")):
+        save_file({name: torch.ones(3), "a": torch.ones(2)}, tmp_path / file)
     with pytest.raises(
         CheckpointError, match=r"'a' is in model-00001-of-00002.safetensors as well"
     ):

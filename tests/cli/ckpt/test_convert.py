@@ -2,10 +2,13 @@
 
 import json
 import warnings
+from shutil import copyfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -134,14 +137,16 @@ def test_to_dcp_and_back(checkpoint, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(checkpoint, tmp_path):
+@pytest.mark.parametrize("around", ["", "_orig_mod.", "policy.module."])
+def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(around, checkpoint, tmp_path):
     if (checkpoint / "adapter_config.json").exists():
         pytest.skip("an adapter is not a model")
     weights = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
     theirs = tmp_path / "checkpoint-9"
     inside = theirs / "pytorch_model_fsdp_0"
     with warnings.catch_warnings(action="ignore"):
-        dcp.save({"model": weights}, checkpoint_id=inside, no_dist=True)
+        wrapped = {f"{around}{name}": tensor for name, tensor in weights.items()}
+        dcp.save({"model": wrapped}, checkpoint_id=inside, no_dist=True)
     done = run("convert", theirs, tmp_path / "out", "--to", "huggingface")
     assert done.exit_code == 2
     assert "--trust-pickle" in done.stderr
@@ -153,6 +158,37 @@ def test_a_pickled_checkpoint_of_the_trainers_fsdp_becomes_a_model(checkpoint, t
     assert done.exit_code == 0, done.stderr
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("is_live", [False, True], ids=["adapter alone", "whole model"])
+def test_an_adapter_in_a_checkpoint_of_the_trainers_fsdp_becomes_peft(
+    is_live, checkpoint, tmp_path
+):
+    if not (checkpoint / "adapter_config.json").exists():
+        pytest.skip("a model is no adapter")
+    expected = weights = load_file(checkpoint / "adapter_model.safetensors")
+    if is_live:
+        base = AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "model")
+        weights = PeftModel.from_pretrained(base, checkpoint).state_dict()
+    theirs = tmp_path / "run" / "checkpoint-9"
+    state = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
+    with warnings.catch_warnings(action="ignore"):
+        inside = theirs / "pytorch_model_fsdp_0"
+        dcp.save({"model": state}, checkpoint_id=inside, no_dist=True)
+    out = tmp_path / "out"
+    done = run("convert", theirs, out, "--to", "huggingface", "--trust-pickle")
+    assert done.exit_code == 2
+    assert "ADAPTER --to peft --trust-pickle`" in done.stderr
+    done = run("convert", theirs, out, "--to", "peft", "--trust-pickle")
+    assert done.exit_code == 2
+    assert "has an adapter_config.json; copy it there" in done.stderr
+    assert not out.exists()
+    copyfile(checkpoint / "adapter_config.json", theirs.parent / "adapter_config.json")
+    done = run("convert", theirs, out, "--to", "peft", "--trust-pickle")
+    assert done.exit_code == 0, done.stderr
+    found = load_file(out / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_checkpoint_of_deepspeed_becomes_a_model(checkpoint, tmp_path):

@@ -13,6 +13,7 @@ import torch
 from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
 from ...storage.files import read_json
+from ...storage.tensor_names import is_adapted
 from ..disk.companions import companions_of
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import is_safetensors
@@ -23,7 +24,6 @@ from ..sources.source import Renamed, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 
 _CONFIG = "config.json"
-_PREFIX = "model."  # of ``dcp.save({"model": model.state_dict()})``
 _OF_RUN = {"state.json", "recipe.yaml", "trainer_state.json"}
 
 
@@ -36,7 +36,9 @@ def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
 def named_as(source: TensorSource, base: Path) -> TensorSource:
     """``source`` under the names that ``base`` uses."""
     wanted, found = set(open_folder(base).shapes()), source.shapes()
-    bare = {name.removeprefix(_PREFIX): name for name in found}
+    longest = max(wanted, key=len, default="")
+    prefix = next((n.removesuffix(longest) for n in found if n.endswith(f".{longest}")), "")
+    bare = {name.removeprefix(prefix): name for name in found}  # of a module around the model
     if not wanted <= found.keys() and wanted <= bare.keys():
         source = Renamed(source, bare)
         found = source.shapes()
@@ -46,6 +48,15 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
             f"{counted(len(missing), 'is', 'are')} missing (for example {missing[0]})"
         )
     return source
+
+
+def refuse_adapter(folder: Path, source: TensorSource) -> None:
+    """Raise ``CheckpointError`` if ``source``, the weights of another tool, has an adapter."""
+    if found := next(filter(is_adapted, source.shapes()), None):
+        raise CheckpointError(
+            f"{folder}: it contains an adapter ({found}); write it with `surefoot ckpt convert "
+            f"{folder} ADAPTER --to peft --trust-pickle`, and merge that with `surefoot export`"
+        )
 
 
 def adapter_files(folder: Path) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
+from ...storage.tensor_names import ADAPTER_PREFIX
 from ..disk import strict_json
 from ..sources.lora import Delta, ExpertSlice, Merged, same_values
 from ..sources.rows import ReplacedRows
@@ -23,7 +24,7 @@ from ..sources.source import FolderSource, Renamed, Shape, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 from .detection import open_weights
 
-PREFIX = "base_model.model."
+PREFIX = ADAPTER_PREFIX
 HEAD = "lm_head.weight"
 TOKENS = ".token_adapter.trainable_tokens_delta"  # the embeddings of some tokens
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
@@ -101,7 +102,11 @@ def merged(
             if "bias" in roles:
                 bias = f"{name.removesuffix('.weight')}.bias"
                 if bias not in shapes:
-                    raise _other_model(adapter_folder, roles["bias"], bias)
+                    raise CheckpointError(
+                        f"{adapter_folder}: {roles['bias']} (lora_bias) cannot be merged into "
+                        f"{name}: this layer of the base has no bias; open base and adapter with "
+                        "PEFT, without a merge, or train without lora_bias"
+                    )
                 added[bias] = (roles["bias"], deltas[name].scale)
     return Merged(base, adapter, deltas, replaced, added)
 

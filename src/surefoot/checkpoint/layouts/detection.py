@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError, ModelError
 from ...storage import files
 from ...storage.model_folder import is_adapter
+from ...storage.tensor_names import adapter_names, plain_names
 from ..disk import strict_json
 from ..disk.commit import named
 from ..disk.manifest import MANIFEST
@@ -72,10 +74,18 @@ def _expect_one(folder: Path) -> None:
 
 
 def open_weights(folder: Path) -> FolderWeights:
-    """The weights in ``folder``, whatever its layout; a ``CheckpointError`` if there are none."""
+    """The weights in ``folder``, whatever its layout, by their names without wrappers; a
+    ``CheckpointError`` if there are none."""
     layout = expect_layout(folder)
     with files.raising(CheckpointError, f"cannot read the weights in {folder}"):
-        return layout.open(folder)
+        weights = layout.open(folder)
+        if layout.has_manifest:  # of ours: nothing is wrapped
+            return weights
+        try:
+            names = (adapter_names if layout.is_adapter else plain_names)(weights.tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from None
+        return replace(weights, tensors={new: weights.tensors[old] for new, old in names.items()})
 
 
 def is_deepspeed(folder: Path) -> bool:

@@ -28,15 +28,16 @@ def _open_shards(folder: Path) -> dict[str, TensorLocation]:
     for name in sorted(set(names.values())):
         if not is_plain_name(name) or "/" in name:
             raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
-    found = tensors_in(
-        [tensorfile.open_path(folder / name) for name in sorted(set(names.values()))]
-    )
+    opened = {n: tensorfile.open_path(folder / n) for n in sorted(set(names.values()))}
+    found = {}
     for tensor, name in names.items():
-        if tensor not in found or found[tensor].file.path.name != name:
+        entry = opened[name].header.entries.get(tensor)
+        if entry is None:
             raise CheckpointError(
                 f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
             )
-    return found
+        found[tensor] = TensorLocation(opened[name], tensor, entry)
+    return tensors_in(list(opened.values()), found)
 
 
 @dataclass(frozen=True)

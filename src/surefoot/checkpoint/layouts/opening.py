@@ -57,15 +57,28 @@ def open_role(folder: Path, role: str) -> TensorSource | None:
 
 
 def scattered(folder: Path | str) -> dict[str, torch.Tensor] | None:
-    """Weights of several ranks or of MindSpore, joined, or of a reward model; None if
-    ``from_pretrained`` reads them."""
+    """Weights of several ranks or of MindSpore, joined, of a reward model, or of files that
+    transformers reads otherwise; None if ``from_pretrained`` reads them."""
     path = Path(folder)
     if is_sequence_classification(path):
         return read_named(path)
     layout = detect_layout(path)
-    if layout is None or not layout.is_assembled or has_model(path):
-        return None
-    return read_named(path)
+    if layout is None or layout.has_manifest or not layout.is_whole_model:
+        is_read = layout is not None and layout.is_assembled and not has_model(path)
+    else:
+        is_read = not _is_plain(path)
+    return read_named(path) if is_read else None
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether every tensor in a model's files has its own name, and is there once: transformers
+    unwraps no names, and takes a tensor in two files from the last, not from the index's."""
+    try:
+        tensors = open_weights(path).tensors
+    except CheckpointError:  # transformers will say what is wrong
+        return True
+    sizes = {place.file.path: len(place.file.header.entries) for place in tensors.values()}
+    return sum(sizes.values()) == len(tensors) and all(n == p.key for n, p in tensors.items())
 
 
 def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]:

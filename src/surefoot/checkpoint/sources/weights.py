@@ -83,11 +83,16 @@ def _place(pieces: Sequence[Piece], opened: Mapping[str, tensorfile.TensorFile])
     )
 
 
-def tensors_in(opened: list[tensorfile.TensorFile]) -> dict[str, TensorLocation]:
-    """The tensors of files that have each of them once."""
-    found: dict[str, TensorLocation] = {}
+def tensors_in(
+    opened: list[tensorfile.TensorFile], chosen: Mapping[str, TensorLocation] | None = None
+) -> dict[str, TensorLocation]:
+    """The tensors of files that have each of them once, but for those of ``chosen``."""
+    chosen = chosen or {}
+    found = dict(chosen)
     for file in opened:
         for name, entry in file.header.entries.items():
+            if name in chosen:
+                continue
             if name in found:
                 raise CheckpointError(
                     f"{file.path}: {name[:200]!r} is in {found[name].file.path.name} as well"

@@ -6,15 +6,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import ModelError, counted
+from ...errors import CheckpointError, ModelError, counted
 from ...storage.files import read_json
 from ...storage.model_folder import is_adapter
+from ...storage.tensor_names import adapter_names
 from ..adaptable import is_linear
 from ..adapters.dora import enable_float32_lengths
 from ..adapters.frozen import add_frozen, stacked_layers
@@ -45,9 +49,9 @@ def attach(model: PreTrainedModel, folder: Path, *, trainable: bool = False) -> 
     config = _config_of(folder)
     if next(model.parameters()).is_meta:  # whose values are read as they are in files
         _refuse_changed_base(folder, "model.adapter")
-    with _reading(folder, model.name_or_path):
+    with _reading(folder, model.name_or_path), _with_names_of_peft(folder) as place:
         wrapped: nn.Module = PeftModel.from_pretrained(
-            model, str(folder), is_trainable=trainable, config=config
+            model, str(place), is_trainable=trainable, config=config
         )
     _check_names(wrapped, folder, model.name_or_path)
     return wrapped
@@ -78,12 +82,12 @@ def add_named(model: nn.Module, name: str, folder: Path) -> nn.Module:
 
     base = str(getattr(model, "name_or_path", "the model"))
     check(folder)
-    with _reading(folder, base):
+    with _reading(folder, base), _with_names_of_peft(folder) as place:
         if isinstance(model, PreTrainedModel):
             config = _config_of(folder)
-            model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=config)
+            model = PeftModel.from_pretrained(model, str(place), adapter_name=name, config=config)
         else:
-            model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
+            model.load_adapter(str(place), adapter_name=name)  # type: ignore[operator]
     try:
         _check_names(model, folder, base, name)
     except ModelError:
@@ -118,9 +122,34 @@ def _reading(folder: Path, base: str) -> Iterator[None]:
     except _OF_FIT as error:
         lines = _lines(error)
         detail = next((line for line in lines if "mismatch" in line or "not found" in line), None)
-        raise ModelError(
-            f"{folder}: this is an adapter of another model, not of {base}: {detail or lines[0]}"
-        ) from None
+        what = "PEFT cannot add this adapter to"
+        what = what if detail is None else "this is an adapter of another model, not of"
+        raise ModelError(f"{folder}: {what} {base}: {detail or lines[0]}") from None
+
+
+def _names(folder: Path) -> dict[str, str]:
+    """The names in the file of an adapter, by those that PEFT gives them."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        stored = list(file.keys())
+    try:
+        return adapter_names(stored)
+    except CheckpointError as error:
+        raise ModelError(f"{folder}: {error}") from None
+
+
+@contextmanager
+def _with_names_of_peft(folder: Path) -> Iterator[Path]:
+    """``folder``, or a temporary one with its adapter: PEFT skips tensors whose names have wrappers
+    in them, and reads no names but those in a folder."""
+    names = _names(folder)
+    if all(new == old for new, old in names.items()):
+        yield folder
+        return
+    with TemporaryDirectory() as temporary:
+        tensors = load_file(folder / WEIGHTS)
+        save_file({n: tensors[old] for n, old in names.items()}, Path(temporary, WEIGHTS))
+        copy(folder / CONFIG, temporary)
+        yield Path(temporary)
 
 
 def _unusable(folder: Path, error: Exception) -> str:
@@ -159,9 +188,9 @@ def add_adapters(model: nn.Module, folders: Sequence[Path], *, is_read: bool) ->
                 add_frozen(model, name, config)
             continue
         check(folder)
-        with _reading(folder, base):
+        with _reading(folder, base), _with_names_of_peft(folder) as place:
             add_frozen(model, name, config)
-            model.load_adapter(str(folder), adapter_name=name)  # type: ignore[operator]
+            model.load_adapter(str(place), adapter_name=name)  # type: ignore[operator]
         _check_names(model, folder, base, name)
     for found in stacked_layers(model):
         if not is_linear(found.layer.get_base_layer()):
@@ -236,8 +265,7 @@ def _check_tokens(found: object) -> None:
 
 def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        found = set(file.keys())
+    found = set(_names(folder))
     wanted = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
     missing = sorted(wanted - found)
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())

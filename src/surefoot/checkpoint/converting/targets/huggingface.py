@@ -12,7 +12,7 @@ from ...disk.commit import named
 from ...layouts.detection import detect_layout
 from ...layouts.mindspore.reading.ranks import model_near
 from ...sources.copying import Progress, cast, copy
-from ..model_files import companions, named_as
+from ..model_files import companions, named_as, refuse_adapter
 from ..origin import Done, ModelTarget, Origin
 
 
@@ -37,6 +37,7 @@ class HuggingFaceModel(ModelTarget):
 
     def _write_weights(self, origin: Origin, target: Path, progress: Progress) -> Done:
         source = origin.weights()
+        refuse_adapter(origin.folder, source)
         if origin.base is not None:
             source = named_as(source, origin.base)
         source, place = cast(source, self.dtype), origin.base or model_near(origin.folder)

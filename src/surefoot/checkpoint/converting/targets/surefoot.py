@@ -14,7 +14,7 @@ from ...layouts.detection import detect_layout
 from ...layouts.mindspore.reading.ranks import model_near
 from ...sources.copying import Progress, cast
 from ...sources.source import TensorSource
-from ..model_files import adapter_files, companions, named_as
+from ..model_files import adapter_files, companions, named_as, refuse_adapter
 from ..origin import Done, ModelTarget, OptionError, Origin
 from ..resharding import reshard, write_weights
 
@@ -87,6 +87,7 @@ class SurefootCheckpoint(ModelTarget):
         source, layout = origin.weights(), detect_layout(origin.folder)
         if layout is not None and layout.is_adapter:
             return "adapter", source, adapter_files(origin.folder)
+        refuse_adapter(origin.folder, source)
         place = origin.base or model_near(origin.folder)
         if origin.base is not None:
             source = named_as(source, origin.base)

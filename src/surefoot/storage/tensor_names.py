@@ -1,0 +1,93 @@
+"""The names of tensors in weight files, without what wrappers of a training put around them.
+
+``torch.compile``, FSDP, DDP and activation checkpointing replace a module by another that contains
+it, and a state that is saved without unwrapping has the names of both. PEFT's live names contain
+the name of the adapter, those of its files do not. Every reader of weights takes the plain names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ..errors import CheckpointError
+
+ADAPTER_PREFIX = "base_model.model."
+# Of torch.compile, FSDP 1, activation checkpointing, Lightning Fabric, and FSDP of torch 1.
+_WRAPPERS = frozenset(
+    {
+        *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+        *("_forward_module", "_fpw_module"),
+    }
+)
+_PARALLEL = "module."  # of DDP and DeepSpeed; only where every name begins with it
+_ADAPTED = re.compile(r"\.(?:lora|oft)_|\.modules_to_save\.|\.trainable_tokens_delta(?:\.|$)")
+_ORIGINAL = re.compile(r"\.original_module\.|\.trainable_tokens_original(?:\.|$)")  # the base's
+# What has the name of the adapter in it, and the same without.
+_WITH_ADAPTER = (
+    (re.compile(r"(\.lora_magnitude_vector)\.[^.]+(?:\.weight)?$"), r"\1"),
+    (re.compile(r"(\.(?:lora|oft)_\w+)\.[^.]+(\.(?:weight|bias))$"), r"\1\2"),
+    (re.compile(r"(\.lora_embedding_[AB]|\.trainable_tokens_delta)\.[^.]+$"), r"\1"),
+    (re.compile(r"\.modules_to_save\.[^.]+\."), "."),
+)
+
+
+def is_adapted(name: str) -> bool:
+    """Whether PEFT has added the tensor to a model."""
+    return _ADAPTED.search(name) is not None
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name in a file by the name that its tensor has without wrappers. Raises
+    ``CheckpointError`` if two tensors would have one name."""
+    unwrapped = {
+        name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names
+    }
+    for front in (_PARALLEL, ADAPTER_PREFIX + _PARALLEL):
+        while unwrapped and all(name.startswith(front) for name in unwrapped.values()):
+            kept = front.removesuffix(_PARALLEL)
+            unwrapped = {old: kept + name[len(front) :] for old, name in unwrapped.items()}
+    return _by_new_name(unwrapped)
+
+
+def adapter_names(names: Iterable[str], *, has_biases: bool = True) -> dict[str, str]:
+    """The same for an adapter, under the names of ``adapter_model.safetensors``. Of the state of a
+    whole model with an adapter, those of the adapter; ``has_biases``: and biases, which may be
+    trained (``bias`` of LoRA)."""
+    plain = {stored: name for name, stored in plain_names(names).items()}
+    if any(ADAPTER_PREFIX in name for name in plain.values()):  # before it is a module around PEFT
+        plain = {old: name[max(0, name.find(ADAPTER_PREFIX)) :] for old, name in plain.items()}
+    elif any(map(is_adapted, plain.values())):
+        plain = {old: ADAPTER_PREFIX + name for old, name in plain.items()}
+    is_live = any(form.search(name) for name in plain.values() for form, _ in _WITH_ADAPTER)
+    if is_live:
+        plain = {old: name for old, name in plain.items() if not _ORIGINAL.search(name)}
+    if is_live and _has_base(plain.values()):
+        plain = {
+            old: name
+            for old, name in plain.items()
+            if is_adapted(name) or (has_biases and name.endswith(".bias"))
+        }
+    for form, replacement in _WITH_ADAPTER:
+        plain = {old: form.sub(replacement, name) for old, name in plain.items()}
+    return _by_new_name(plain)
+
+
+def _has_base(names: Iterable[str]) -> bool:
+    """Whether the weights of all layers that an adapter changes are among ``names``."""
+    known = list(names)
+    layers = {name.partition(".base_layer.")[0] for name in known if ".base_layer." in name}
+    parts = [re.split(r"\.(?:lora|oft)_", name) for name in known]
+    return {found[0] for found in parts if len(found) > 1} <= layers
+
+
+def _by_new_name(renamed: Mapping[str, str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for old, new in renamed.items():
+        if new in found:
+            raise CheckpointError(
+                f"{found[new]!r} and {old!r} are both {new!r} without the names of wrappers and "
+                "adapters; expected one model or adapter in a file"
+            )
+        found[new] = old
+    return found
