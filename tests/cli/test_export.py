@@ -1,5 +1,6 @@
 """The export command."""
 
+import shutil
 import sys
 
 import pytest
@@ -44,6 +45,22 @@ def test_type_and_shards_are_as_asked(folder, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_what_does_not_verify_is_deleted(folder, tmp_path):
+    """Rounding to bfloat16 changes logits of thousands by more than its bound allows."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model.lm_head.weight.data *= 1e5
+    shutil.copytree(folder / "base", tmp_path / "sharp")
+    model.save_pretrained(tmp_path / "sharp")
+    (tmp_path / "new").mkdir()
+    done = run(tmp_path / "sharp", tmp_path / "new" / "out", "--dtype", "bfloat16")
+    assert (done.exit_code, "out is deleted; --no-verify writes it" in done.stderr) == (1, True)
+    assert list((tmp_path / "new").iterdir()) == []
+    done = run(tmp_path / "sharp", tmp_path / "out", "--dtype", "bfloat16", "--no-verify")
+    assert done.exit_code == 0
+    assert run("verify", tmp_path / "out").exit_code == 1
+    assert (tmp_path / "out").is_dir()
+
+
 @pytest.mark.parametrize("size", ["5 elephants", "0", "-1GB"])
 def test_a_size_that_is_none_is_refused(folder, tmp_path, size):
     done = run(folder / "base", tmp_path / "out", f"--max-shard-size={size}")
@@ -66,6 +83,18 @@ def known(tmp_path_factory):
     save_model(folder, "qwen2", vocab_size=410)
     tiny_tokenizers.tokenizer("qwen", chat_template=CHATML).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
+def test_a_gguf_file_that_does_not_verify_is_deleted_with_its_companions(known, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(known)
+    model.model.norm.weight.data *= 1e4
+    shutil.copytree(known, tmp_path / "sharp")
+    model.save_pretrained(tmp_path / "sharp")
+    (tmp_path / "new").mkdir()
+    done = run(tmp_path / "sharp", tmp_path / "new" / "a.gguf", "--to", "gguf")
+    assert (done.exit_code, "a.gguf is deleted" in done.stderr) == (1, True), done.output
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")

@@ -235,6 +235,51 @@ def test_a_checkpoint_with_a_flipped_bit_is_not_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def save_tensors(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+MISFITS = {
+    "under other names": lambda stored: {f"net.{name}": value for name, value in stored.items()},
+    "one is missing": lambda stored: {n: v for n, v in stored.items() if n != "lm_head.weight"},
+    "one is of another model": lambda stored: {**stored, "extra.weight": torch.ones(2, 2)},
+    "another shape": lambda stored: {**stored, "model.norm.weight": torch.ones(7)},
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_written(
+    llama, case, tmp_path
+):
+    shutil.copytree(llama, tmp_path / "base")
+    save_tensors(tmp_path / "base", MISFITS[case])
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ModelError, match=r"base: \d+ tensors? (missing|unexpected|mismatched)"):
+        export(tmp_path / "base", tmp_path / "new" / "out")
+    save_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
+    with pytest.raises(ModelError, match=r"base: \d+ tensors? (missing|unexpected|mismatched)"):
+        export(tmp_path / "adapter", tmp_path / "new" / "out", base=tmp_path / "base")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_configuration_that_transformers_does_not_know_is_refused(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "base")
+    edit_json(tmp_path / "base" / "config.json", model_type="nothing_known", architectures=["X"])
+    with pytest.raises(ModelError, match=r"base: cannot read the model: .*nothing_known"):
+        export(tmp_path / "base", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_weights_of_an_adapter_are_no_model(llama, tmp_path):
+    save_adapter(llama, tmp_path / "adapter")
+    shutil.copy(llama / "config.json", tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(ModelError, match=r"adapter: \d+ tensors missing"):
+        export(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_of_another_model_is_refused(llama, tmp_path):
     other = save_model(tmp_path / "other", hidden_size=64, head_dim=16)
     save_adapter(other, tmp_path / "adapter")

@@ -168,7 +168,9 @@ def export(path: str, out: Path, verify: bool, **options: Any) -> None:
 
 
 def _verify_now(out: Path, to: str, base: str | None) -> None:
-    """Verify what was written, unless that cannot be done here."""
+    """Verify what was written, unless that cannot be done here; delete it if it is wrong."""
+    from ..inference.receipts.artefact_loading import UnopenedError
+    from ..inference.receipts.receipt import delete_artefact
     from ..inference.receipts.verification import verification_cost
 
     cost = verification_cost(out)
@@ -186,9 +188,16 @@ def _verify_now(out: Path, to: str, base: str | None) -> None:
     try:
         _verify(out, None, base)
     except ModelError as error:
-        if to != "gguf":
-            raise
-        click.echo(f"not verified: {error}", err=True)  # its loader has fewer models
+        if to == "gguf":
+            click.echo(f"not verified: {error}", err=True)  # its loader has fewer models
+            return
+        if isinstance(error, UnopenedError):
+            delete_artefact(out)
+        raise
+    except click.exceptions.Exit:
+        delete_artefact(out)
+        click.echo(f"{out} is deleted; --no-verify writes it nevertheless", err=True)
+        raise
 
 
 def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:

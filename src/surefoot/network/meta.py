@@ -175,6 +175,13 @@ def _without_zero_biases(
     return {**quantized, **needless}
 
 
+def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:
+    """Raise ``ModelError`` unless ``source`` has the tensors, by name and shape, of the model that
+    the configuration in ``base`` describes. What can only be loaded in full is not checked."""
+    if why_not_empty(base, section) is None:
+        load_empty(base, section, dtype="auto", stored=_metas(source))
+
+
 def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[str, torch.Tensor]:
     """All tensors of ``open_base``, in memory. Raises ``ModelError`` for a model with code of its
     own, which could not be given them."""

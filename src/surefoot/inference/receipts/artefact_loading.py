@@ -39,6 +39,10 @@ _OF_LOADERS = (
 )
 
 
+class UnopenedError(ModelError):
+    """Transformers does not open what was written."""
+
+
 def check_package(artefact: Artefact) -> None:
     """Raise ``ModelError`` if the package that opens the artefact is missing."""
     name = PACKAGES.get(artefact.to, "transformers")
@@ -56,15 +60,15 @@ def readers(artefact: Artefact) -> list[str]:
 
 
 def open_artefact(target: Path, artefact: Artefact, base: Path | None) -> Any:
-    """The transformers model, in float32, an adapter on its ``base``. Raises ``ModelError`` if it
-    does not open."""
+    """The transformers model, in float32, an adapter on its ``base``. Raises
+    ``UnopenedError`` if it does not open."""
     check_package(artefact)
     try:
         with without_bars():
             model = _OPENERS.get(artefact.to, _folder)(target, base)
     except _OF_LOADERS as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"{target}: transformers cannot open it: {said}") from None
+        raise UnopenedError(f"{target}: transformers cannot open it: {said}") from None
     return model.to(device()).eval()
 
 

@@ -101,6 +101,15 @@ def write_receipt(
     return receipt
 
 
+def delete_artefact(target: Path) -> None:
+    """Delete a folder or file that was written, with its companions and its receipt."""
+    names = {target.name}
+    if not target.is_dir():
+        names |= {*read_receipt(target).files, receipt_path(target).name}
+    for name in names:
+        files.remove_tree(target.parent / name)
+
+
 def update(target: Path, receipt: Receipt, **changes: Any) -> Receipt:
     """Replace the receipt by one with ``changes``."""
     changed = replace(receipt, **changes)
