@@ -82,7 +82,7 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
         *(1.0, "stop", 0, DatasetRow({})),
     )
     longer = replace(rollout, ids=(*rollout.ids, 5), is_sampled=(*is_sampled, True))
-    (found,) = context.reward(by_name(stage.reward), [rollout, longer], 10.0, "stop")
+    (found,) = context.reward(by_name(stage.reward), [rollout, longer], 10.0, "stop").by_reward
     assert found[0] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found[1] != pytest.approx(expected, rel=1e-3)
     assert any("reward" in row and row["kl"] == 0 for row in metrics(trained.run))

@@ -70,7 +70,7 @@ def _check_files(folder: Path) -> None:
 
 def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Compare the tokenizer with ``tokenizer.json``, of which classes of transformers with an
-    ``__init__`` of their own take the vocabulary only, and build the rest anew."""
+    ``__init__`` of their own take the vocabulary only, and build the rest themselves."""
     kind = type(tokenizer)
     is_built = kind is not PreTrainedTokenizerFast and "__init__" in vars(kind)
     if not is_built or not kind.__module__.startswith("transformers."):
