@@ -52,7 +52,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 def adapter_names(names: Iterable[str], *, has_biases: bool = True) -> dict[str, str]:
     """The same for an adapter, under the names of ``adapter_model.safetensors``. Of the state of a
-    whole model with an adapter, those of the adapter; ``has_biases``: and biases, which may be
+    full model with an adapter, those of the adapter; ``has_biases``: and biases, which may be
     trained (``bias`` of LoRA)."""
     plain = {stored: name for name, stored in plain_names(names).items()}
     if any(ADAPTER_PREFIX in name for name in plain.values()):  # before it is a module around PEFT
