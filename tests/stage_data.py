@@ -38,7 +38,9 @@ SETTINGS = {
 DATASETS = {"dpo": "pairs", "rm": "pairs", "kto": "marked"}  # of the others: sums
 # of numbers as words; each token is its own number
 CODEC = SimpleNamespace(
-    tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))), stop_token_ids=()
+    tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids))),
+    stop_token_ids=(),
+    section=SimpleNamespace(longest=128),
 )
 
 

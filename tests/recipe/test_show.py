@@ -22,7 +22,7 @@ def test_defaults_are_marked_and_the_rest_is_not():
     at = texts.index("method:")
     assert texts[at + 1 : at + 3] == ["  full:", "    frozen_modules: []  # default"]
     at = texts.index("stage:")
-    assert texts[at + 1 : at + 3] == ["  sft:", "    label_smoothing_factor: 0.0  # default"]
+    assert texts[at + 1 : at + 3] == ["  sft:", "    loss_type: cross_entropy  # default"]
     assert "  datasets: [a, b]" in texts
 
 
