@@ -371,7 +371,7 @@ class GRPO:
         old_N = extras["old"].to(logps_N) if "old" in extras else logps_N.detach()
         gains_N, is_clipped_N = self._surrogate.compute(self._positions(logps_N, old_N, extras))
         measured = {"clip_ratio": is_clipped_N.to(logps_N)}
-        if "sampled" in extras:
+        if self._is_weighted:  # not by what is there: a rank without examples has every column
             gaps_N = old_N - extras["sampled"].to(logps_N)
             if self._is_one_action:
                 gaps_N = of_response(gaps_N, extras["owner"], len(extras["lengths"]))
