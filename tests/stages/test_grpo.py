@@ -129,6 +129,16 @@ def slopes_of(function, logps):
     return found
 
 
+def assert_is(formula, stage, examples, logps, kept):
+    """The loss of ``kept``, some of ``logps``, and its gradient are the formula's, however cut."""
+    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
+    for packing, parts in CUTS:
+        loss = loss_of(stage, examples, kept, packing=packing, parts=parts)
+        assert loss.item() == pytest.approx(expected, rel=1e-12)
+        (found,) = torch.autograd.grad(loss, logps, retain_graph=True)
+        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+
+
 def trls_loss(logps, lengths, advantages, average, beta, *, masked=(), sampled=(), most=2.0):
     """Of all responses by TRL's formula: ``completion_mask`` is 0 in ``masked`` responses, and
     tokens that were ``sampled`` with those log-probabilities have a weight."""
@@ -178,12 +188,7 @@ def test_masked_truncated_responses_give_no_loss_and_keep_their_place_where_trl_
         beta=beta,
         masked=masked,
     )
-    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
-    for packing, parts in CUTS:
-        loss = loss_of(stage, window.examples, kept, packing=packing, parts=parts)
-        assert loss.item() == pytest.approx(expected, rel=1e-12)
-        (found,) = torch.autograd.grad(loss, logps, retain_graph=True)
-        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+    assert_is(formula, stage, window.examples, logps, kept)
 
 
 def test_a_window_in_which_only_cut_responses_differ_is_left_out_if_they_are_masked():
@@ -217,12 +222,7 @@ def test_tokens_that_a_server_sampled_have_trls_truncated_weights(average, steps
         sampled=SAMPLED,
         most=most,
     )
-    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
-    for packing, parts in CUTS:
-        loss = loss_of(stage, window.examples, logps, packing=packing, parts=parts)
-        assert loss.item() == pytest.approx(expected, rel=1e-12)
-        (found,) = torch.autograd.grad(loss, logps)
-        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+    assert_is(formula, stage, window.examples, logps, logps)
     batch = stage.collate(window.examples, packing=True)
     meters = stage.loss("policy", Outputs(logps=logps), batch).metrics
     each = [[min(math.exp(-1.5 - x), most) for x in SAMPLED[:n]] for n in lengths]
@@ -279,12 +279,7 @@ def test_rloo_is_trls(beta, masked, sampled):
     assert window.figures["reward"] == pytest.approx(5.5 / 8)
     logps = torch.linspace(-2, -1, sum(lengths), dtype=torch.float64, requires_grad=True)
     formula = partial(rloo_loss, lengths=lengths, beta=beta, masked=masked, sampled=sampled)
-    expected, slopes = formula(logps.tolist()), slopes_of(formula, logps.detach())
-    for packing, parts in CUTS:
-        loss = loss_of(stage, window.examples, logps, packing=packing, parts=parts)
-        assert loss.item() == pytest.approx(expected, rel=1e-12)
-        (found,) = torch.autograd.grad(loss, logps)
-        assert found.tolist() == pytest.approx(slopes, abs=1e-8)
+    assert_is(formula, stage, window.examples, logps, logps)
 
 
 @pytest.mark.parametrize(
