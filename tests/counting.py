@@ -14,8 +14,8 @@ class Counting:
 
     def open(self, path, *args, **kwargs):
         descriptor = os.open(path, *args, **kwargs)
-        if str(path).startswith(self.folder):
-            self.opened.add(descriptor)
+        keep = self.opened.add if str(path).startswith(self.folder) else self.opened.discard
+        keep(descriptor)  # the number of a closed one is given to the next file
         return descriptor
 
     def preadv(self, descriptor, *args):
