@@ -5,7 +5,7 @@ import json
 import peft
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tiny import model
 
@@ -41,8 +41,14 @@ def save_model(folder, kind="llama", *, template=CHATML, dtype=torch.float32, **
     sizes |= {"eos_token_id": known.eos_token_id, "pad_token_id": known.pad_token_id}
     made = model(kind, dtype=dtype, **{**sizes, **changes})
     made.save_pretrained(folder)
-    known.save_pretrained(folder)
+    save_tokenizer(known, folder)
     return folder
+
+
+def save_tokenizer(known, folder):
+    """As the class that transformers takes for the model's type reads it, not only as the file."""
+    known.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
 
 
 def save_adapter(base, folder, *, template=None, extra=(), seed=1, **settings):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import folders
 import tiny
 import warm
 
@@ -49,7 +50,7 @@ def model_folder(folder, kind="llama", **changes):
         kind, vocab_size=len(made), **{"eos_token_id": 0, "bos_token_id": 0, **changes}
     )
     model.save_pretrained(folder)
-    made.save_pretrained(folder)
+    folders.save_tokenizer(made, folder)
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from transformers.models.auto.tokenization_auto import (
 from ...errors import ModelError
 from ...storage.files import read_json
 
-logger = logging.getLogger(__name__)
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 # Each family of tokenizers splits one of these in its own way. None begins with a space or special
@@ -40,8 +38,8 @@ def load_tokenizer(
 
     Without a padding token, it pads with the end-of-sequence token; padding is always masked.
 
-    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, no end-of-sequence token. A
-    class that tokenizes differently from the ``tokenizer.json`` is a warning.
+    Raises ``ModelError``: files missing or damaged, no Rust tokenizer, no end-of-sequence token, a
+    class that tokenizes differently from the ``tokenizer.json``.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -87,17 +85,11 @@ def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
             _encoded(each, text) for each in (tokenizer.backend_tokenizer, reference)
         )
         if ids != expected_ids:
-            logger.warning(
-                "%s: %s, which transformers chooses for this model, makes %s of %r, and its "
-                "tokenizer.json %s; the run uses the former; %s",
-                path,
-                kind.__name__,
-                made,
-                text,
-                expected,
-                _cure(file.parent, kind.__name__),
+            raise ModelError(
+                f"{path}: {kind.__name__}, which transformers chooses for this model, makes "
+                f"{made} of {text!r}, and its tokenizer.json {expected}; "
+                f"{_cure(file.parent, kind.__name__)}"
             )
-            return
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> tuple[list[int], object]:
