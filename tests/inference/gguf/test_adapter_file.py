@@ -48,7 +48,7 @@ def test_the_modelfile_names_base_and_adapter(tmp_path):
     save_adapter(base, tmp_path / "adapter")
     export_gguf(tmp_path / "adapter", tmp_path / "a.gguf", quantize="f16", as_adapter=True)
     lines = (tmp_path / "a.Modelfile").read_text().splitlines()
-    assert lines[1:3] == [f"FROM {base}", "ADAPTER ./a.gguf"]
+    assert lines[2:4] == [f"FROM {base}", "ADAPTER ./a.gguf"]
     kinds = {t.tensor_type.name for t in GGUFReader(tmp_path / "a.gguf").tensors}
     assert kinds == {"F16"}
 

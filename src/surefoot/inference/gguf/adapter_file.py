@@ -28,14 +28,13 @@ from ...recipe.files import ADAPTER, read_text
 from ..exporting.base_model import meta_model
 from ..exporting.end_tokens import stop_token_ids
 from ..model_loading import ModelFolders
-from ..ollama.modelfile import ModelForOllama, modelfile_of, modelfile_text
 from ..receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of
 from .formats import Format, fitting
 from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files
+from .modelfile import ModelForOllama, modelfile_of, modelfile_text
 from .settings import check_rope
 from .tensors import FileTensor, gguf_name, head_rows, name_map
-from .vocabulary import adds_first
 
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -84,13 +83,11 @@ def write_adapter(
     tokenizer = load_tokenizer(parts.tokenizer)
     for_ollama = ModelForOllama(
         tokenizer,
-        adds_first(tokenizer),
         stop_token_ids(tokenizer),
         model.config.max_position_embeddings,
         parts.recipe,
     )
-    lines = [f"FROM {parts.model}", f"ADAPTER ./{target.name}"]
-    text = modelfile_text(for_ollama, lines, where)
+    text = modelfile_text(for_ollama, [f"FROM {parts.model}", f"ADAPTER ./{target.name}"])
     write_files(target, contents, source, {beside: text}, progress)
     artefact = Artefact("gguf-adapter", format_.main.name.lower(), size)
     write_receipt(target, parts, artefact, [beside.name])

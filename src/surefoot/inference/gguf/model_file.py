@@ -21,14 +21,14 @@ from ...model.pretrained.tokenizer import load_tokenizer
 from ..exporting.end_tokens import stop_token_ids
 from ..exporting.exported import whole_model
 from ..model_loading import ModelFolders
-from ..ollama.modelfile import ModelForOllama, modelfile_of, modelfile_text
 from ..receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of, window_note
 from .formats import FORMATS, Format, LayerCounts, fitting, tensor_type
 from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files
+from .modelfile import ModelForOllama, modelfile_of, modelfile_text
 from .settings import add_settings, check_rope
 from .tensors import FileTensor, check_complete, file_tensors
-from .vocabulary import add_stops, add_vocabulary, adds_first, vocabulary_of
+from .vocabulary import add_stops, add_vocabulary, vocabulary_of
 
 logger = logging.getLogger(__name__)
 _EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
@@ -72,13 +72,12 @@ def write_model(
     contents = GGUFContents(model.row.name, model.tensors, types, describe)
     for_ollama = ModelForOllama(
         model.tokenizer,
-        adds_first(model.tokenizer),
         stops,
         model.config.max_position_embeddings,
         parts.recipe,
         model.generation,
     )
-    text = modelfile_text(for_ollama, [f"FROM ./{target.name}"], model.where)
+    text = modelfile_text(for_ollama, [f"FROM ./{target.name}"])
     write_files(target, contents, model.source, {beside: text}, progress)
     count = sum(prod(tensor.shape) for tensor in model.tensors.values())
     named = {type_: name for name, type_ in FORMATS.items()}

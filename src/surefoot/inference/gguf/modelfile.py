@@ -1,4 +1,9 @@
-"""A Modelfile: from which file Ollama makes a model, with which template, stops and sampling."""
+"""A Modelfile: from which file Ollama makes a model, with which stops and sampling.
+
+It has no ``TEMPLATE``: Ollama chooses one of the templates that it knows by the
+``tokenizer.chat_template`` of the file. A template in Go's language would be a second one to keep
+equal to the one of training.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from ...data.text.templates import saved_source
-from ...data.text.templates.render import Renderer
-from ...errors import TemplateError
 from ...recipe.recipe import Recipe
-from .derived_template import go_template
 
 logger = logging.getLogger(__name__)
 _QUOTES = '"""'
@@ -26,8 +27,6 @@ class ModelForOllama:
     """What a Modelfile says besides the files."""
 
     tokenizer: PreTrainedTokenizerBase
-    adds_first: bool
-    """Whether the GGUF file has Ollama begin every prompt with the first token."""
     stop_token_ids: Sequence[int]
     num_positions: int
     recipe: Recipe | None = None
@@ -40,12 +39,15 @@ def modelfile_of(target: Path) -> Path:
     return target.with_suffix(".Modelfile")
 
 
-def modelfile_text(model: ModelForOllama, lines: Sequence[str], where: str) -> bytes:
-    """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``). A template that Ollama
-    cannot express is omitted, with a warning."""
+def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
+    """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``)."""
     name = lines[-1].rpartition("/")[2].removesuffix(".gguf").lower()
-    parts = [f"# ollama create {name} -f THIS_FILE", *lines]
-    parts += _template(model, where)
+    template = (
+        "Ollama recognizes the chat template only if it is one that it knows; check it with: "
+        f"ollama show --template {name}"
+    )
+    logger.info("%s", template)
+    parts = [f"# ollama create {name} -f THIS_FILE", f"# {template}", *lines]
     system = None if model.recipe is None else model.recipe.data.default_system
     if system is not None and _QUOTES not in system:
         parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
@@ -57,28 +59,6 @@ def modelfile_text(model: ModelForOllama, lines: Sequence[str], where: str) -> b
     mark = "" if model.num_positions < _POSITIONS else "# "  # more takes more memory
     parts.append(f"{mark}PARAMETER num_ctx {model.num_positions}")
     return ("\n".join(parts) + "\n").encode()
-
-
-def _template(model: ModelForOllama, where: str) -> list[str]:
-    source = saved_source(model.tokenizer)
-    if source is None:
-        logger.warning("%s: has no chat template, so its Modelfile has none", where)
-        return []
-    bos = str(model.tokenizer.bos_token or "")
-    try:
-        found = go_template(Renderer(source, model.tokenizer), bos, is_added=model.adds_first)
-        if _QUOTES in found.source:
-            raise TemplateError(f"it contains {_QUOTES}")
-    except TemplateError as error:
-        logger.warning(
-            "%s: its chat template cannot be written in Ollama's language, so the Modelfile has "
-            "none: %s",
-            *(where, str(error)[:300]),
-        )
-        return ["# TEMPLATE is missing: the chat template cannot be written in Ollama's language"]
-    for difference in found.differences:
-        logger.warning("%s: the chat template is written for Ollama, but %s", where, difference)
-    return [f"TEMPLATE {_QUOTES}{found.source}{_QUOTES}", "# Tools are not part of TEMPLATE."]
 
 
 def _sampling(model: ModelForOllama) -> dict[str, object]:

@@ -1,1 +1,0 @@
-"""What Ollama needs beside a GGUF file: a Modelfile, with the chat template in Go's language."""
