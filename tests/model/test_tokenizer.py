@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import resource
 
 import pytest
