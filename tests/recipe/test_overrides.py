@@ -218,12 +218,60 @@ OTHERS = {
 }
 
 
+LEAST = {
+    "model": {"path": "m"},
+    "data": {"datasets": ["d"]},
+    "stage": "sft",
+    "train": {"output_dir": "o"},
+}
+
+
 @pytest.mark.parametrize("words", OTHERS)
 def test_a_setting_by_the_name_of_another_program_gets_ours(words):
-    least = {"model": {"path": "m"}, "data": {"datasets": ["d"]}, "stage": "sft"}
     with pytest.raises(RecipeError) as raised:
-        read_recipe({**least, "train": {"output_dir": "o"}}, [words])
+        read_recipe(LEAST, [words])
     assert OTHERS[words] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("train.loss=3", "sft"),
+        ("train.losses=3", "sft"),
+        ("data.shuffle_seed=3", "sft"),
+        ("data.shuffleseed=3", "sft"),
+        ("optim.adamw.momentum=0.9", "sft"),
+        ("optim.adamw.beta3=0.9", "sft"),
+        ("train.min_steps=9", "sft"),
+        ("train.momentum=0.9", "sft"),
+        ("train.label_smoothing=0.1", "kto"),
+        ("stage.dpo.group_size=4", "dpo"),
+        ("method=dora", "sft"),
+        ("stage=ipo", "sft"),
+    ],
+)
+def test_a_setting_that_is_something_else_is_not_proposed(words, stage):
+    with pytest.raises(RecipeError) as raised:
+        read_recipe({**LEAST, "stage": stage}, [words])
+    assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        ("train.save_steps=3", "checkpoint.save_steps"),
+        ("train.lr=1e-4", "optim.muon.learning_rate"),
+        ("train.momentum=0.9", "optim.muon.momentum"),
+        ("train.ns_stepz=3", ""),
+        ("data.valsize=0.1", "val_size"),
+        ("train.global_batch_sise=4", "global_batch_size"),
+        ("train.max-stps=4", "max_steps"),
+    ],
+)
+def test_a_proposal_is_a_setting_of_the_variant_that_the_user_chose(words, proposed):
+    with pytest.raises(RecipeError) as raised:
+        read_recipe({**LEAST, "optim": "muon"}, [words])
+    assert (f"(did you mean {proposed}?)" in str(raised.value)) is bool(proposed)
 
 
 def test_what_another_program_is_said_to_call_a_setting_is_one():

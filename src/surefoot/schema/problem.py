@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
 
-from .setting import Keys, Setting, describe, paths, settings
+from .setting import Keys, Setting, describe, paths, setting_at, settings
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,21 @@ def explain(
         return Problem((), f"not plain data: {error['msg']}")
     found = _look_up(data, spot.path)
     is_missing = error["type"] == "missing"
-    return Problem(spot.path, _message(root, spot, found, names, is_missing=is_missing))
+    known = _Known(root, data, names)
+    return Problem(spot.path, _message(known, spot, found, is_missing=is_missing))
 
 
-def _message(
-    root: type, spot: _Spot, found: object, names: Mapping[str, str], *, is_missing: bool
-) -> str:
+def _message(known: _Known, spot: _Spot, found: object, *, is_missing: bool) -> str:
     if is_missing and spot.setting is not None:
         return f"missing; {_needed(spot.setting)}"
     if spot.section is not None:
         return f"expected a section (key: value), got {_shown(found)}"
     if spot.setting is None:
-        return f"unknown key{_of_others(names, spot.path) or _hint(root, spot)}"
+        return f"unknown key{known.by_others(spot.path) or _hint(known, spot)}"
     if spot.setting.each is not None:
         return f"expected {spot.setting.expected}, got {_shown(found)}"
     if spot.setting.choices is not None:
-        return _wrong_variant(root, spot, spot.setting.choices, found, names)
+        return _wrong_variant(known, spot, spot.setting.choices, found)
     return _wrong_value(spot, spot.setting.hint, found)
 
 
@@ -124,19 +124,7 @@ def _needed(setting: Setting) -> str:
     return f"expected a section with {', '.join(required)}"
 
 
-def _of_others(names: Mapping[str, str], path: Keys) -> str:
-    """What to say of the last key of ``path``; a key with its section comes before the key."""
-    words = [str(key).lower().lstrip("-").replace("-", "_") for key in path]
-    return names.get(".".join(words[-2:])) or names.get(words[-1]) or ""
-
-
-def _wrong_variant(
-    root: type,
-    spot: _Spot,
-    choices: Mapping[str, type],
-    found: object,
-    names: Mapping[str, str],
-) -> str:
+def _wrong_variant(known: _Known, spot: _Spot, choices: Mapping[str, type], found: object) -> str:
     expected = "expected one of " + ", ".join(choices)
     if not isinstance(found, Mapping):
         return f"{expected}, got {_shown(found)}"
@@ -144,9 +132,11 @@ def _wrong_variant(
     if not unknown:
         return f"{expected}, got {' and '.join(found) or 'none of them'}"
     # a key with a value may be a setting at the wrong place; a bare name is a variant
+    path = (*spot.path, unknown[0])
     is_bare = found[unknown[0]] in (None, {})
-    hint = "" if is_bare else _of_others(names, (*spot.path, unknown[0]))
-    hint = hint or _did_you_mean(None if is_bare else root, unknown[0], choices)
+    elsewhere = [] if is_bare else known.elsewhere(path, unknown[0])
+    hint = "" if is_bare else known.by_others(path) or _did_you_mean(elsewhere)
+    hint = hint or _did_you_mean(_misspelled(unknown[0], choices))
     return f"{expected}, got {unknown[0]!r}{hint}"
 
 
@@ -163,30 +153,100 @@ def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
     return f"expected {describe(expected)}, got {_shown(found)}{did_you_mean}"
 
 
-def _hint(root: type, spot: _Spot) -> str:
-    known = settings(spot.owner)
-    close = _did_you_mean(root, str(spot.path[-1]), known)
-    return close or (
-        "; expected one of " + ", ".join(known) if known else "; no keys are expected here"
+def _hint(known: _Known, spot: _Spot) -> str:
+    here = settings(spot.owner)
+    word = str(spot.path[-1])
+    close = known.elsewhere(spot.path, word) or _misspelled(word, here)
+    close = close or known.misspelled_elsewhere(spot.path)
+    return _did_you_mean(close) or (
+        "; expected one of " + ", ".join(here) if here else "; no keys are expected here"
     )
 
 
-def _did_you_mean(root: type | None, word: str, known: Mapping[str, object]) -> str:
-    """The same key elsewhere in ``root``, or else the most similar one, nearest first."""
-    word = word.lower().lstrip("-").replace("-", "_")
-    ways = paths(root) if root else []
-    names = [str(way[-1]) for way in ways]
-    here = difflib.get_close_matches(word, known, n=1)
-    there = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
-    if word in names or (there and _likeness(word, there[0]) > _likeness(word, *here)):
-        found = [way for way in ways if way[-1] == there[0]]
-        # of the variants of a section the first, which is the usual one
-        here = [dotted(way) for way in {way[0]: way for way in reversed(found)}.values()]
-    return f" (did you mean {' or '.join(sorted(here[:3]))}?)" if here else ""
+def _did_you_mean(proposals: Sequence[str]) -> str:
+    return f" (did you mean {' or '.join(proposals[:3])}?)" if proposals else ""
 
 
-def _likeness(word: str, other: str = "") -> float:
+def _plain(word: object) -> str:
+    return str(word).lower().lstrip("-").replace("-", "_")
+
+
+def _misspelled(word: str, known: Iterable[str]) -> list[str]:
+    """The one of ``known`` that ``word`` is with a typing error. A name that has another word,
+    number or first letter is that of another thing: ``shuffle_seed`` is not ``shuffle``, ``beta3``
+    not ``beta1``, ``dora`` not ``lora``."""
+    word = _plain(word)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.75)
+    return [other for other in close if _is_spelling(word, other)][:1]
+
+
+def _is_spelling(word: str, other: str) -> bool:
+    if re.findall(r"\d+", word) != re.findall(r"\d+", other) or word[:1] != other[:1]:
+        return False
+    if _likeness(word.replace("_", ""), other.replace("_", "")) >= 0.9:
+        return True
+    words = [part for part in word.split("_") if part]
+    return all(
+        any(_likeness(a, b) >= 0.75 and abs(len(a) - len(b)) <= 2 for b in other.split("_"))
+        for a in words
+    )
+
+
+def _likeness(word: str, other: str) -> float:
     return difflib.SequenceMatcher(None, word, other).ratio()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """All settings under ``root``, what other programs call them, and what the user chose."""
+
+    root: type
+    data: object
+    names: Mapping[str, str]
+
+    def by_others(self, path: Keys) -> str:
+        """What to say of the last key of ``path``; a key with its section comes before the key."""
+        words = [_plain(key) for key in path]
+        hint = self.names.get(".".join(words[-2:])) or self.names.get(words[-1]) or ""
+        return re.sub(r"\w+(\.\w+){2}", lambda found: self._of_chosen(found[0]), hint)
+
+    def elsewhere(self, path: Keys, name: str) -> list[str]:
+        """Where ``name`` is a setting that the user can set, other than at ``path``."""
+        found = [way for way in self._chosen(path) if way[-1] == _plain(name)]
+        return sorted(dotted(way) for way in {way[0]: way for way in reversed(found)}.values())
+
+    def misspelled_elsewhere(self, path: Keys) -> list[str]:
+        """Where the last key of ``path`` is one with a typing error, in other sections."""
+        names = _misspelled(str(path[-1]), [str(way[-1]) for way in self._chosen(path)])
+        return self.elsewhere(path, names[0]) if names else []
+
+    def _chosen(self, path: Keys) -> list[Keys]:
+        return [way for way in paths(self.root) if self._is_chosen(way, path)]
+
+    def _is_chosen(self, way: Keys, path: Keys) -> bool:
+        """Whether the variants on ``way`` are the user's, or one is being chosen by ``path``."""
+        for end in range(1, len(way)):
+            setting = setting_at(self.root, way[:end])
+            if setting is not None and setting.choices is not None:
+                chosen = self._variants(way[:end], setting.choices)
+                if way[end] not in chosen and (chosen or path[:-1] != way[:end]):
+                    return False
+        return True
+
+    def _variants(self, path: Keys, choices: Mapping[str, type]) -> list[str]:
+        found = _look_up(self.data, path)
+        names = found if isinstance(found, Mapping) else [found]
+        return [name for name in choices if name in names]
+
+    def _of_chosen(self, text: str) -> str:
+        """The setting ``text`` of a variant, or that of the same name of the user's variant."""
+        section, _, name = text.split(".")
+        setting = setting_at(self.root, (section,))
+        choices = (setting.choices if setting else None) or {}
+        for variant in self._variants((section,), choices):
+            if name in settings(choices[variant]):
+                return f"{section}.{variant}.{name}"
+        return text
 
 
 def _look_up(data: object, path: Keys) -> object:
