@@ -38,7 +38,6 @@ COMMANDS = {
     "watch": "Show how runs train in the terminal: curves, figures, time left, state.",
     "runs": "List runs, show one, compare recipes, print curves, and tag; also as JSON.",
     "board": "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
-    "mcp": "Let an agent see runs, by the Model Context Protocol.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "serve": "Serve a model, a run or adapters through OpenAI's API.",
     "predict": "Generate responses to a file of prompts, on one process or many.",

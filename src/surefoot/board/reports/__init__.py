@@ -1,1 +1,1 @@
-"""What is known of runs, as plain data: for pages, for the command line, and for agents."""
+"""What is known of runs, as plain data: for pages and for the command line."""
