@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/serve.py --soak 60
 
 Four clients send whole answers, streams, streams that they leave, several answers at once, stop
-texts, JSON schemas, embeddings, nonsense, connections that are cut, and requests to adapters, while
+texts, JSON schemas, prompts, nonsense, connections that are cut, and requests to adapters, while
 adapters are loaded and unloaded. Some requests come again and again. Each minute they pause until
 nothing is open; then memory, threads, descriptors and slots are noted. After a warm-up (a fifth of
 the time), the rest is cut into thirds. It fails if
@@ -43,7 +43,11 @@ SCHEMA = {
 STEADY = "steady"  # the name of an adapter that stays
 CUT = (  # requests whose connections are cut
     (TEXT, b'{"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": true}'),
-    ("/v1/embeddings", b'{"model": "model", "input": [%s"x"]}' % (b'"ship ship ship", ' * 40)),
+    (
+        TEXT,
+        b'{"model": "model", "max_tokens": 0, "echo": true, "logprobs": 1, "prompt": [%s"x"]}'
+        % (b'"ship ship ship", ' * 40),
+    ),
 )
 GAUGES = ("surefoot_rows_open", "surefoot_rows_running", "surefoot_rows_waiting")
 
@@ -80,7 +84,7 @@ class Soak:
         """Ask until it is over."""
         chance = random.Random(seed)
         kinds = [self.whole, self.streamed, self.left, self.several, self.stopped]
-        kinds += [self.formed, self.nonsense, self.reset, self.embedded, self.repeated]
+        kinds += [self.formed, self.nonsense, self.reset, self.echoed, self.repeated]
         while not self.is_over:
             if not self.may_ask.is_set():
                 self.idle.release()
@@ -163,9 +167,10 @@ class Soak:
         body = {"messages": ask, "max_tokens": 30, "temperature": 1, "response_format": form}
         self.post(CHAT, {"model": self.model(chance), **body}, 200, 404)
 
-    def embedded(self, chance: random.Random) -> None:
-        """An embedding."""
-        self.post("/v1/embeddings", {"model": "model", "input": "ship " * chance.randrange(1, 40)})
+    def echoed(self, chance: random.Random) -> None:
+        """The log-probabilities of a prompt."""
+        body = {"model": "model", "prompt": "ship " * chance.randrange(1, 40), "max_tokens": 0}
+        self.post(TEXT, {**body, "echo": True, "logprobs": 1})
 
     def nonsense(self, chance: random.Random) -> None:
         """What is refused."""

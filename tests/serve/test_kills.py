@@ -105,24 +105,19 @@ def gate():
     handle.remove()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/embeddings", {"input": ["x", "y", "z"]}),
-        (TEXT, {"prompt": ["x", "y", "z"], "max_tokens": 0, "echo": True, "logprobs": 1}),
-    ],
-)
-def test_the_texts_of_a_client_that_has_left_are_not_computed(path, body, folder, gate):
+def test_the_texts_of_a_client_that_has_left_are_not_computed(folder, gate):
+    echoed = {"max_tokens": 0, "echo": True, "logprobs": 1}
+    body = {"prompt": ["x", "y", "z"], **echoed}
     with running(folder) as client:
-        client.ok("/v1/embeddings", input="x")
+        client.ok(TEXT, prompt="x", **echoed)
         before = gate.count  # with the passes that try the model
         gate.is_open.clear()
         with socket.create_connection(("127.0.0.1", port_of(client))) as connection:
-            connection.sendall(raw(json.dumps(body).encode(), path))
+            connection.sendall(raw(json.dumps(body).encode(), TEXT))
             client.until(lambda: gate.count > before, seconds=60)
         client.until(lambda: is_free(client), seconds=60)
         gate.is_open.set()
-        client.ok("/v1/embeddings", input="x")  # after whatever was left to compute
+        client.ok(TEXT, prompt="x", **echoed)  # after whatever was left to compute
         assert gate.count - before == 2
 
 

@@ -1,6 +1,7 @@
 """Answers of the server, beside those of transformers, and beside each other."""
 
 import json
+import shutil
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from folders import save_adapter, save_model
+from folders import edit_json, save_adapter, save_model
 from serve.running import alike, running
 from surefoot.data.text.templates import bundled
+from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import Conversation, open_model
+from surefoot.serve.app import create_app
+from surefoot.serve.running.settings import ServeSettings
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WIDE = {"intermediate_size": 64}  # elementwise operations take 32 numbers at a time
@@ -334,6 +338,13 @@ def test_nothing_that_grows_with_a_request_runs_on_the_event_loop(folder):
     called = {name for thread, name in names if thread != loop}
     assert {"from_json", "validate_python"} <= called
     assert not {"from_json", "validate_python"} & {name for thread, name in names if thread == loop}
+
+
+def test_a_reward_model_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "base", tmp_path / "scores")
+    edit_json(tmp_path / "scores/config.json", architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(ModelError, match="score those of a file with `surefoot predict`"):
+        create_app(ServeSettings(path=str(tmp_path / "scores")))
 
 
 def test_a_full_queue_refuses_with_the_time_to_wait(folder):

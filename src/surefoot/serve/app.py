@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from .. import __version__
-from .api import chat, completions, models, responses, scores
+from .api import chat, completions, models
 from .errors import HANDLERS
 from .running.settings import ServeSettings
 from .security import ApiGuard
@@ -34,7 +34,7 @@ def create_app(settings: ServeSettings) -> ASGIApp:
     app = FastAPI(
         title="Surefoot", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    for part in (chat, completions, responses, models, scores):
+    for part in (chat, completions, models):
         app.include_router(part.routes(state), responses=_REFUSALS)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)

@@ -7,7 +7,7 @@ Lists end at their first wrong element: the errors of a million would take minut
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends
@@ -89,11 +89,6 @@ def parsed(kind: type[B], data: bytes) -> B:
     names = [field.alias or name for name, field in kind.model_fields.items()]
     if unknown := next((name for name in given if name not in names), None):
         raise _unknown(str(unknown)[:_SHOWN])
-    return checked(kind, given)
-
-
-def checked(kind: type[B], given: Mapping[str, Any]) -> B:
-    """The body of these values. Raises ``ApiError``."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -31,8 +31,8 @@ class _NotReadError(Exception):
 class EventStream(StreamingResponse):
     """Chunks as events; however it ends, their generator is closed."""
 
-    def __init__(self, first: Mapping[str, object], chunks: Chunks, *, has_names: bool) -> None:
-        events = _named(first, chunks) if has_names else _events(first, chunks)
+    def __init__(self, first: Mapping[str, object], chunks: Chunks) -> None:
+        events = _events(first, chunks)
         super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
         self._chunks = chunks
 
@@ -54,24 +54,10 @@ class EventStream(StreamingResponse):
             await self._chunks.aclose()
 
 
-async def stream_of(chunks: Chunks, *, has_names: bool = False) -> EventStream:
-    """Chunks as events, named by their ``type`` or ended by OpenAI's last line. What is wrong
-    before the first one is an answer of its own: raises ``ApiError``."""
-    return EventStream(await anext(chunks), chunks, has_names=has_names)
-
-
-async def _named(first: Mapping[str, object], chunks: Chunks) -> AsyncIterator[bytes]:
-    yield _name(first) + event(first)
-    try:
-        async for chunk in chunks:
-            yield _name(chunk) + event(chunk)
-    except ApiError as error:
-        failed = {"type": "error", "message": str(error), "code": error.code, "param": error.param}
-        yield _name(failed) + event(failed)
-
-
-def _name(value: Mapping[str, object]) -> bytes:
-    return f"event: {value['type']}\n".encode()
+async def stream_of(chunks: Chunks) -> EventStream:
+    """Chunks as events, ended by OpenAI's last line. What is wrong before the first one is an
+    answer of its own: raises ``ApiError``."""
+    return EventStream(await anext(chunks), chunks)
 
 
 async def _events(first: Mapping[str, object], chunks: Chunks) -> AsyncIterator[bytes]:

@@ -239,7 +239,7 @@ def _create(state: ServerState) -> Callable[..., object]:
 async def prepared(state: ServerState, body: ChatCompletionBody) -> Chat:
     """The request, ready to be answered. Raises ``ApiError``."""
     state.check_room(body.n or 1)
-    model = await state.models.get_generating(body.model)
+    model = await state.models.get(body.model)
     prompt = await asyncio.to_thread(prompt_of, model, body.messages, body.offered, body.arguments)
     several = body.parallel_tool_calls is not False
     grammar = await asyncio.to_thread(

@@ -131,7 +131,7 @@ def _create(state: ServerState) -> Callable[..., object]:
 async def _prepared(state: ServerState, body: CompletionBody) -> Completion:
     _refuse(body)
     state.check_room(num_prompts(body.prompt) * (body.n or 1))
-    model = await state.models.get_generating(body.model)
+    model = await state.models.get(body.model)
     prompts = await asyncio.to_thread(prompts_of, model, body.prompt, "prompt")
     decode = model.plainly if body.skip_special_tokens else model.exactly
     reported = Reported(body.logprobs, decode, "prompt")

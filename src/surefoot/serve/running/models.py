@@ -16,14 +16,14 @@ from ...errors import CheckpointError, ModelError
 from ...generate.decode import Decode, decoder
 from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
-from ...generate.live import Rows, SingleRows, SlotRows, rows_of
+from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
 from ...inference.model_loading import (
     LoadedModel,
     ModelFolders,
     find_parts,
+    is_reward,
     open_model,
-    refuse_reward_model,
 )
 from ..errors import ApiError
 from .engine import EngineThread, Lane
@@ -114,14 +114,13 @@ class Models:
     def open_first(self) -> None:
         """Open the model that is served, before the event loop runs."""
         settings = self.settings
-        parts = find_parts(settings.path, base=settings.base)
+        parts = _find_writer(settings.path, settings.base)
         opened = self._open(settings.path, base=settings.base)
         assert opened.folder is not None
         self._run = _run_of(settings.path, opened.folder)
         adapter = opened.folder if parts.adapter is not None else None
         shared = SharedBase(opened, parts.model, adapter)
-        # a reward model has a head of its own, which no adapter beside it has
-        is_shared = not opened.is_reward_model and shared.is_shareable
+        is_shared = shared.is_shareable
         self._shared = shared if is_shared else None
         opened = shared.opened if is_shared else opened
         longest = self._longest(opened)
@@ -183,12 +182,6 @@ class Models:
         """Raise the ``ApiError`` of an unknown name."""
         raise self._unknown(name)
 
-    async def get_generating(self, name: str | None) -> ServedModel:
-        """The same, if it writes responses."""
-        found = await self.get(name)
-        refuse_reward_model(found.opened)
-        return found
-
     async def load_adapter(self, name: str, folder: str) -> ServedModel:
         """Serve the adapter in ``folder`` as ``name``. Raises ``ApiError``: there is such a
         name; ``SurefootError``: it cannot be loaded."""
@@ -227,7 +220,7 @@ class Models:
     async def _load(self, name: str, path: str, *, is_adapter: bool = False) -> ServedModel:
         """Open a checkpoint, a model or an adapter."""
         base = self._shared.folder if self._shared is not None and is_adapter else None
-        parts = await asyncio.to_thread(find_parts, path, base=base)
+        parts = await asyncio.to_thread(_find_writer, path, base)
         if is_adapter and parts.adapter is None:
             raise ModelError(f"{path}: contains no adapter")
         shared = self._shared
@@ -304,8 +297,7 @@ class Models:
             dtype=settings.dtype,
             trust_remote_code=settings.trust_remote_code,
         )
-        if not opened.is_reward_model:
-            pack_weights(opened.inner)
+        pack_weights(opened.inner)
         return opened
 
     def _longest(self, opened: LoadedModel) -> int:
@@ -315,8 +307,6 @@ class Models:
     def _rows_of(
         self, opened: LoadedModel, longest: int, adapters: RowAdapters | None = None
     ) -> Rows:
-        if opened.is_reward_model:  # it writes no responses
-            return SingleRows(opened.model)
         return rows_of(opened.model, longest, self.settings.max_batch, adapters)
 
     def _served(
@@ -347,6 +337,17 @@ class Models:
             param="model",
             code="model_not_found",
         )
+
+
+def _find_writer(path: str, base: str | Path | None) -> ModelFolders:
+    """The folders of a model. Raises ``ModelError`` if it gives rewards, not responses."""
+    parts = find_parts(path, base=base)
+    if is_reward(parts):
+        raise ModelError(
+            f"{parts.folder}: a reward model writes no responses; score those of a file with "
+            "`surefoot predict`"
+        )
+    return parts
 
 
 def _name_of(path: str) -> str:
