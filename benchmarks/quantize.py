@@ -23,7 +23,7 @@ from inputs import make_qwen3
 SCHEMES = {
     "fp8": ["rtn"],
     "w8a8": ["rtn", "gptq"],
-    "w4a16": ["rtn", "gptq", "awq"],
+    "w4a16": ["rtn", "gptq"],
 }
 EXPORT = """
 import random, sys
@@ -98,7 +98,7 @@ def memory(layers: list[int], rows: int, length: int) -> None:
         try:
             sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": count}
             size = 2 * make_qwen3(root / "model", **sizes) / 1e6
-            for algorithm in ("rtn", "gptq", "awq"):
+            for algorithm in ("rtn", "gptq"):
                 given = [root / "model", root / algorithm, algorithm, str(rows), str(length)]
                 start = time.perf_counter()
                 done = subprocess.run(

@@ -145,26 +145,21 @@ def first_layer(folder, run_folder):
     return torch.cat(each, 1)
 
 
-@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
-def test_a_run_with_experts_is_calibrated_and_loses_less(
-    algorithm, run_folder, tmp_path, caplog, monkeypatch
-):
-    caplog.set_level(logging.WARNING, "surefoot")
+def test_a_run_with_experts_is_calibrated_and_loses_less(run_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "FEWEST", 8)
     out = {
         name: export_quantized(
             run_folder, tmp_path / name, quantize="w4a16", options=QuantizeOptions(32, name)
         )
-        for name in ("rtn", algorithm)
+        for name in ("rtn", "gptq")
     }
-    assert not [one for one in caplog.records if "AWQ" in one.message]  # every weight is scaled
     expected = first_layer(export(run_folder, tmp_path / "plain"), run_folder)
     errors = {
         name: float((first_layer(folder, run_folder) - expected).norm())
         for name, folder in out.items()
     }
-    assert errors[algorithm] < errors["rtn"]
-    assert verify_export(out[algorithm]).comparison.is_within
+    assert errors["gptq"] < errors["rtn"]
+    assert verify_export(out["gptq"]).comparison.is_within
 
 
 def test_experts_with_few_tokens_are_rounded_and_counted(run_folder, tmp_path, caplog, monkeypatch):

@@ -26,12 +26,17 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from transformers import CompressedTensorsConfig
 
 from surefoot.inference.held_out_set import held_out
+from surefoot.inference.quantizing import rows as calibration_data
+from surefoot.inference.quantizing.calibration import Calibrator
 from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
 from surefoot.inference.quantizing.gptq import DAMPING, output_error, round_by_gptq
 from surefoot.inference.quantizing.layerwise import open_layerwise, run
+from surefoot.inference.quantizing.linear_layers import find_linear_layers
 from surefoot.inference.quantizing.quantized_source import QuantizedSource
 from surefoot.inference.quantizing.schemes import PRESETS, scheme_of
 from surefoot.inference.receipts.verification import verify_export
+from surefoot.model.targets import layer_list
+from zoo.architectures import SETTINGS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
 IDS = torch.arange(60, 92)[None]
@@ -236,6 +241,75 @@ def test_layer_by_layer_the_model_computes_the_same(kind, tmp_path):
         torch.testing.assert_close(whole.get_decoder().norm(found), expected, atol=1e-6, rtol=1e-5)
 
 
+ODD = {
+    "deepseek_v3": "routers have buffers that are in the files",
+    "codegen": "layers return tuples",
+    "mamba2": "config.json has an infinite limit",
+    "modernbert-decoder": "what transformers calls its decoder is its output head",
+    "gemma3n_text": "layers read the keys and values of others",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ODD else pytest.param(name, marks=pytest.mark.proof) for name in SETTINGS],
+)
+def test_layer_by_layer_every_architecture_computes_the_same(name, tmp_path):
+    model, outputs = build(name), []
+    model.save_pretrained(tmp_path)
+    try:
+        opened = open_layerwise(open_folder(tmp_path), (tmp_path / "config.json").read_text(), name)
+        (hidden,), calls = opened.record([list(range(5, 45))])
+    except ModelError as error:
+        assert name not in ODD
+        pytest.skip(str(error))
+    for index in range(len(opened.layers)):
+        with opened.loaded(index) as (_, layer):
+            hidden = run(layer, hidden, calls[index][0])
+    layer_list(model)[-1].register_forward_hook(lambda *given: outputs.append(given[2]))
+    model(torch.arange(5, 45)[None], use_cache=False)
+    (expected,) = (out[0] if isinstance(out, tuple) else out for out in outputs)
+    assert (hidden - expected).norm() / expected.norm() < 1e-4
+
+
+def test_layers_that_share_their_weights_are_refused(tmp_path, monkeypatch):
+    base = save_model(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_config
+
+    def shared(*given, **named):
+        model = plain(*given, **named)
+        model.model.layers[2].mlp = model.model.layers[0].mlp
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", shared)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp.* is used in several places"):
+        open_layerwise(open_folder(base), (base / "config.json").read_text(), "base")
+
+
+@torch.no_grad()
+def test_what_is_infinite_is_named(tmp_path):
+    base = save_model(tmp_path / "base", hidden_size=64, head_dim=16, intermediate_size=96)
+    source = open_folder(base)
+    tensors = {name: read_whole(source, name) for name in source.shapes()}
+
+    def calibrate(name):
+        broken = {n: t.clone() for n, t in tensors.items()}
+        broken[name].view(-1)[7] = math.nan
+        found = TensorsInMemory(broken)
+        model = open_layerwise(found, (base / "config.json").read_text(), "base")
+        layers = find_linear_layers(model.model, found.shapes(), "base")
+        calibrator = Calibrator(model, layers, scheme_of("w4a16", 32))
+        calibrator.run([list(range(40)), list(range(9))], tmp_path / name)
+
+    with pytest.raises(ModelError, match=r"the embeddings: .* contains NaN or infinite values"):
+        calibrate("model.embed_tokens.weight")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight: it contains NaN"):
+        calibrate("model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ModelError, match=r"layers\.1: .* contains NaN or infinite"):
+        calibrate("model.layers.1.input_layernorm.weight")
+
+
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
@@ -272,6 +346,18 @@ def test_a_run_is_calibrated_on_its_data_and_loses_less(run_folder, tmp_path):
     expected = states(export(run_folder, tmp_path / "plain"))
     errors = {name: float((states(one) - expected).norm()) for name, one in out.items()}
     assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert "calibrated by GPTQ" in (out["gptq"] / "README.md").read_text()
+
+
+def test_too_little_data_is_refused(run_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_data, "FEWEST", 10**6)
+    with pytest.raises(
+        ModelError, match=r"18 rows of its training data have \d+ tokens in all, too"
+    ):
+        export_quantized(
+            run_folder, tmp_path / "o", quantize="w4a16", options=QuantizeOptions(32, "gptq")
+        )
+    assert not list(tmp_path.iterdir())
 
 
 @torch.no_grad()

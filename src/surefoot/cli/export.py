@@ -107,11 +107,11 @@ class _Export(click.Command):
 )
 @click.option(
     "--algorithm",
-    type=click.Choice(["rtn", "gptq", "awq"]),
+    type=click.Choice(["rtn", "gptq"]),
     default="rtn",
     show_default=True,
-    help="How weights are rounded: to nearest; w4a16 and w8a8 also by GPTQ, w4a16 also by AWQ, on "
-    "128 rows of the run's training data, which takes longer and usually loses less.",
+    help="How weights are rounded: to nearest; w4a16 and w8a8 also by GPTQ, on 128 rows of the "
+    "run's training data, which takes longer and usually loses less.",
 )
 @click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option(

@@ -30,7 +30,7 @@ from .quantized_source import QuantizedSource
 from .rows import calibration_rows
 from .schemes import WeightScheme, scheme_of
 
-Algorithm = Literal["rtn", "gptq", "awq"]
+Algorithm = Literal["rtn", "gptq"]
 _ROWS = 128  # of the training data, for calibration
 _SCRATCH = ".calibrated"
 _WITHOUT_EXPERTS = ("fp8-block", "w8a8")  # transformers 5 dequantizes the others' as it opens them
@@ -43,16 +43,12 @@ class QuantizeOptions:
     group_size: int | None = None
     """Inputs that share a scale, of w4a16; unset, 128."""
     algorithm: Algorithm = "rtn"
-    """``rtn`` rounds to nearest; ``gptq`` and ``awq`` calibrate on the run's training data."""
+    """``rtn`` rounds to nearest; ``gptq`` calibrates on the run's training data."""
 
     def check(self, quantize: str, scheme: WeightScheme) -> None:
         """Raise ``ModelError`` for a scheme that the algorithm does not calibrate."""
         if self.algorithm == "gptq" and not scheme.is_integer:
             raise ModelError(f"--algorithm gptq: {quantize} has no integers; use w4a16 or w8a8")
-        if self.algorithm == "awq" and scheme.args.strategy != "group":
-            raise ModelError(
-                f"--algorithm awq: {quantize} has no groups of inputs that share a scale; use w4a16"
-            )
 
 
 DEFAULTS = QuantizeOptions()
@@ -102,9 +98,10 @@ def export_quantized(
             if options.algorithm != "rtn":
                 model = open_layerwise(source.source, small["config.json"], str(parts.folder))
                 rows = calibration_rows(parts, _ROWS)
-                calibrator = Calibrator(model, layers, scheme, options.algorithm)
+                calibrator = Calibrator(model, layers, scheme)
                 found = calibrator.run(rows, folder / _SCRATCH)
-                settings |= calibrator.report.as_settings(options.algorithm)
+                if calibrator.rounded:
+                    settings["num_rounded"] = len(calibrator.rounded)
             advance = counting(num_bytes(found), progress)
             copy(found, folder, max_shard_size=max_shard_size, progress=advance)
             files.remove_tree(folder / _SCRATCH)

@@ -15,6 +15,16 @@ _BLOCK = 128  # columns whose corrections are applied to the others at once
 DAMPING = 0.01  # of the mean of H's diagonal, which is added to it
 
 
+def round_to_nearest(
+    weight_OI: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values that ``weight_OI`` has in the file, if scales are stored in ``dtype``."""
+    high = 2 ** (scheme.args.num_bits - 1) - 1
+    scales_OG = scheme.scales(weight_OI.to(dtype))[0].float()
+    scales_OI = scales_OG.repeat_interleave(weight_OI.shape[1] // scales_OG.shape[1], 1)
+    return (weight_OI / scales_OI).round().clamp(-high - 1, high) * scales_OI
+
+
 def round_by_gptq(
     weight_OI: torch.Tensor, hessian_II: torch.Tensor, scheme: WeightScheme
 ) -> torch.Tensor:

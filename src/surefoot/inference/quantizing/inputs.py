@@ -22,7 +22,6 @@ from .layerwise import Call, run
 from .linear_layers import LinearLayers
 
 Place = tuple[int, int, int]  # of a matrix in memory; see ``place``
-_LinearCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -41,25 +40,22 @@ class InputStatistics:
     """Of all inputs of a matrix."""
 
     gram: torch.Tensor  # [I, I], X'X
-    magnitudes: torch.Tensor  # [I], sums of |x|
     num_tokens: int
 
     def add(self, other: InputStatistics) -> None:
         """More inputs."""
         self.gram = self.gram + other.gram
-        self.magnitudes = self.magnitudes + other.magnitudes
         self.num_tokens += other.num_tokens
 
     @classmethod
     def of(cls, inputs: torch.Tensor) -> InputStatistics:
         """Of inputs [..., I]."""
         inputs_NI = inputs.detach().flatten(0, -2).float()
-        gram_II = inputs_NI.T @ inputs_NI
-        return cls(gram_II, inputs_NI.abs().sum(0), len(inputs_NI))
+        return cls(inputs_NI.T @ inputs_NI, len(inputs_NI))
 
 
 class LinearCalls(TorchFunctionMode):
-    """Calls ``seen`` with inputs, weight and output of every linear map, while the block lasts."""
+    """Calls ``seen`` with inputs and weight of every linear map, while the block lasts."""
 
     def __init__(self, seen: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         super().__init__()

@@ -72,18 +72,6 @@ class LayerwiseModel:
         """The decoder layers."""
         return layer_list(self.model)
 
-    @property
-    def head_size(self) -> int:
-        """Values of a head of attention."""
-        config = self.model.config.get_text_config()
-        size = getattr(config, "head_dim", None)
-        return int(size or config.hidden_size // config.num_attention_heads)
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Of a parameter in the source."""
-        parts = [n for n, at in self.experts.items() if at.fused == name]
-        return self.source.dtypes()[parts[0] if parts else self.names[name]]
-
     @torch.no_grad()
     def record(self, rows: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[list[Call]]]:
         """The hidden states [1, T, D] of each row before the first layer; of each layer, what it is

@@ -14,7 +14,6 @@ _MARKED = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
 _ALGORITHMS = {
     "rtn": "rounded to nearest",
     "gptq": "calibrated by GPTQ on rows of the training data",
-    "awq": "scaled by AWQ on rows of the training data",
 }
 
 
