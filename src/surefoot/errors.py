@@ -4,8 +4,7 @@ traceback.
     SurefootError
     ├── RecipeError         the YAML: unknown key, wrong type, values that contradict each other
     ├── DataError           a dataset, a file or a row of it
-    │   ├── TemplateError   a chat template that is unknown or cannot be masked
-    │   └── TemplateLimitError  a chat template that does not end for a conversation
+    │   └── TemplateError   a chat template that is unknown or cannot be masked
     ├── ModelError          a model, tokenizer or adapter: missing, damaged or of another kind
     ├── CheckpointError     a checkpoint: missing, damaged, or without what is needed
     │   └── DamagedFileError    a file of it is not the one that was saved
@@ -92,10 +91,6 @@ class DataError(SurefootError):
 
 class TemplateError(DataError):
     """A chat template is unknown, or prompt and response cannot be separated in its output."""
-
-
-class TemplateLimitError(DataError):
-    """A chat template takes too long for a conversation. No row is dropped for that."""
 
 
 class ModelError(SurefootError):

@@ -35,7 +35,7 @@ NAMES = [*BY_SYNTAX.values(), *bundled()]
 
 def written(name, calls, content=""):
     """What a template makes of a response with calls."""
-    renderer = Renderer(find_bundled(name).source, tiny_tokenizers.tokenizer(), is_bundled=True)
+    renderer = Renderer(find_bundled(name).source, tiny_tokenizers.tokenizer())
     said = Message("assistant", content, calls)
     dicts = message_dicts([Message("user", "Question"), said], renderer)
     text = renderer.render(dicts, tool_dicts([TOOL]))

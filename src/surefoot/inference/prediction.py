@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 
 from ..data.text.prompts import Prompt
-from ..errors import DataError, TemplateError, TemplateLimitError
+from ..errors import DataError, TemplateError
 from ..generate.decode import decoder
 from ..generate.generation import context_length, room
 from ..generate.section import GenerateSection
@@ -105,8 +105,8 @@ def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
     if opened.template is not None:
         try:
             return opened.prompt(prompt.messages, prompt.tools)
-        except (TemplateError, TemplateLimitError) as error:
-            raise type(error)(f"{prompt.origin}: {error}") from None
+        except TemplateError as error:
+            raise TemplateError(f"{prompt.origin}: {error}") from None
     if [message.role for message in prompt.messages] != ["user"] or prompt.tools:
         raise TemplateError(
             f"{prompt.origin}: this model has no chat template, so it supports plain texts "

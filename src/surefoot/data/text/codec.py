@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,12 +21,12 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ...batch import IGNORE_INDEX, Features
-from ...errors import TemplateError, TemplateLimitError, counted
+from ...errors import TemplateError
 from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
-from .templates import Template, deadline
+from .templates import Template
 from .templates.arguments import check_row_arguments
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
@@ -162,7 +161,7 @@ class Codec:
             if messages and messages[-1].role == "assistant":
                 messages.pop()
             try:
-                with self._lock, self._naming(example):
+                with self._lock:
                     ids = self._for(example).encode_prompt(messages, example.tools)
             except TemplateError as error:
                 found.append(Dropped(str(error)))
@@ -210,8 +209,7 @@ class Codec:
 
     @cached_property
     def _renderer(self) -> Renderer:
-        bundled = self.template.is_bundled
-        return Renderer(self.template.source, self.tokenizer, is_bundled=bundled)
+        return Renderer(self.template.source, self.tokenizer)
 
     @cached_property
     def _locator(self) -> ResponseLocator:
@@ -297,12 +295,11 @@ class Codec:
         return not self.section.mask_history or not any(later)
 
     def _drafted(self, example: Example) -> RenderedConversation | Dropped:
-        with self._naming(example):
-            try:
-                codec = self._for(example)
-            except TemplateError as error:
-                return Dropped(str(error))
-            return codec._draft(example)
+        try:
+            codec = self._for(example)
+        except TemplateError as error:
+            return Dropped(str(error))
+        return codec._draft(example)
 
     def _for(self, example: Example) -> Codec:
         """This codec, or one that gives the template the arguments of the example's own row.
@@ -328,18 +325,6 @@ class Codec:
         locator = ResponseLocator(renderer, self.template.last_ends)
         vars(made).update(_renderer=renderer, _locator=locator, _chat=self._chat)
         return made
-
-    @contextmanager
-    def _naming(self, example: Example) -> Iterator[None]:
-        """A block whose ``TemplateLimitError`` names the template and the row."""
-        try:
-            yield
-        except TemplateLimitError:
-            raise TemplateLimitError(
-                f"{example.origin or 'a row'}: the chat template ({self.template.name}) does not "
-                f"end within {counted(deadline.SECONDS, 'second')} for this row; remove the row, "
-                "or choose another data.template"
-            ) from None
 
     def _draft(self, example: Example) -> RenderedConversation | Dropped:
         """Render a conversation up to the last trained message."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from ...data.example import Message
-from ...errors import ModelError, TemplateError, TemplateLimitError
+from ...errors import ModelError, TemplateError
 from ...generate.generation import context_length
 from ...generate.section import GenerateSection
 from ..model_loading import LoadedModel
@@ -70,7 +70,7 @@ def _ids(opened: LoadedModel, text: str) -> list[int]:
     if opened.template is not None:
         try:
             return opened.prompt([Message("user", text)])
-        except (TemplateError, TemplateLimitError):  # a template for other conversations
+        except TemplateError:  # a template for other conversations
             pass
     return opened.continuation(text)
 

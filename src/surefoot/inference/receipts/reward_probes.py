@@ -14,7 +14,7 @@ from ...batch import SCORES
 from ...data.example import Example, Message
 from ...data.text.collation import collate
 from ...data.text.ranking import up_to_last_label
-from ...errors import ModelError, TemplateError, TemplateLimitError
+from ...errors import ModelError, TemplateError
 from ...generate.generation import context_length
 from ...model.pretrained.loading import device
 from ..model_loading import LoadedModel
@@ -63,7 +63,7 @@ def encoded_probes(opened: LoadedModel) -> list[list[int]]:
     ]
     try:
         outcomes = list(opened.codec.with_section(section).encode_chats(chats))
-    except (TemplateError, TemplateLimitError) as error:
+    except TemplateError as error:
         raise ModelError(f"{opened.folder}: no rewards can be compared: {error}") from None
     found = [up_to_last_label(one[-1]) for one in outcomes if isinstance(one, list | tuple)]
     if not found:

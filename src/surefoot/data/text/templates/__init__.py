@@ -45,7 +45,6 @@ class Template:
     last_ends: tuple[
         str, ...
     ] = ()  # what ends the last response only; every one learns one of them
-    is_bundled: bool = False
     thoughts: Words = USUAL  # the words around a thought
 
 
@@ -130,22 +129,18 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | Non
     eos = cast(str, tokenizer.eos_token)
     last_ends = tuple(eos if end == "{eos}" else end for end in found.last_ends)
     stop = found.stop or (eos,)
-    return Template(name, found.source, stop, last_ends, is_bundled=True, thoughts=found.thoughts)
+    return Template(name, found.source, stop, last_ends, thoughts=found.thoughts)
 
 
 def template_mismatch(
     template: Template, tokenizer: PreTrainedTokenizerBase, owner: str = "model"
 ) -> str | None:
     """A warning if the model, or its adapter, was saved with a template that renders differently;
-    None if not, or if that template cannot be used."""
+    None if not."""
     saved = saved_source(tokenizer)
     if saved is None or template.name == AUTO or saved == template.source:
         return None
-    try:
-        bundled_one = Renderer(template.source, tokenizer, is_bundled=template.is_bundled)
-        renderers = bundled_one, Renderer(saved, tokenizer)
-    except TemplateError:
-        return None  # the model's own is not used, and fails
+    renderers = Renderer(template.source, tokenizer), Renderer(saved, tokenizer)
     pairs = {case: [_try(each, probe) for each in renderers] for case, probe in PROBES.items()}
     different = {case: pair for case, pair in pairs.items() if pair[0] != pair[1]}
     if not different:
@@ -184,7 +179,7 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
         return found
     known = _named(family, tokenizer, None)
     stop |= dict.fromkeys(known.stop)
-    return replace(known, name=AUTO, source=source, stop=tuple(stop), is_bundled=False)
+    return replace(known, name=AUTO, source=source, stop=tuple(stop))
 
 
 def _family_of(source: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import cast
 
 import jinja2
@@ -15,9 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
 from ..thoughts import USUAL, Words, field_of, with_thought
-from .deadline import Deadline
 from .fast import fast_renderer
-from .limits import try_within_limits
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
@@ -68,13 +66,10 @@ PROBES: Mapping[str, Probe] = {
 class Renderer:
     """One template, with the tokenizer's names for the special tokens.
 
-    Raises ``TemplateError``: it needs too much time or memory for a short conversation.
+    It runs in Jinja's sandbox as transformers sets that up, which bounds neither time nor memory.
     """
 
-    def __init__(
-        self, source: str, tokenizer: PreTrainedTokenizerBase, *, is_bundled: bool = False
-    ) -> None:
-        """``is_bundled``: the template is Surefoot's own, which needs no limits."""
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source = source
         self.thoughts_field = field_of(source)
         self.has_marks = _MARK.search(source) is not None
@@ -82,10 +77,7 @@ class Renderer:
         names = dict(tokenizer.special_tokens_map)
         self._names: dict[str, object] = {**names}
         added = tokenizer.added_tokens_decoder.values()
-        if not is_bundled:
-            _try(source, tuple(sorted(names.items())))
         self._render_messages = fast_renderer(source, names, self._run)
-        self._deadline = Deadline()
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
@@ -98,8 +90,7 @@ class Renderer:
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
-        Raises ``TemplateError``: the template rejects the conversation, ``TemplateLimitError``: it
-        takes too long for it."""
+        Raises ``TemplateError``: the template rejects the conversation."""
         return self._render(messages, tools, prompt=prompt)[0]
 
     def render_marked(self, messages: Dicts, tools: Dicts | None = None) -> tuple[str, Spans]:
@@ -151,10 +142,8 @@ class Renderer:
         self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
         if tools or any(len(message) > 2 for message in messages):  # which has tool calls
-            work = partial(self._run, messages, tools, prompt=prompt, marks=marks)
-        else:
-            work = partial(self._render_messages, messages, prompt=prompt, marks=marks)
-        return self._deadline.run(work)
+            return self._run(messages, tools, prompt=prompt, marks=marks)
+        return self._render_messages(messages, prompt=prompt, marks=marks)
 
     def _run(
         self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool
@@ -178,13 +167,6 @@ class Renderer:
             what = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise TemplateError(f"the chat template fails on this conversation: {what}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
-
-
-@cache
-def _try(source: str, names: tuple[tuple[str, object], ...]) -> None:
-    """Render ``PROBES`` within limits of time and memory. Raises ``TemplateError``."""
-    known = {"tools": None, "documents": None, "add_generation_prompt": True, **dict(names)}
-    try_within_limits(source, [{**known, **probe} for probe in PROBES.values()])
 
 
 def _is_markup(token: str) -> bool:
