@@ -1,6 +1,9 @@
-"""The check of a recipe's rows: what it finds, its exit code, its JSON and its page."""
+"""The check of a recipe's rows: what it finds, its exit code and its JSON."""
 
 import json
+import re
+from collections import Counter
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -9,9 +12,12 @@ from click.testing import CliRunner
 from folders import save_data, save_recipe
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
+from surefoot.data.section import DataSection
 from surefoot.inference.data_check.conversations import is_loop, texts_of
 from surefoot.inference.data_check.duplicates import RowHashes, RowTexts, repeats, signature
-from surefoot.inference.data_check.scripts import script_of
+from surefoot.inference.data_check.figures import DatasetFigures
+from surefoot.inference.data_check.findings import findings_of
+from surefoot.stages.kto import KTO
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."
@@ -147,55 +153,21 @@ def test_only_some_rows_are_read_if_asked(folder):
     assert "the first 5 rows" in done.stdout
 
 
-def test_the_page_needs_no_other_file_and_no_text_is_markup(folder):
-    rows = [{"instruction": "<script>alert(1)</script>", "output": "<b>no</b>"}, *good_rows(3)]
-    save_data(folder / "data", "markup", rows=rows)
-    page = folder / "out" / "page.html"
-    done = run(folder, "--html", page, datasets=["markup"])
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    assert "<!doctype html>" in text
-    assert "http" not in text
-    assert "src=" not in text
-    preview = folder / "preview.html"
-    path = folder / "recipe.yaml"
-    done = CliRunner().invoke(main, ["preview", str(path), "--html", str(preview)])
-    assert done.exit_code == 0, done.output
-    text = preview.read_text()
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
-    assert "<mark>&lt;b&gt;no&lt;/b&gt;&lt;|im_end|&gt;" in text
-    assert "<script" not in text
-    assert "http" not in text
-
-
 def test_what_cannot_be_read_is_exit_code_2_without_a_traceback(folder):
     done = run(folder, datasets=["absent"])
     assert done.exit_code == 2
     assert "error: dataset 'absent'" in done.stderr
-    (folder / "data" / "page").mkdir(exist_ok=True)
-    done = run(folder, "--html", folder / "data" / "page", datasets=["good"])
-    assert done.exit_code == 2
-    assert "is a folder" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "script"),
-    [
-        ("The answer to this is in the book, and it is not for you.", "Latin (English)"),
-        ("Das ist nicht ein Problem, und es ist auch mit der Zeit besser.", "Latin (German)"),
-        ("Ce n'est pas le problème, et il est dans les mains de la ville.", "Latin (French)"),
-        ("Brr", "Latin"),
-        ("从前有一条小河，河边住着一位老人。", "Han"),
-        ("これは日本語の文です。", "Kana"),
-        ("한국어 문장입니다", "Hangul"),
-        ("Это предложение на русском языке", "Cyrillic"),
-        ("هذه جملة عربية", "Arabic"),
-        ("1 + 1 = 2", ""),
-        ("", ""),
-    ],
-)
-def test_the_script_of_a_text(text, script):
-    assert script_of(text) == script
+def test_the_settings_that_balance_labels_exist():
+    figures = DatasetFigures("marked", rows=100, items=100, labels=Counter({True: 99, False: 1}))
+    (advice,) = (
+        one.advice
+        for one in findings_of(DataSection(datasets=("marked",)), [figures], [])
+        if "marked bad" in one.what
+    )
+    settings = re.findall(r"stage\.kto\.(\w+)|and (\w+)", advice)
+    assert {"".join(one) for one in settings} <= {field.name for field in fields(KTO)}
 
 
 def test_signatures_agree_as_far_as_texts_share_sequences():

@@ -120,6 +120,22 @@ def test_plain_text_is_learnt_as_a_whole(recipe):
     assert sums["cut"] == 0
 
 
+def test_the_page_needs_no_other_file_and_no_text_is_markup(tmp_path):
+    path = save_recipe(tmp_path, data={"val_size": 0.0}, train={"eval_steps": None})
+    rows = [{"instruction": "<script>alert(1)</script>", "output": "<b>no</b>"}]
+    save_data(tmp_path / "data", rows=rows)
+    page = tmp_path / "out" / "page.html"
+    done = run(path, "--html", page)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<mark>&lt;b&gt;no&lt;/b&gt;&lt;|im_end|&gt;" in text
+    assert not any(word in text for word in ("<script", "http", "src="))
+    done = run(path, "--html", tmp_path)
+    assert (done.exit_code, "is a folder" in done.stderr) == (2, True)
+
+
 def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
     done = run(recipe, "data.template=chatmll")
     assert done.exit_code == 2

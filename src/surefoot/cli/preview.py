@@ -65,8 +65,7 @@ def preview(
 
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
-        from ..inference.pages.example_page import preview_page
-        from ..inference.pages.html import write_page
+        from ..inference.pages.example_page import preview_page, write_page
         from ..inference.preview import as_data, preview_data
         from ..recipe.recipe_data import find_base
         from ..run.policy import build_codec

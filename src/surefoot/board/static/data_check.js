@@ -6,7 +6,6 @@ import { lengths } from "./preview.js";
 
 const LABELS = {
   broken: "Unreadable", cut: "Truncated", equal: "Equal to an earlier row", similar: "Similar to an earlier row",
-  other_script: "Other script than the prompt",
 };
 const OVERLAPS = { same: "the same row", prompt: "the same prompt", similar: "similar" };
 const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
@@ -30,13 +29,11 @@ function figures(one, cutoff) {
   const odd = Object.entries(one.odd);
   const rows = [...counts, ...dropped, ...odd].filter(([, c]) => c.count).map(([label, c]) => [label, integer(c.count), places(c.rows)]);
   rows.push(...one.repeated.map((r) => [t("The same response"), integer(r.count), `${JSON.stringify(r.text)} (${r.row} …)`]));
-  const scripts = Object.entries(one.scripts).map(([name, n]) => `${name} ${integer(n)}`).join(" · ");
   const all = Object.entries(one.lengths).flatMap(([length, n]) => Array.from({ length: Math.min(n, 20000) }, () => Number(length)));
   const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
   return h("section", { style: { marginTop: "18px" } }, h("h3", {}, one.name),
     h("dl.figures", { style: { margin: "8px 0 14px" } }, cell("Rows", integer(one.rows)), cell("Tokens", integer(one.tokens)), cell("Trained on", one.tokens ? percent(one.share_trained) : NONE)),
     lengths(all, cutoff),
     rows.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("tbody", {}, rows.map(([label, n, where]) => h("tr", {}, h("td", {}, label), h("td.num", {}, n), h("td.soft", {}, where)))))) : null,
-    scripts ? h("p.soft.small", { style: { marginTop: "8px" } }, `${t("Scripts")}: ${scripts}`) : null,
     one.unread.length ? h("p.soft.small", {}, t("columns that nothing reads: {names}", { names: one.unread.join(", ") })) : null);
 }

@@ -19,8 +19,6 @@ from ..preview import histogram
 if TYPE_CHECKING:
     from ...inference.data_check.figures import DataCheck, DatasetFigures, Finding
 
-SCRIPTS = 4  # that are printed
-
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
@@ -28,9 +26,6 @@ SCRIPTS = 4  # that are printed
 @click.option("--dataset", help="Only this dataset.")
 @click.option("--rows", type=click.IntRange(1), help="Read at most so many rows of each dataset.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "--html", "page", type=click.Path(path_type=Path), help="Write the report to this file, too."
-)
 def check(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -38,14 +33,13 @@ def check(
     dataset: str | None,
     rows: int | None,
     as_json: bool,
-    page: Path | None,
 ) -> None:
     """Check the rows of RECIPE before training.
 
     Reports lengths in tokens and what is truncated or dropped, the share of trained tokens, equal
     and similar rows, rows of the evaluation data that are in the training data, responses that are
-    empty or repeated, conversations with an odd order of turns, and scripts. Nothing is trained,
-    and no weights are read.
+    empty or repeated, and conversations with an odd order of turns. Nothing is trained, and no
+    weights are read.
 
     The exit code is 0 without problems, 1 with problems, and 2 if the data cannot be read.
 
@@ -56,16 +50,11 @@ def check(
     loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
     with loading():
         from ...inference.data_check.check import check_data
-        from ...inference.data_check.page import check_page
-        from ...inference.pages.html import write_page
         from ...recipe.recipe_data import find_base
         from ...run.policy import build_codec
 
     codec = build_codec(loaded, find_base(loaded, weights=False))
     found = check_data(loaded, codec, dataset=dataset, limit=rows)
-    if page is not None:
-        write_page(page, check_page(found, str(recipe)))
-        click.echo(f"written to {page}", err=True)
     if as_json:
         click.echo(visible(json.dumps(found.as_data(), ensure_ascii=False, indent=2)))
     else:
@@ -112,12 +101,5 @@ def _lines(figures: DatasetFigures) -> Iterator[str]:
         f"equal to an earlier row: {figures.equal.count:,}; similar: {figures.similar.count:,}; "
         f"truncated: {figures.cut.count:,}"
     )
-    total = figures.scripts.total()
-    if total:
-        shares = (
-            f"{name} {100 * count / total:.0f} %"
-            for name, count in figures.scripts.most_common(SCRIPTS)
-        )
-        yield f"scripts (languages are guessed): {', '.join(shares)}"
     if figures.labels:
         yield f"marked good: {figures.labels[True]:,}; marked bad: {figures.labels[False]:,}"

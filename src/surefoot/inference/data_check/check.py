@@ -26,7 +26,6 @@ from .conversations import oddities, response_of, texts_of
 from .duplicates import RowHashes
 from .figures import Counted, DataCheck, DatasetFigures
 from .findings import findings_of
-from .scripts import script_of
 
 logger = logging.getLogger(__name__)
 BATCH = 500
@@ -115,19 +114,12 @@ class _Checker:
         self._compare(reading, example, number)
 
     def _compare(self, reading: Reading, example: Example, number: int) -> None:
-        """Keep the hashes of a row, and count the scripts of its prompt and its response."""
-        response, texts = response_of(example), texts_of(example)
-        place = len(self._hashes)
-        self._hashes.add(texts)
+        """Keep the hashes of a row, and the beginning of its response."""
+        response, place = response_of(example), len(self._hashes)
+        self._hashes.add(texts_of(example))
         reading.numbers.append(number)
         if response is not None and len(reading.snippets) < SNIPPETS:
             reading.snippets[place] = response.content[:SNIPPET]
-        said = [m.content for m in example.messages if m.role == "user"]
-        script = script_of(response.content if response else texts.content)
-        asked = script_of(said[-1]) if said and response else ""
-        reading.figures.scripts[script or "no letters"] += 1
-        if asked and script and asked.partition(" ")[0] != script.partition(" ")[0]:
-            reading.figures.other_script.add(example.origin)
 
 
 def check_data(

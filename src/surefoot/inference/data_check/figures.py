@@ -67,8 +67,6 @@ class DatasetFigures:
     notes: dict[str, Counted] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
     labels: Counter[bool] = field(default_factory=Counter)  # of kto
-    scripts: Counter[str] = field(default_factory=Counter)  # of responses, or of plain texts
-    other_script: Counted = field(default_factory=Counted)  # than that of the prompt
     equal: Counted = field(default_factory=Counted)  # to an earlier row
     similar: Counted = field(default_factory=Counted)
     repeated: list[Repeated] = field(default_factory=list)
@@ -137,7 +135,6 @@ def _plain(figures: DatasetFigures) -> Mapping[str, object]:
         "odd": {what: vars(each) for what, each in figures.odd.items()},
         "repeated": [vars(each) for each in figures.repeated],
         "labels": {str(value).lower(): count for value, count in figures.labels.items()},
-        "scripts": dict(figures.scripts.most_common()),
         "lengths": {str(length): figures.lengths[length] for length in sorted(figures.lengths)},
         "quantiles": {f"{share:g}": n for share, n in figures.quantiles().items()},
         "share_trained": figures.share_trained,

@@ -12,7 +12,6 @@ FEW_EQUAL, FEW_SIMILAR, FEW_CUT = 0.01, 0.05, 0.05  # shares up to which these a
 FEW_TRAINED = 0.01  # of the tokens, below which a dataset hardly trains
 MOST_REPEATED, LONG = 0.1, 20  # share of rows with one response; its characters, if it is no label
 UNBALANCED = 0.1  # share of the rarer label
-MIXED = 0.2  # share of rows that are answered in another script
 ODD_ADVICE = {
     NO_END: "add a response, or remove the rows: there is nothing to train on at their end",
     FIRST: "the response has no prompt; check that no turn is missing",
@@ -97,20 +96,15 @@ def _of_lengths(figures: DatasetFigures) -> Iterator[Finding]:
 def _of_responses(figures: DatasetFigures) -> Iterator[Finding]:
     name = figures.name
     for one in figures.repeated:
-        is_often = one.count > MOST_REPEATED * figures.rows and len(one.text) >= LONG
-        level: Level = "problem" if is_often else "note"
-        if is_often or one.count > MOST_REPEATED * figures.rows:
+        if one.count > MOST_REPEATED * figures.rows:
+            level: Level = "problem" if len(one.text) >= LONG else "note"
             what = f"rows with one response, {one.text!r}"
             yield Finding(level, name, what, one.count, (one.row,), "a model learns it by heart")
     labels = figures.labels
     if labels and min(labels[True], labels[False]) < UNBALANCED * labels.total():
         what = f"rows marked good, and {labels[False]:,} marked bad"
-        advice = "weigh them with stage.kto.chosen_weight and rejected_weight"
+        advice = "weigh them with stage.kto.desirable_weight and undesirable_weight"
         yield Finding("note", name, what, labels[True], (), advice)
-    other = figures.other_script
-    if other.count > MIXED * figures.rows:
-        what = "responses in another script than their prompt"
-        yield Finding("note", name, what, other.count, tuple(other.rows), "is that intended?")
 
 
 def _of_overlap(overlap: Overlap) -> Iterator[Finding]:
