@@ -9,11 +9,15 @@ from click.testing import CliRunner
 
 from folders import save_adapter, save_model, save_recipe
 from surefoot.cli.main import main
+from surefoot.data.section import DataSection
 from surefoot.generate.section import GenerateSection
 from surefoot.inference import Conversation, open_model
+from surefoot.inference.scoring import read_responses
+from surefoot.schema.locations import DatasetReference
 from surefoot.storage import files
 
 LIVELY = {"initializer_range": 0.3}  # prompts matter to what is said
+LAST = {"eval_steps": None}
 SHORT = "generate.max_new_tokens=6"
 TEXTS = ["Hi", "What is 1 plus 1?", "A long story"]
 _append = files.append_line
@@ -87,6 +91,38 @@ def test_a_run_answers_as_its_recipe_says_and_overrides_win(run, tmp_path):
     for args, count in (([recipe], 3), ([tmp_path / "run", SHORT, "--force"], 6)):
         assert run(*args).exit_code == 0
         assert lines(tmp_path / "a.jsonl") == expected(checkpoint, count)
+
+
+def test_a_run_reads_prompts_by_the_columns_of_its_dataset(run, tmp_path):
+    import surefoot
+
+    recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}}, data={"val_size": 0}, train=LAST)
+    rows = [{"frage": text, "antwort": "ja", "prompt": "no"} for text in [*TEXTS, *TEXTS]]
+    (tmp_path / "data" / "mine.json").write_text(json.dumps(rows))
+    entry = {"file_name": "mine.json", "columns": {"prompt": "frage", "response": "antwort"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"sums": entry}))
+    surefoot.train(recipe)
+    path = tmp_path / "q.json"
+    path.write_text(json.dumps(rows[: len(TEXTS)]))
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoint-4", recipe):
+        done = run(place, SHORT, "--force", prompts=path)
+        assert done.exit_code == 0, done.stderr
+        answers = expected(tmp_path / "run" / "checkpoint-4")
+        assert [line["answer"] for line in lines(tmp_path / "a.jsonl")] == [
+            each["answer"] for each in answers
+        ]
+
+
+def test_a_reward_model_reads_responses_by_the_columns_of_its_dataset(tmp_path):
+    names = {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}
+    entry = {"file_name": "gone.jsonl", "ranking": True, "columns": names}
+    section = DataSection(datasets=(DatasetReference.of(entry),))
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({"frage": "a", "gut": "b", "schlecht": "c"}))
+    (found,) = read_responses(path, section)
+    assert [found.chosen.content, found.rejected.content] == ["b", "c"]
+    path.write_text(json.dumps({"instruction": "a", "output": "b"}))
+    assert read_responses(path, section)[0].messages[-1].content == "b"
 
 
 def test_what_is_there_is_not_overwritten_without_a_word(folder, run, tmp_path):

@@ -7,8 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from surefoot.data.example import Message
+from surefoot.data.rows.catalog import training_examples
+from surefoot.data.section import DataSection
 from surefoot.data.text.prompts import read_prompts
 from surefoot.errors import DataError
+from surefoot.schema.locations import DatasetReference
 
 
 def write(path, *rows):
@@ -38,6 +41,7 @@ def test_a_row_has_a_prompt_or_a_conversation_and_keeps_the_rest(tmp_path):
     assert [m.role for m in two.messages] == ["system", "user", "assistant", "user"]
 
 
+USER = {"role": "user", "content": "a"}
 ASKED = [Message("system", "s"), Message("user", "a"), Message("assistant", "b")]
 ASKED = (*ASKED, Message("user", "c"))
 SAME = {  # rows of a dataset, as every format has them
@@ -106,6 +110,94 @@ def test_a_prompt_may_be_messages(tmp_path):
     answered = {"prompt": turns, "completion": [{"role": "assistant", "content": "b"}]}
     for found in read_prompts(write(tmp_path / "q.jsonl", {"prompt": turns}, answered)):
         assert found.messages == (Message("system", "s"), Message("user", "a"))
+
+
+MAPPED = {  # entries of a recipe, a row of each, and the same row under usual names
+    "columns": (
+        {"columns": {"prompt": "frage", "response": "antwort", "system": "rolle"}},
+        {"frage": "a", "antwort": "b", "rolle": "s", "prompt": "no"},
+        {"instruction": "a", "output": "b", "system": "s"},
+    ),
+    "switched off": (
+        {"columns": {"query": None, "system": None}},
+        {"instruction": "a", "input": "hidden", "system": "hidden"},
+        {"instruction": "a"},
+    ),
+    "tags": (
+        {
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk", "tools": "functions"},
+            "tags": {"role_tag": "who", "content_tag": "says", "user_tag": "me"},
+        },
+        {"talk": [{"who": "me", "says": "a"}], "functions": [{"name": "add", "parameters": {}}]},
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [{"name": "add", "parameters": {}}],
+        },
+    ),
+    "pairs without their answers": (
+        {"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+        {"q": "a"},
+        {"instruction": "a"},
+    ),
+    "labels": (
+        {"formatting": "trl", "columns": {"prompt": "q", "completion": "r", "kto_tag": "ok"}},
+        {"q": "a", "prompt": "no"},
+        {"instruction": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("kind", MAPPED)
+def test_rows_are_read_as_the_entry_of_the_run_says(kind, named, tmp_path):
+    entry, row, usual = MAPPED[kind]
+    entry = {"file_name": "gone.jsonl", **entry}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": entry}))
+    datasets = (DatasetReference.of("mine" if named else entry),)
+    section = DataSection(datasets=datasets, dataset_dir=tmp_path)
+    found = read_prompts(write(tmp_path / "q.jsonl", row, {"messages": [USER]}), section)
+    (same,) = read_prompts(write(tmp_path / "u.jsonl", usual))
+    assert (found[0].messages, found[0].tools) == (same.messages, same.tools)
+    assert found[0].row == row
+    assert found[1].messages == (Message("user", "a"),)
+
+
+def test_the_entry_with_most_of_the_columns_of_a_row_reads_it(tmp_path):
+    entries = [
+        {"name": "one", "file_name": "a.csv", "columns": {"prompt": "q", "query": "more"}},
+        {"name": "two", "file_name": "b.csv", "columns": {"prompt": "q", "system": "rolle"}},
+    ]
+    section = DataSection(datasets=tuple(map(DatasetReference.of, entries)))
+    rows = [{"q": "a", "more": "b"}, {"q": "a", "rolle": "b"}]
+    one, two = read_prompts(write(tmp_path / "q.jsonl", *rows), section)
+    assert one.messages == (Message("user", "a\nb"),)
+    assert two.messages == (Message("system", "b"), Message("user", "a"))
+
+
+@pytest.mark.parametrize("name", ["instruction", "prompt", "question"])
+@pytest.mark.parametrize("more", ["input", "context"])
+def test_a_row_is_read_as_training_recognizes_it(name, more, tmp_path):
+    path = write(tmp_path / "q.jsonl", {name: "a", more: "b", "response": "c"})
+    section = DataSection(datasets=(DatasetReference.of(str(path)),))
+    (example,) = training_examples(section)
+    assert read_prompts(path)[0].messages == example.messages[:-1] == (Message("user", "a\nb"),)
+
+
+def test_a_dataset_that_the_run_has_lost_is_named(tmp_path, caplog):
+    section = DataSection(datasets=(DatasetReference("mine"),), dataset_dir=tmp_path)
+    read_prompts(write(tmp_path / "q.jsonl", {"prompt": "Hi"}), section)
+    assert "dataset 'mine' of the run is not in" in caplog.text
+
+
+def test_nulls_of_a_columnar_file_are_no_part_of_functions(tmp_path):
+    schemas = [
+        {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
+        for name, key in (("a", "x"), ("b", "y"))
+    ]
+    rows = [{"prompt": "Hi", "tools": [schema]} for schema in schemas]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert [p.tools for p in read_prompts(tmp_path / "q.parquet")] == [(each,) for each in schemas]
 
 
 def test_functions_come_along(tmp_path):

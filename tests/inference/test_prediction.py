@@ -88,6 +88,25 @@ def test_a_model_without_a_template_takes_plain_texts_only(folder, prompts):
             predict(opened, asked, GenerateSection(), system=system)
 
 
+def test_arguments_of_a_row_reach_the_template(tmp_path, prompts):
+    from transformers import AutoTokenizer
+
+    source = folders.CHATML + "{%- if enable_thinking is false %}<empty>{%- endif %}"
+    folder = folders.save_model(tmp_path / "model", template=source, **LIVELY)
+    opened, known = open_model(folder), AutoTokenizer.from_pretrained(folder)
+    rows = [{"prompt": "Hi"}, {"prompt": "Hi", "chat_template_kwargs": {"enable_thinking": False}}]
+    for prompt, row in zip(prompts(*rows), rows, strict=True):
+        ids = opened.prompt(prompt.messages, prompt.tools, prompt.template_arguments)
+        assert ids == known.apply_chat_template(
+            [{"role": "user", "content": "Hi"}],
+            add_generation_prompt=True,
+            return_dict=False,
+            **row.get("chat_template_kwargs", {}),
+        )
+    plain, given = predict(opened, prompts(*rows), GenerateSection(max_new_tokens=6))
+    assert plain.text != given.text
+
+
 def test_stop_texts_cut_answers_alike_in_predict_and_chat(folder, prompts):
     opened = open_model(folder / "chat")
     section = GenerateSection(max_new_tokens=12, batch_size=3)

@@ -16,6 +16,7 @@ from .loading import loading, start_ranks
 from .table import progress
 
 if TYPE_CHECKING:
+    from ..data.section import DataSection
     from ..data.text.prompts import Prompt
     from ..generate.generation import FinishReason
     from ..inference import Answer
@@ -84,19 +85,21 @@ def predict(
     """
     from ..data.text.answers import check_output
     from ..data.text.prompts import read_prompts
-    from ..recipe.prediction import is_reward_model, load
+    from ..recipe.prediction import is_reward_model, load, recipe_of
 
     asked = load(path, overrides)  # what is wrong is said before the slow imports
     check_output(output, force=force)
+    recipe = recipe_of(asked.model.adapter, asked.model.path)
+    section = recipe.data if recipe else None
     if not is_reward_model(Path(asked.model.path)):
-        found = [prompt.with_system(system) for prompt in read_prompts(prompts)]
+        found = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
         _answer(asked, path, overrides, found, (output, force), seed=seed, thinks=thinking)
         return
     if thinking is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
-    _score(asked, path, overrides, prompts, output)
+    _score(asked, path, overrides, (prompts, section), output)
 
 
 def _answer(
@@ -141,7 +144,11 @@ def _answer(
 
 
 def _score(
-    asked: Prediction, path: str, overrides: Sequence[str], prompts: Path, output: Path
+    asked: Prediction,
+    path: str,
+    overrides: Sequence[str],
+    prompts: tuple[Path, DataSection | None],
+    output: Path,
 ) -> None:
     """Write the rewards of all responses of a file."""
     from ..data.text.answers import write_rows
@@ -153,7 +160,7 @@ def _score(
         from ..parallel.world import joined
 
     asked = replace(asked, parallel=with_replicas(asked.parallel))
-    rows = read_responses(prompts)
+    rows = read_responses(*prompts)
     with joined(asked.parallel) as world:
         shown = partial(progress, is_shown=world.is_main)
         found, rewards = score_rows(asked, path, overrides, rows, world, progress=shown)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -86,9 +87,14 @@ class LoadedModel:
         """The generation settings of the run's recipe; greedy if there are none."""
         return self.recipe.generate if self.recipe else GenerateSection()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[JSON] = (),
+        template_arguments: JSON = MappingProxyType({}),
+    ) -> list[int]:
         """The ids of a conversation up to the beginning of the next response."""
-        return self.codec.encode_prompt(messages, tools)
+        return self.codec.given(template_arguments).encode_prompt(messages, tools)
 
     def continuation(self, text: str) -> list[int]:
         """The ids of plain text to continue, after the tokenizer's prefix tokens."""

@@ -104,7 +104,7 @@ def predict(
 def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
     if opened.template is not None:
         try:
-            return opened.prompt(prompt.messages, prompt.tools)
+            return opened.prompt(prompt.messages, prompt.tools, prompt.template_arguments)
         except TemplateError as error:
             raise TemplateError(f"{prompt.origin}: {error}") from None
     if [message.role for message in prompt.messages] != ["user"] or prompt.tools:

@@ -11,7 +11,8 @@ from ..batch import SCORES, Features
 from ..data.encoded import Dropped, Truncated
 from ..data.example import Example
 from ..data.rows.catalog import Catalog
-from ..data.rows.rows import read_examples
+from ..data.rows.row_sources import BrokenRow
+from ..data.rows.rows import form_of, read_examples
 from ..data.section import DataSection
 from ..data.text.codec import Codec
 from ..data.text.collation import collate
@@ -28,11 +29,15 @@ from .prediction import Progress
 Rewards = dict[str, float]  # reward, or reward_chosen and reward_rejected
 
 
-def read_responses(path: Path) -> list[Example]:
-    """All rows of a file, as a dataset's; each ends in a response, or has two. Raises
-    ``DataError``: the file is missing, or a row cannot be read, or has no response."""
+def read_responses(path: Path, section: DataSection | None = None) -> list[Example]:
+    """All rows of a file, as a dataset's; each ends in a response, or has two. Rows with the
+    columns of an entry of ``section``, which the model was trained by, are read as that says.
+    Raises ``DataError``: the file is missing, or a row cannot be read, or has no response."""
     reference = DatasetReference.of(str(path.expanduser().absolute()))
     entry = Catalog(DataSection(datasets=(reference,))).entry(str(reference))
+    row = next((row for row in entry.source.rows() if not isinstance(row, BrokenRow)), {})
+    if section and (form := form_of(row, Catalog(section).forms())) is not None:
+        entry = replace(entry, format=form, columns=(str(getattr(form, form.main)),))
     found = [e for e in read_examples(entry) if isinstance(e, Example)]
     for number, example in enumerate(found):
         is_pair = example.chosen is not None and example.rejected is not None

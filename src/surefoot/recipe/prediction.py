@@ -16,6 +16,7 @@ from ..storage import files
 from .document import Document
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
+from .recipe import Recipe
 from .recipe import load as load_recipe
 from .recipe_paths import bases, locate_model
 from .yaml import parse
@@ -86,9 +87,18 @@ def is_reward_model(path: Path) -> bool:
     ``recipe.load`` does."""
     if is_sequence_classification(path):
         return True
-    is_run = files.is_folder(path) and (path / RUN_RECIPE).is_file()
-    is_recipe = path.suffix in SUFFIXES and path.is_file()
-    return (is_run or is_recipe) and load_recipe(path).stage.spec.is_reward
+    recipe = recipe_of(path)
+    return recipe is not None and recipe.stage.spec.is_reward
+
+
+def recipe_of(*paths: str | Path | None) -> Recipe | None:
+    """The recipe of the first of ``paths`` that is a run, a checkpoint or a recipe; None of others.
+    Raises ``RecipeError`` as ``recipe.load`` does."""
+    for path in (Path(path).expanduser() for path in paths if path):
+        is_run = files.is_folder(path) and (path / RUN_RECIPE).is_file()
+        if is_run or (path.suffix in SUFFIXES and path.is_file()):
+            return load_recipe(path)
+    return None
 
 
 def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:

@@ -5,6 +5,7 @@ All problems are reported at once.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -18,11 +19,13 @@ from ...storage import files
 from ...storage.address import is_address
 from ..example import Example
 from ..section import DataSection
+from .formats import Format
 from .formats.fields import nearest
-from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_registry
+from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_form, read_registry
 from .row_sources import PACKED, BrokenRow
 from .rows import read_examples
 
+logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 LOOK = 50  # rows that are read to see whether all others can be
 T = TypeVar("T")
@@ -45,6 +48,32 @@ class Catalog:
         """The dataset that the section calls ``name``, or any other one. Raises ``DataError``: it
         is unknown, or its entry is invalid."""
         return self._open(self._section.reference(name))
+
+    def forms(self) -> list[tuple[Format, tuple[str, ...]]]:
+        """The formats of rows that the entries of the section describe, each with the columns that
+        its rows must have. The files need not be there."""
+        names = (*self._section.datasets, *self._section.eval_datasets)
+        found = [
+            self._form(reference) for reference in dict.fromkeys(map(DatasetReference.of, names))
+        ]
+        return [each for each in found if each is not None]
+
+    def _form(self, reference: DatasetReference) -> tuple[Format, tuple[str, ...]] | None:
+        source, where = reference.source, f"data.datasets: {reference}"
+        if not isinstance(source, str):
+            return read_form({k: v for k, v in source.items() if k != "name"}, where)
+        known = self._registry.entries if self._registry is not None else {}
+        if source in known:
+            return read_form(known[source], where)
+        is_name = "/" not in source and Path(source).suffix.lower() not in DATA_FILES
+        if is_name and not files.exists(Path(source)):
+            logger.warning(
+                "dataset %r of the run is not in %s any more, so rows are read by the usual names "
+                "of their columns",
+                source,
+                self._section.dataset_dir / FILE,
+            )
+        return None
 
     def _open(self, reference: DatasetReference) -> DatasetEntry:
         name, source = str(reference), reference.source

@@ -51,8 +51,8 @@ class DatasetEntry:
     source: RowSource
     format: Format
     columns: tuple[str, ...]  # the names of columns its rows must have
-    num_samples: int | None = None  # use only so many rows, drawn at random
     named: tuple[str, ...] = ()  # columns that the entry mentions, by its names and theirs
+    num_samples: int | None = None  # use only so many rows, drawn at random
 
     def limit(self, max_samples: int | None) -> int | None:
         """How many rows are read from the beginning where none are drawn."""
@@ -101,7 +101,19 @@ def read_entry(
     source, count = _source(raw, folder, where, hub, text_unit), _num_samples(raw, where)
     is_silent = not any(key in raw for key in FORM_KEYS)
     if is_silent and (found := recognized(source.rows())) is not None:
-        return DatasetEntry(name, source, found, _columns({}, found), count)
+        return DatasetEntry(name, source, found, _columns({}, found), num_samples=count)
+    return DatasetEntry(name, source, *_form(raw, where), num_samples=count)
+
+
+def read_form(entry: object, where: str) -> tuple[Format, tuple[str, ...]] | None:
+    """The format of rows that an entry describes, and the columns that they must have, whether its
+    file is there or not. None if it leaves that to the rows. Raises as ``read_entry`` does."""
+    raw = _object(entry, where)
+    return _form(raw, where)[:2] if any(key in raw for key in FORM_KEYS) else None
+
+
+def _form(raw: JSON, where: str) -> tuple[Format, tuple[str, ...], tuple[str, ...]]:
+    """The format of an entry, its columns, and all that it mentions."""
     kind = _kind(raw, where)
     names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
     ranking = bool(_value(raw, "ranking", bool, where))
@@ -111,9 +123,8 @@ def read_entry(
     read = {key: column for key, column in names.items() if key not in MEDIA}
     settings: dict[str, Any] = {**read, "ranking": ranking}
     data_format: Format = FORMATS[kind](**settings)
-    columns = _columns(names, data_format)
     named = (*names, *(column for column in names.values() if column))
-    return DatasetEntry(name, source, data_format, columns, count, named)
+    return data_format, _columns(names, data_format), named
 
 
 def read_registry(

@@ -14,7 +14,7 @@ from ...errors import DataError
 from ..data_order import Index
 from ..example import Example
 from .dataset_report import shown
-from .formats import FORMATS
+from .formats import FORMATS, Format
 from .formats.fields import NothingToLearnError, Row, nearest, template_arguments
 from .formats.nulls import without_added_nulls
 from .recognition import PROMPTS, RESPONSES
@@ -76,20 +76,36 @@ def _read(
     if isinstance(row, BrokenRow):
         return row
     try:
-        form = entry.format
-        turns = [getattr(form, name, None) for name in TURNS]
-        plain, notes = without_added_nulls(row, form.tools, turns)
-        example = replace(form.read(plain), columns=row, notes=tuple(notes))
-        example, flags = flagged(example, entry, row, read)
+        example, flags = flagged(parse_row(entry.format, row), entry, row, read)
         return replace(
             example,
-            template_arguments=template_arguments(row),
             origin=f"{entry.name}:{index}",
             unread_mark=unread_mark(entry, row),
             unread=meaningful_columns(row, {*read, *flags}),
         )
     except DataError as error:
         return BrokenRow(index, str(error), isinstance(error, NothingToLearnError))
+
+
+def parse_row(form: Format, row: Row) -> Example:
+    """A row as its format reads it, without the nulls of a columnar file, and with what it gives
+    the chat template. Raises ``DataError``."""
+    turns = [getattr(form, name, None) for name in TURNS]
+    plain, notes = without_added_nulls(row, form.tools, turns)
+    found, arguments = form.read(plain), template_arguments(row)
+    return replace(found, columns=row, notes=tuple(notes), template_arguments=arguments)
+
+
+def form_of(row: Row, forms: Sequence[tuple[Format, tuple[str, ...]]]) -> Format | None:
+    """The one of ``forms``, each with its columns, that reads this row: the one with most of its
+    columns here, as far as a row without a response has them. None if no main column is here."""
+    fitting = [each for each in forms if getattr(each[0], each[0].main) in row]
+    if not fitting:
+        return None
+    form, _ = max(fitting, key=lambda each: sum(name in row for name in each[1]))
+    is_pair = form.ranking and row.get(form.chosen or "") and row.get(form.rejected or "")
+    is_labelled = form.kto_tag if form.kto_tag in row else None
+    return replace(form, ranking=bool(is_pair), kto_tag=is_labelled)
 
 
 def _check_columns(

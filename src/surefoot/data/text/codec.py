@@ -81,7 +81,7 @@ class Codec:
         self.tokenizer = tokenizer
         self.section = section
         self._template = template
-        self._of_arguments: dict[str, Codec] = {}  # see ``_for``
+        self._of_arguments: dict[str, Codec] = {}  # see ``given``
         self._lock = Lock()  # what is Python; a template renders for one thread at a time only
 
     def encode_chats(self, examples: Sequence[Example]) -> list[Encoded]:
@@ -162,7 +162,8 @@ class Codec:
                 messages.pop()
             try:
                 with self._lock:
-                    ids = self._for(example).encode_prompt(messages, example.tools)
+                    codec = self.given(example.template_arguments)
+                    ids = codec.encode_prompt(messages, example.tools)
             except TemplateError as error:
                 found.append(Dropped(str(error)))
                 continue
@@ -296,15 +297,14 @@ class Codec:
 
     def _drafted(self, example: Example) -> RenderedConversation | Dropped:
         try:
-            codec = self._for(example)
+            codec = self.given(example.template_arguments)
         except TemplateError as error:
             return Dropped(str(error))
         return codec._draft(example)
 
-    def _for(self, example: Example) -> Codec:
-        """This codec, or one that gives the template the arguments of the example's own row.
-        Raises ``TemplateError``: the template cannot be used with them."""
-        arguments = example.template_arguments
+    def given(self, arguments: JSON) -> Codec:
+        """This codec, or one that gives the template the arguments of a row too. Raises
+        ``TemplateError``: the template cannot be used with them."""
         if not arguments:
             return self
         key = json.dumps(arguments, sort_keys=True, default=str)

@@ -4,32 +4,29 @@ every row that training reads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from ...errors import DataError
 from ..example import JSON, Message
+from ..rows.catalog import Catalog
 from ..rows.formats import Format
 from ..rows.formats.alpaca import Alpaca
 from ..rows.formats.fields import as_text, shown, tools
-from ..rows.formats.openai import OpenAI
-from ..rows.formats.sharegpt import ShareGPT
 from ..rows.json_rows import text_lines
 from ..rows.recognition import recognized
 from ..rows.row_sources import BrokenRow, Files
+from ..rows.rows import form_of, parse_row
+from ..section import DataSection
 
 _LINES = (".jsonl", ".ndjson")
 _TABLES = (".json", ".csv", ".parquet", ".arrow")
 EXPECTED = "expected"  # what the answer of a row becomes, beside the one that is generated
 _ANSWER = ("answer", "finish_reason", "tool_calls")  # what is written beside a prompt
-_KINDS: Mapping[str, Format] = {  # by the column that holds the conversation, or its end
-    "messages": OpenAI(),
-    "conversations": ShareGPT(),
-    "instruction": Alpaca(),
-    "prompt": Alpaca(prompt="prompt", query=None),
-}
+Forms = Sequence[tuple[Format, tuple[str, ...]]]  # of a run's datasets, with their columns
+_KINDS = ("messages", "conversations", "instruction", "prompt")  # which the conversation is in
 
 
 @dataclass(frozen=True)
@@ -39,27 +36,28 @@ class Prompt:
     origin: str  # "prompts.jsonl: line 3"
     messages: tuple[Message, ...]
     tools: tuple[JSON, ...] = ()
+    template_arguments: JSON = field(default_factory=dict)  # of its row, beside the recipe's
     row: Mapping[str, object] = field(default_factory=dict)  # what stands in the file
 
     def with_system(self, text: str | None) -> Prompt:
         """The same with a system message in front, if it has none of its own."""
         if not text or self.messages[0].role == "system":
             return self
-        messages = (Message("system", text), *self.messages)
-        return Prompt(self.origin, messages, self.tools, self.row)
+        return replace(self, messages=(Message("system", text), *self.messages))
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, section: DataSection | None = None) -> list[Prompt]:
     """All prompts of a file, in order. Blank lines are ignored.
 
-    A row (of JSON, JSON Lines, CSV, Parquet or Arrow) has ``prompt``, ``messages``,
-    ``conversations`` or ``instruction``, as in a dataset. A response that ends it is not part of
-    the prompt; all fields are kept. A line of any other file is a prompt as it is.
+    A row (of JSON, JSON Lines, CSV, Parquet or Arrow) has the columns of an entry of ``section``,
+    which a model was trained by, or ``prompt``, ``messages``, ``conversations`` or ``instruction``,
+    as in a dataset. A response that ends it is not part of the prompt; all fields are kept. A line
+    of any other file is a prompt as it is.
 
     Raises ``DataError``: the file is missing or contains no prompt, or a line or row is invalid.
     """
     try:
-        found = list(_prompts(path))
+        found = list(_prompts(path, Catalog(section).forms() if section else ()))
     except OSError as error:
         raise DataError(f"{path}: prompts cannot be read: {error.strerror}") from None
     if not found:
@@ -67,14 +65,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     return found
 
 
-def _prompts(path: Path) -> Iterator[Prompt]:
+def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:
     if path.suffix.lower() in _TABLES:
         for index, row in enumerate(Files((path,)).rows()):
-            yield _read(partial(_of_row, row), f"{path}: row {index}")
+            yield _read(partial(_of_row, row, forms), f"{path}: row {index}")
         return
-    read = _of_line if path.suffix in _LINES else _of_text
     for number, line in text_lines(path):
-        yield _read(partial(read, line), f"{path}: line {number}")
+        read = partial(_of_line, line, forms) if path.suffix in _LINES else partial(_of_text, line)
+        yield _read(read, f"{path}: line {number}")
 
 
 def _read(read: Callable[[str], Prompt], origin: str) -> Prompt:
@@ -90,11 +88,11 @@ def _of_text(line: str, origin: str) -> Prompt:
     return Prompt(origin, (Message("user", line),), row={"prompt": line})
 
 
-def _of_line(line: str, origin: str) -> Prompt:
-    return _of_row(json.loads(line), origin)
+def _of_line(line: str, forms: Forms, origin: str) -> Prompt:
+    return _of_row(json.loads(line), forms, origin)
 
 
-def _of_row(row: object, origin: str) -> Prompt:
+def _of_row(row: object, forms: Forms, origin: str) -> Prompt:
     if isinstance(row, BrokenRow):
         raise DataError(row.reason)
     if not isinstance(row, dict):
@@ -104,26 +102,30 @@ def _of_row(row: object, origin: str) -> Prompt:
     if len(kept) < len(row) or taken:
         name = taken[0] if taken else "answer"
         raise DataError(f"the key {name!r} is used for the response; give it another name")
-    return Prompt(origin, _messages(row), tools(row, "tools"), kept)
-
-
-def _messages(row: Mapping[str, object]) -> tuple[Message, ...]:
-    given = [name for name in _KINDS if row.get(name) is not None]
-    read = _KINDS[given[0]] if len(given) == 1 else None
-    is_list = given == ["prompt"] and isinstance(row["prompt"], list)
-    if is_list or (not given and "question" in row):  # with an answer or not, as in a dataset
-        read = recognized([row])
-    if read is None:
-        keys, known = ", ".join(row) or "none", ", ".join(map(repr, (*_KINDS, "question")))
-        raise DataError(f"expected one of the keys {known} (keys found: {keys})")
-    if "prompt" in given and not is_list and not as_text(row["prompt"], "'prompt'").strip():
-        raise DataError("the prompt is empty")
-    messages = read.read(row).messages
+    example = parse_row(form_of(row, forms) or _usual(row), row)
+    messages = example.messages
     if len(messages) > 1 and messages[-1].role == "assistant":
         messages = messages[:-1]  # the response of a row of a dataset
     if messages[-1].role not in ("user", "tool"):
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
-    return messages
+    return Prompt(origin, messages, example.tools, example.template_arguments, kept)
+
+
+def _usual(row: Mapping[str, object]) -> Format:
+    """The format of a row by the usual names of its columns."""
+    given = [name for name in _KINDS if row.get(name) is not None]
+    is_text = given == ["prompt"] and not isinstance(row["prompt"], list)
+    read: Format | None = None
+    if is_text and "completion" in row:
+        read = Alpaca(prompt="prompt", query=None)
+    elif len(given) == 1 or (not given and "question" in row):
+        read = recognized([row])  # with an answer or not, as in a dataset
+    if read is None:
+        keys, known = ", ".join(row) or "none", ", ".join(map(repr, (*_KINDS, "question")))
+        raise DataError(f"expected one of the keys {known} (keys found: {keys})")
+    if is_text and not as_text(row["prompt"], "'prompt'").strip():
+        raise DataError("the prompt is empty")
+    return read
 
 
 def read_tools(path: Path) -> tuple[JSON, ...]:
