@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from board.runs import COMPLETE, RECIPE, write_run, write_sweep
 from surefoot import __version__
 from surefoot.board.app import create_app
-from surefoot.board.board import open_board
+from surefoot.board.board import Board
 from surefoot.board.commands import ChildCommands
 from surefoot.board.reports.runs import matches, table
 from surefoot.callbacks.launches import process, started
@@ -62,7 +62,7 @@ def test_a_first_look_is_answered_with_what_is_known_by_then(tmp_path):
     """And the looks after it know all."""
     for number in range(3):
         write_run(tmp_path / f"run-{number}", end=COMPLETE)
-    found = open_board(tmp_path)
+    found = Board(tmp_path)
     rows = table(found, seconds=0)["runs"]
     assert {row["run"] for row in rows} == {"run-0", "run-1", "run-2"}
     for row in rows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,10 +14,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from ..errors import SurefootError
-from ..storage.address import Address
 from ..terminal_text import plain
 from .api import chat, checkpoints, prometheus, recipes, runs, sweeps
-from .board import open_board
+from .board import Board
 from .host_names import Hosts
 from .run_folders import OutsideRootError
 from .security import Guard
@@ -27,7 +25,7 @@ STATIC = Path(__file__).parent / "static"
 
 
 def create_app(
-    root: Path | Address,
+    root: Path,
     token: str | None = None,
     *,
     hosts: Hosts | None = None,
@@ -37,18 +35,13 @@ def create_app(
     """The board of the runs below ``root``, reached under the names in ``hosts``: by default this
     machine's own address. With a ``token``, nothing is shown without it. With one, or with
     ``folders``, recipes name only files of ``root`` and of these folders."""
-    board = open_board(root, is_read_only=is_read_only)
+    board = Board(root.resolve(), is_read_only=is_read_only)
     if token is not None or folders:
         board.folders = [path.resolve() for path in folders]
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        stop = threading.Event()
-        if board.store is not None:
-            follow = board.store.keep_fresh
-            threading.Thread(target=follow, args=(stop,), daemon=True).start()
         yield
-        stop.set()
         await board.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)

@@ -144,7 +144,7 @@ def _judged(
     if locked:
         return "running", "lock"
     if end is not None:
-        return ended(end), "end"
+        return _ended(end), "end"
     if locked is None and (launch or heartbeat):
         return _BY_PROCESS[is_alive(heartbeat or launch or {})]
     if launch is not None:
@@ -162,7 +162,7 @@ def _is_newest(folder: Path) -> bool:
         return False
 
 
-def ended(end: Mapping[str, object]) -> str:
+def _ended(end: Mapping[str, object]) -> str:
     """The state of a run whose last launch has this end."""
     outcome = end.get("outcome")
     return str(outcome) if outcome in ("complete", "stopped", "failed") else "ended"

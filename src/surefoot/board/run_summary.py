@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,15 +33,13 @@ class Summaries:
     """Rows of runs, with sizes that are measured now and then."""
 
     root: Path
-    state_of: Callable[[Path], RunState] = state_of
-    known_sizes: Callable[[], Mapping[str, int]] = dict  # of runs that are not on this disk
     _sizes: dict[Path, tuple[float, object, int]] = field(default_factory=dict)
     _facts: dict[Path, tuple[object, dict[str, object]]] = field(default_factory=dict)
 
     def of(self, folder: Path, *, is_quick: bool = False) -> dict[str, object]:
         """The row of a run. If it ``is_quick``, without what its recipe says and its size, which
         cost 40 times the rest, unless these were read before."""
-        state = self.state_of(folder)
+        state = state_of(folder)
         train, evaluation, is_broken = last_rows(folder)
         step, most = _progress(folder, state, train)
         facts = self._facts_of(folder, is_quick=is_quick)
@@ -57,7 +55,7 @@ class Summaries:
             "metric": _metric(evaluation, facts),
             "speed": _number(train.get("tokens_per_second")),
             "seconds_left": _seconds_left(state, step, most),
-            "size": self._known_size(folder)
+            "size": self._sizes.get(folder, (0, 0, None))[2]
             if is_quick
             else self.size(folder, is_live=state.name == "running"),
             "changed": _changed(folder),
@@ -83,15 +81,8 @@ class Summaries:
             known = self._facts[folder] = stamp, recipe_facts(folder)
         return known[1]
 
-    def _known_size(self, folder: Path) -> int | None:
-        there = self.known_sizes().get(folder.relative_to(self.root).as_posix())
-        return there if there is not None else self._sizes.get(folder, (0, 0, None))[2]
-
     def size(self, folder: Path, *, is_live: bool = False) -> int:
         """Bytes on the disk; a file with several names counts once."""
-        name = folder.relative_to(self.root).as_posix()
-        if (there := self.known_sizes().get(name)) is not None:
-            return there
         known = self._sizes.get(folder)
         age = _SIZE_SECONDS if is_live else 10 * _SIZE_SECONDS
         stamp = None if is_live else _stamp(folder)  # a live run changes all the time

@@ -14,7 +14,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import RunError
-from ..storage.address import Address
 from .app import create_app
 from .host_names import hosts_of
 
@@ -70,7 +69,7 @@ class PromptProtocol(H11Protocol):
 
 
 def serve(
-    root: Path | Address,
+    root: Path,
     host: str,
     port: int,
     announce: Callable[[str], None],

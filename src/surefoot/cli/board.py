@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from ..errors import RunError
-from ..storage.address import Address
 from .runs.root import ROOT
 
 
@@ -40,7 +39,7 @@ from .runs.root import ROOT
     "With --folder or a --host that others reach, they may name no other.",
 )
 def board(
-    root: Path | Address,
+    root: Path,
     port: int,
     host: str,
     *,
@@ -50,8 +49,7 @@ def board(
 ) -> None:
     """Show all runs below ROOT in a browser: curves, checkpoints, new runs, data and chat.
 
-    ROOT is a folder, or the address of one in an object store, such as s3://bucket/runs. The board
-    only reads files. Runs that were started elsewhere are shown as well. Runs that it
+    The board only reads files. Runs that were started elsewhere are shown as well. Runs that it
     starts are processes of their own: they continue when the page or the board is closed.
     """
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,6 @@ class Store:
 
     def list(self, below: str = "") -> dict[str, int]:
         """Every file in the folder (or in ``below``) with its length in bytes."""
-        return {name: size for name, (size, _) in self.versions(below).items()}
-
-    def versions(self, below: str = "") -> dict[str, tuple[int, str]]:
-        """The same with what changes when a file is replaced, as far as the store says it."""
         top = f"{self._root}/{below}".rstrip("/")
 
         def find() -> dict[str, Any]:
@@ -50,10 +45,7 @@ class Store:
         with announced("%s, for up to %g s of failures in a row", self._where(below), limit):
             found = self._patience.run(f"cannot list {self._where(below)}", find)
         start = len(self._root) + 1
-        return {
-            name[start:]: (int(entry["size"] or 0), _version(entry))
-            for name, entry in found.items()
-        }
+        return {name[start:]: int(entry["size"] or 0) for name, entry in found.items()}
 
     def read(self, name: str) -> bytes:
         """The content of a small file."""
@@ -147,11 +139,6 @@ class Store:
         """Create the folder of a file, in stores that have folders."""
         if not self._is_flat:
             self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
-
-
-def _version(entry: Mapping[str, Any]) -> str:
-    known = (entry.get(name) for name in ("ETag", "etag", "generation", "mtime", "LastModified"))
-    return str(next((value for value in known if value), entry.get("created", "")))
 
 
 def _open(address: Address) -> tuple[Any, str]:

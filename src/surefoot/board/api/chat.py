@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
@@ -89,9 +88,5 @@ def _model_of(board: Board, body: ChatBody) -> str:
         if outside := refusal(board, path, board.root):
             raise RunError(outside)
         return path
-    if board.store is not None:
-        if body.checkpoint and not re.fullmatch(r"checkpoint-\d{1,18}", body.checkpoint):
-            raise RunError(f"{body.checkpoint}: is not a checkpoint of this run")
-        return board.typed(folder / body.checkpoint)
     name = f"{body.run}/{body.checkpoint}" if body.checkpoint else body.run
     return str(inside(board.root, name))

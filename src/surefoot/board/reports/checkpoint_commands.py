@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +11,6 @@ from ...checkpoint.looking.listing import list_run
 from ...errors import RunError
 from ..board import Board
 from ..run_folders import inside, new_inside, run_inside, typed
-
-_NAME = re.compile(r"checkpoint-\d{1,18}")
 
 
 class CheckpointBody(BaseModel):
@@ -35,7 +32,6 @@ def arguments(board: Board, body: CheckpointBody) -> list[str]:
     """The words of the command. Raises ``RunError``."""
     folder = run_inside(board.root, body.run)
     if body.command in ("prune-plan", "prune"):
-        board.must_be_local("the run deletes old checkpoints itself, by checkpoint.keep")
         keeps = {"keep": body.keep, "keep-every": body.keep_every, "keep-best": body.keep_best}
         options = [f"--{name}={value}" for name, value in keeps.items() if value is not None]
         how = "--dry-run" if body.command == "prune-plan" else "--yes"
@@ -44,9 +40,7 @@ def arguments(board: Board, body: CheckpointBody) -> list[str]:
     if body.command == "verify":
         return ["ckpt", "verify", checkpoint, "--json"]
     if body.command == "diff":
-        board.must_be_local("compare copies of the two checkpoints")
         return ["ckpt", "diff", checkpoint, _checkpoint(board, folder, body.other), "--json"]
-    board.must_be_local(f"export it where you need it: surefoot export {checkpoint} FOLDER")
     if not body.out:
         raise RunError("export: give the name of a new folder")
     out = new_inside(board.root, body.out)
@@ -54,9 +48,6 @@ def arguments(board: Board, body: CheckpointBody) -> list[str]:
 
 
 def _checkpoint(board: Board, folder: Path, name: str | None) -> str:
-    if board.store is not None and _NAME.fullmatch(name or ""):
-        return board.typed(folder / str(name))
-    known: set[str] = set() if board.store else {line.path.name for line in list_run(folder)}
-    if name not in known:
+    if name not in {line.path.name for line in list_run(folder)}:
         raise RunError(f"{name}: is not a checkpoint of this run (any more)")
     return typed(board.root, inside(board.root, str((folder / str(name)).relative_to(board.root))))

@@ -106,7 +106,7 @@ def attempt(board: Board, body: TryBody) -> ShortCommand:
     if body.command != "plan":
         options += ["--dataset", body.dataset] if body.dataset else []
     command = ["data", "check"] if body.command == "check" else [body.command]
-    name = str(draft) if board.store else typed(board.root, draft)
+    name = typed(board.root, draft)
     as_typed = [*command, body.file, *options]
     try:
         job = board.commands.start(*command, name, *options, typed=as_typed)
@@ -129,7 +129,6 @@ def _delete_after(job: ShortCommand, draft: Path) -> None:
 def start(board: Board, body: TextBody) -> dict[str, object]:
     """Write the recipe to its file, and train it in a process of its own. Raises
     ``SurefootError``."""
-    board.must_be_local("start training where the data is: surefoot train FILE")
     found = check(body.text, _folder_of(board, body.file))
     if found.problems or found.output_dir is None:
         raise RecipeError("\n".join(str(p["message"]) for p in found.problems))
@@ -147,7 +146,6 @@ def start(board: Board, body: TextBody) -> dict[str, object]:
 def demo(board: Board) -> dict[str, object]:
     """Train the bundled model on the bundled data, which `surefoot demo` copies to a folder below
     ROOT. Raises ``RunError``."""
-    board.must_be_local("call surefoot demo on a machine that may train")
     arguments = ["demo", _DEMO]
     folder = below(board.root, f"{_DEMO}/runs/quickstart")
     pid = board.commands.train(arguments, folder)
@@ -189,7 +187,6 @@ def _texts(data: object) -> Iterator[str]:
 def resume(board: Board, run: str) -> int:
     """Train a run further, from its latest valid checkpoint; the number of the process. Raises
     ``RunError``."""
-    board.must_be_local("start the command of the run again, on a machine that has its data")
     folder = run_inside(board.root, run)
     return board.commands.train(["train", f"./{name_of(board.root, folder)}"], folder)
 
@@ -215,8 +212,6 @@ def _folder_of(board: Board, file: str) -> Path:
 
 
 def _outside(board: Board, output_dir: str) -> str | None:
-    if board.store is not None:  # nothing is started from here
-        return None
     with contextlib.suppress(OutsideRootError):
         if "://" not in output_dir and below(board.root, output_dir) != board.root:
             return None

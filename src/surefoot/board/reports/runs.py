@@ -15,7 +15,6 @@ from ...checkpoint.disk.pins import pin, pinned
 from ...checkpoint.looking.listing import list_run
 from ...errors import RecipeError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
-from ...remote.listing import list_store
 from ..board import Board
 from ..metrics.excerpt import MetricsExcerpt
 from ..metrics.metrics_file import MetricsFile
@@ -67,7 +66,7 @@ def details(board: Board, run: str, *, may_be_excerpt: bool = False) -> dict[str
         recipe, problem = "", str(error)
     return {
         "row": board.summaries.of(folder),
-        "folder": board.typed(folder),
+        "folder": str(folder),
         "recipe": recipe,
         "recipe_problem": problem,
         "launches": launches(folder),
@@ -141,8 +140,7 @@ def checkpoints(board: Board, run: str) -> dict[str, object]:
     """The checkpoints of a run, oldest first."""
     folder = run_inside(board.root, run)
     try:
-        found = list_store(board.store.address_of(folder)) if board.store else list_run(folder)
-        lines = [{**asdict(line), "path": line.path.name} for line in found]
+        lines = [{**asdict(line), "path": line.path.name} for line in list_run(folder)]
         return {"checkpoints": lines, "pinned": sorted(pinned(folder)), "problem": None}
     except (SurefootError, OSError) as error:
         return {"checkpoints": [], "pinned": [], "problem": str(error)}
@@ -151,19 +149,15 @@ def checkpoints(board: Board, run: str) -> dict[str, object]:
 def set_pin(board: Board, run: str, step: int, *, is_pinned: bool) -> dict[str, object]:
     """Keep a checkpoint whatever the retention policy says, or no longer."""
     folder = run_inside(board.root, run)
-    board.must_be_local("pins of its checkpoints are set on the machine that trains")
     return {"pinned": sorted(pin(folder, step, is_pinned=is_pinned))}
 
 
 def set_tags(
     board: Board, run: str, add: Sequence[str], remove: Sequence[str] = ()
 ) -> dict[str, object]:
-    """Add and remove tags of a run; in a store, there too. Returns the tags that it has now."""
+    """Add and remove tags of a run. Returns the tags that it has now."""
     folder = run_inside(board.root, run)
     found = tags.changed(tags.read_tags(folder), add, remove)
-    if board.store is not None:
-        name = (folder / tags.NAME).relative_to(board.root).as_posix()
-        board.store.store.write(name, tags.as_bytes(found))
     tags.write_tags(folder, found)
     return {"tags": found}
 

@@ -24,19 +24,19 @@ const FRESH = 3600; // seconds for which a run that did not start is shown
 
 export async function page(body) {
   const view = { sort: "changed", down: true, filter: "", hasAll: false, chosen: new Set(), metric: "loss", log: false };
-  let runs = [], root = "", isCut = false, isStore = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
+  let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
   const search = h("input", {
     type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
   });
   const count = h("span.soft");
   const list = h("div.panel.flush");
-  const note = h("div"), part = h("p.soft", { role: "status" });
+  const part = h("p.soft", { role: "status" });
   const below = h("div.stack"), beside = h("div.beside", {}, list, below);
   const jump = h("button.primary.jump", { hidden: true, onclick: () => below.scrollIntoView({ block: "start" }) });
   const unstarted = h("button.quiet", { hidden: true, onclick: () => { view.hasAll = !view.hasAll; table(); } });
   replace(body, h("div.row.between", {}, h("h1", {}, t("Runs")), h("a.button.writes", { href: to("new") }, t("New run"))),
-    note, h("div.row", {}, h("div.grow", {}, search), unstarted, count), beside, jump);
+    h("div.row", {}, h("div.grow", {}, search), unstarted, count), beside, jump);
   search.style.width = "min(100%, 380px)";
 
   const isOld = (run) => stateOf(run) === "not_started" && Date.now() / 1000 - (run.changed ?? 0) > FRESH;
@@ -99,7 +99,7 @@ export async function page(body) {
     const told = runs.length === 1 ? "1 run" : "{n} runs";
     count.textContent = kept.length === runs.length ? t(told, { n: runs.length }) : t("{k} of {n} runs", { k: kept.length, n: runs.length });
     if (!runs.length) {
-      if (!list.querySelector(".empty")) replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), isStore ? null : h("div.writes", {}, h("p", {}, h("button.primary", { onclick: demo }, t("Train the demo"))), h("p.small", {}, t("A small model learns to read orders: about two minutes on two cores, without a network."))), h("code", {}, "surefoot train recipe.yaml")));
+      if (!list.querySelector(".empty")) replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("div.writes", {}, h("p", {}, h("button.primary", { onclick: demo }, t("Train the demo"))), h("p.small", {}, t("A small model learns to read orders: about two minutes on two cores, without a network."))), h("code", {}, "surefoot train recipe.yaml")));
       return;
     }
     redraw(list, h("div.scroll", { tabindex: 0 }, h("table.runs", {}, h("thead", {}, head()), h("tbody", {}, kept.map(line)))),
@@ -161,8 +161,7 @@ export async function page(body) {
       if (!document.hidden || !runs.length) {
         const found = await get("/api/runs");
         if (!isOpen) return;
-        ({ runs, root, is_cut: isCut, is_store: isStore } = found);
-        replace(note, found.problem ? h("div.note.warn", { role: "status" }, `${root}: ${found.problem}`) : found.is_store ? h("p.soft.small", {}, t("{root} is read every 15 seconds; a run uploads its files with each checkpoint.", { root })) : null);
+        ({ runs, root, is_cut: isCut } = found);
         table();
         if (view.chosen.size && runs.some((run) => run.state === "running" && view.chosen.has(run.run))) await compare();
       }

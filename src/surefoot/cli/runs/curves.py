@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from ...errors import RunError
-from ...storage.address import Address
 from ..table import JSON, cell, console, number, print_json, table
 from .root import ROOT, opened_run
 
@@ -30,7 +29,7 @@ from .root import ROOT, opened_run
     help="Also the means over this many logs before and after each value.",
 )
 @JSON
-def curves(run: Path | Address, names: str, points: int, smooth: int, *, as_json: bool) -> None:
+def curves(run: Path, names: str, points: int, smooth: int, *, as_json: bool) -> None:
     """Print metrics of RUN by step, as the board draws them. `surefoot runs show` has their names.
 
     Memory and time lost to saves are peak_memory and save_blocking_seconds.

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from ...storage.address import Address
 from ..table import JSON, cell, console, print_json, table
 from .root import ROOT, opened_run
 
@@ -16,7 +15,7 @@ from .root import ROOT, opened_run
 @click.argument("a", metavar="RUN_A", type=ROOT)
 @click.argument("b", metavar="RUN_B", type=ROOT)
 @JSON
-def diff(a: Path | Address, b: Path | Address, *, as_json: bool) -> None:
+def diff(a: Path, b: Path, *, as_json: bool) -> None:
     """Show the settings in which the recipes of two runs differ."""
     from ...board.recipe_text import differences
 

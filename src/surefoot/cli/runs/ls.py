@@ -9,9 +9,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from ...storage.address import Address
 from ..table import JSON, cell, console, fitted, in_bytes, number, print_json
-from .root import ROOT, opened
+from .root import ROOT
 
 _COLORS = {"running": "green", "complete": "", "failed": "red", "died": "red"}
 _NUMBERS = ("step", "loss", "metric", "tokens/s", "size")
@@ -24,15 +23,16 @@ _OPTIONAL = ("tokens/s", "size", "tags", "metric")
     "--filter", "words", default="", help="Only runs that have all of these words, as 'died lora'."
 )
 @JSON
-def ls(root: Path | Address, words: str, *, as_json: bool) -> None:
-    """List the runs below ROOT, a folder or the address of one in an object store.
+def ls(root: Path, words: str, *, as_json: bool) -> None:
+    """List the runs below ROOT.
 
     The state of each comes from its lock and its record. A word of --filter is searched in names,
     states, models, stages, methods and tags.
     """
+    from ...board.board import Board
     from ...board.reports.runs import matches, table
 
-    found = table(opened(root))
+    found = table(Board(root))
     rows = [row for row in found["runs"] if matches(row, words)]  # type: ignore[attr-defined]
     if as_json:
         print_json({**found, "runs": rows})

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from ...errors import RunError
-from ...storage.address import Address
 from ..table import JSON, cell, console, print_json, table
 from .root import ROOT, opened_run
 
@@ -18,7 +17,7 @@ from .root import ROOT, opened_run
 @click.argument("run", type=ROOT)
 @click.argument("file", required=False)
 @JSON
-def samples(run: Path | Address, file: str | None, *, as_json: bool) -> None:
+def samples(run: Path, file: str | None, *, as_json: bool) -> None:
     """List the files of samples of RUN, or show the first rows of FILE, one of them.
 
     Rollouts are sampled in training; generations are answers to held-out prompts by

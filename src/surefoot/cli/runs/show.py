@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from ...storage.address import Address
 from ..table import JSON, cell, console, frame, in_bytes, number, print_json
 from .root import ROOT, opened_run
 
@@ -15,7 +14,7 @@ from .root import ROOT, opened_run
 @click.command()
 @click.argument("run", type=ROOT)
 @JSON
-def show(run: Path | Address, *, as_json: bool) -> None:
+def show(run: Path, *, as_json: bool) -> None:
     """Show the state of RUN with its evidence, its launches, and the names of its metrics.
 
     With --json, also its recipe and the end of its log.

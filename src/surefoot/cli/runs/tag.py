@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from ...storage.address import Address
 from ..table import JSON, print_json
 from .root import ROOT, opened_run
 
@@ -16,9 +15,7 @@ from .root import ROOT, opened_run
 @click.argument("tags", nargs=-1)
 @click.option("--remove", multiple=True, metavar="TAG", help="Remove a tag; may be repeated.")
 @JSON
-def tag(
-    run: Path | Address, tags: tuple[str, ...], remove: tuple[str, ...], *, as_json: bool
-) -> None:
+def tag(run: Path, tags: tuple[str, ...], remove: tuple[str, ...], *, as_json: bool) -> None:
     """Add TAGS to RUN and print the tags that it has now; without TAGS, only print them.
 
     They are in tags.json in the run's folder. The board and `surefoot runs ls --filter` find runs
