@@ -22,7 +22,6 @@ FILES = [
     "recipe.yaml",
     "all_results.json",
     ".lock",
-    "tags.json",
     "pinned.json",
     "train.log",
     "rollouts-1.jsonl",
@@ -126,7 +125,6 @@ def test_a_value_that_no_json_can_have_spoils_neither_its_run_nor_the_others(tmp
     (folder / "launches.jsonl").write_bytes(line + b"\n")
     (folder / "rollouts-1.jsonl").write_bytes(line + b"\n")
     (folder / "metrics.jsonl").write_bytes(line.replace(b'"event"', b'"step": 1, "event"') + b"\n")
-    (folder / "tags.json").write_bytes(b"[" + line.rpartition(b": ")[2].rstrip(b"}") + b"]")
     (folder / "pinned.json").write_bytes(line)
     (folder / ".heartbeat.json").write_bytes(line)
     write_sweep(tmp_path / "sweep")

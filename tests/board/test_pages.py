@@ -205,22 +205,6 @@ def test_a_run_that_vanishes_before_the_page_listens_is_shown_as_gone(page, serv
     assert page.errors() == []
 
 
-def test_tags_are_added_and_removed_and_find_runs(page, server):
-    show(page, server, "#/run?run=runs/one")
-    page.wait("return document.querySelector('input.tag')")
-    page.run(
-        "const e = document.querySelector('input.tag'); e.value = 'paper best';"
-        "e.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter' }))"
-    )
-    tags = "return [...document.querySelectorAll('span.tag')].map(e => e.firstChild.data).join()"
-    page.wait(f"{tags} === 'best,paper'")
-    page.run("document.querySelector('span.tag button').click()")
-    page.wait(f"{tags} === 'paper'")
-    show(page, server, "#/runs")
-    page.click("paper")
-    assert page.run("return document.querySelectorAll('tbody tr').length") == 1
-
-
 SAID = [
     {"text": "<think>\nI add.\n</think>\n\n", "probability": 0.5, "instead": [["<", 0.5]]},
     {"text": "Four.", "probability": 0.05, "instead": [["4", 0.9], [EVIL, 0.05]]},

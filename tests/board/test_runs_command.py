@@ -26,20 +26,10 @@ def as_json(*arguments):
     return json.loads(runs(*arguments, "--json"))
 
 
-def test_tags_are_kept_in_the_runs_folder_and_find_it(root):
-    assert as_json("tag", root / "one", "paper", "best")["tags"] == ["best", "paper"]
-    assert json.loads((root / "one/tags.json").read_text()) == ["best", "paper"]
-    assert [row["run"] for row in as_json("ls", root, "--filter", "paper complete")["runs"]] == [
+def test_runs_are_filtered_by_words(root):
+    assert [row["run"] for row in as_json("ls", root, "--filter", "lora complete")["runs"]] == [
         "one"
     ]
-    assert runs("tag", root / "one", "--remove", "best").strip() == "paper"
-    assert "without spaces" in runs("tag", root / "one", "a b", code=2)
-    assert "at most 20" in runs("tag", root / "one", *(f"t{n}" for n in range(30)), code=2)
-    (root / "one/tags.json").write_text('{"no": "list"')
-    assert "repair or delete it" in runs("tag", root / "one", "more", code=2)
-    assert (root / "one/tags.json").read_text() == '{"no": "list"', "nothing is overwritten"
-    row = next(row for row in as_json("ls", root)["runs"] if row["run"] == "one")
-    assert "repair or delete it" in row["tags_problem"]
 
 
 def test_what_the_board_shows_is_on_the_terminal_and_json(root):

@@ -189,14 +189,14 @@ def test_a_read_only_board_starts_writes_and_deletes_nothing(root):
         assert client.get("/api/runs").json()["runs"]
         assert client.post("/api/check", json={"text": "a: 1"}).status_code == 200
         for path in REFUSED:
-            answer = client.post(f"{path}?run=run&number=1", json={"run": "run", "add": ["x"]})
+            answer = client.post(f"{path}?run=run&number=1", json={"run": "run"})
             assert (answer.status_code, "read-only" in answer.text) == (403, True), path
             other = client.request("DELETE", path)
             assert other.status_code == 403
-    assert not (root / "run/tags.json").exists()
+    assert not (root / "run/pinned.json").exists()
 
 
-REFUSED = [f"/api/{name}" for name in ("start", "try", "stop", "resume", "tags", "pin", "cancel")]
+REFUSED = [f"/api/{name}" for name in ("start", "try", "stop", "resume", "pin", "cancel")]
 REFUSED += ["/api/checkpoints", "/api/chat", "/api/chat/close"]
 
 

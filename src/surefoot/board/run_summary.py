@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import RecipeError, RunError, SurefootError
+from ..errors import RecipeError, SurefootError
 from ..recipe.files import RUN_RECIPE, read_text
 from ..recipe.yaml import parse
-from .reports.tags import read_tags
 from .run_folders import METRICS, RESULTS
 from .run_state import RunState, has_begun, parsed, small_json, state_of, tail, why_not_begun
 
@@ -60,7 +59,6 @@ class Summaries:
             else self.size(folder, is_live=state.name == "running"),
             "changed": _changed(folder),
             "broken_metrics": is_broken,
-            **_tags(folder),
             **facts,
             "begins_with": self._below(facts.get("begins_with")),
             **({} if is_begun else {"recipe_problem": None}),
@@ -147,13 +145,6 @@ def recipe_facts(folder: Path) -> dict[str, object]:
         "begins_with": resume if isinstance(resume, str) and "checkpoint-" in resume else None,
         "configured_steps": train.get("max_steps"),
     }
-
-
-def _tags(folder: Path) -> dict[str, object]:
-    try:
-        return {"tags": read_tags(folder), "tags_problem": None}
-    except RunError as error:
-        return {"tags": [], "tags_problem": str(error)}
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

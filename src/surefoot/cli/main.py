@@ -36,7 +36,7 @@ COMMANDS = {
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "watch": "Show how runs train in the terminal: curves, figures, time left, state.",
-    "runs": "List runs, show one, compare recipes, print curves, and tag; also as JSON.",
+    "runs": "List runs, show one, compare recipes, and print curves; also as JSON.",
     "board": "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
     "chat": "Talk to a model, a checkpoint or an adapter.",
     "serve": "Serve a model, a run or adapters through OpenAI's API.",

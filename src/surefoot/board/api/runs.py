@@ -11,7 +11,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
-from pydantic import BaseModel, ConfigDict, Field
 
 from ...callbacks.follower import Follower, record
 from ...terminal_text import plain
@@ -20,6 +19,7 @@ from ..commands import stop
 from ..reports import recipes
 from ..reports import runs as reports
 from ..run_folders import METRICS, OutsideRootError, run_inside
+from ..run_state import state_of
 from . import Answer
 
 LOOK = 1.0  # seconds for the table; 2,000 runs that nobody has looked at take half a minute
@@ -27,17 +27,6 @@ POLL = 0.3  # seconds between looks at the files of a run that is watched
 _LIVE = ("changed", "size", "broken_metrics")
 _MAX_POINTS = 20_000
 Name = Annotated[str, Query(max_length=4096)]
-Tag = Annotated[str, Field(max_length=200)]
-
-
-class TagsBody(BaseModel):
-    """Tags to add to a run, and to remove from it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    run: str = Field(max_length=4096)
-    add: list[Tag] = Field(default=[], max_length=20)
-    remove: list[Tag] = Field(default=[], max_length=20)
 
 
 def routes(board: Board) -> APIRouter:
@@ -51,7 +40,6 @@ def routes(board: Board) -> APIRouter:
     router.get("/log")(_log(board))
     router.get("/samples")(_samples(board))
     router.get("/diff")(_diff(board))
-    router.post("/tags")(_tags(board))
     router.post("/stop")(_stop(board))
     router.post("/resume")(_resume(board))
     return router
@@ -167,19 +155,11 @@ def _diff(board: Board) -> Callable[..., object]:
     return diff
 
 
-def _tags(board: Board) -> Callable[..., object]:
-    def tags(body: TagsBody) -> Answer:
-        """Add and remove tags of a run."""
-        return reports.set_tags(board, body.run, body.add, body.remove)
-
-    return tags
-
-
 def _stop(board: Board) -> Callable[..., object]:
     def stop_run(run: Name) -> Answer:
         """Let a run finish its step, save and exit."""
         folder = run_inside(board.root, run)
-        stop(run, board.summaries.state_of(folder))
+        stop(run, state_of(folder))
         return {}
 
     return stop_run

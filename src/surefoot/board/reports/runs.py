@@ -23,7 +23,6 @@ from ..recipe_text import differences
 from ..run_folders import find_runs, name_of, run_inside
 from ..run_state import parsed, tail
 from ..samples import read_samples, sample_files
-from . import tags
 
 MAX_NAMES = 40
 _SEARCHED = ("run", "state", "model", "stage", "method")
@@ -51,8 +50,8 @@ def _newest_first(row: Mapping[str, Any]) -> tuple[bool, float, str]:
 
 
 def matches(row: Mapping[str, Any], words: str) -> bool:
-    """Whether a row of the table has all of these words: in its name, state, recipe or tags."""
-    text = " ".join([*(str(row.get(name, "")) for name in _SEARCHED), *row["tags"]]).lower()
+    """Whether a row of the table has all of these words: in its name, state or recipe."""
+    text = " ".join(str(row.get(name, "")) for name in _SEARCHED).lower()
     return all(word in text for word in words.lower().split())
 
 
@@ -150,16 +149,6 @@ def set_pin(board: Board, run: str, step: int, *, is_pinned: bool) -> dict[str, 
     """Keep a checkpoint whatever the retention policy says, or no longer."""
     folder = run_inside(board.root, run)
     return {"pinned": sorted(pin(folder, step, is_pinned=is_pinned))}
-
-
-def set_tags(
-    board: Board, run: str, add: Sequence[str], remove: Sequence[str] = ()
-) -> dict[str, object]:
-    """Add and remove tags of a run. Returns the tags that it has now."""
-    folder = run_inside(board.root, run)
-    found = tags.changed(tags.read_tags(folder), add, remove)
-    tags.write_tags(folder, found)
-    return {"tags": found}
 
 
 def launches(folder: Path) -> list[dict[str, object]]:

@@ -55,9 +55,8 @@ function merge(old, fresh) {
   while (old.childNodes.length > nodes.length) old.lastChild.remove();
 }
 
-// What a person types is left alone: in the field that is in focus, and in one that shows no value of ours.
-const isTheirs = (there) => there === document.activeElement || there.dataset.own !== undefined;
-const isSame = (there, node) => there.isEqualNode(node) && there.checked === node.checked && (there.value === node.value || isTheirs(there));
+// What a person types in the field that is in focus is left alone.
+const isSame = (there, node) => there.isEqualNode(node) && there.checked === node.checked && (there.value === node.value || there === document.activeElement);
 
 export function toast(text) {
   document.querySelectorAll(".toast").forEach((old) => old.remove());

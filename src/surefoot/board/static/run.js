@@ -30,17 +30,6 @@ export async function page(body, { run, tab = "curves" }) {
   const current = tabs.querySelector("[aria-current]");
   if (current) tabs.scrollLeft = current.offsetLeft - tabs.offsetLeft + current.offsetWidth - tabs.clientWidth; // on a phone
 
-  const change = async (body) => {
-    try { const found = await post("/api/tags", { run, ...body }); row = { ...row, ...found }; top(); } catch (fault) { toast(fault.message); }
-  };
-  const tag = () => h("input.tag.writes", { type: "text", maxlength: 40, size: 9, placeholder: t("add a tag"), "aria-label": t("Add a tag"), "data-own": "", onkeydown: ({ key, target }) => {
-    if (key !== "Enter" || !target.value.trim()) return;
-    change({ add: target.value.trim().split(/\s+/) });
-    target.value = "";
-  } });
-  const tags = () => h("div.tags", {}, row.tags.map((name) => h("span.tag", {}, name,
-    h("button.quiet.writes", { "aria-label": t("Remove the tag {tag}", { tag: name }), onclick: () => change({ remove: [name] }) }, "×"))), tag());
-
   function top() {
     const part = row.step !== null && row.max_steps ? Math.min(1, row.step / row.max_steps) : null;
     const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
@@ -55,7 +44,7 @@ export async function page(body, { run, tab = "curves" }) {
       try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Resume"));
     redraw(head,
-      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row), tags()),
+      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row)),
         h("div.row", {}, row.state === "running" ? stopping : null,
           ["died", "stopped", "failed", "ended"].includes(state) ? resume : null,
           row.has_begun ? h("a.button.writes", { href: to("chat", { run }) }, t("Chat")) : null, details.recipe ? h("a.button.writes", { href: to("new", { run }) }, t("New run like this")) : null)),
@@ -64,7 +53,6 @@ export async function page(body, { run, tab = "curves" }) {
       part !== null && row.state !== "complete" ? h("div.progress", { role: "progressbar", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": t("Step") }, h("i", { style: { width: `${100 * part}%` } })) : null,
       row.begins_with ? h("p.soft", {}, `${t("Continues")} `, parent(row.begins_with)) : null,
       error ? h("div.note.bad", { role: "alert" }, error) : null,
-      row.tags_problem ? h("div.note.warn", {}, row.tags_problem) : null,
       details.recipe_problem && row.has_begun ? h("div.note.bad", {}, details.recipe_problem) : null,
       details.metrics_problem ? h("div.note.warn", {}, `metrics.jsonl: ${details.metrics_problem}`) : null,
       h("dl.figures", {},

@@ -26,7 +26,7 @@ export async function page(body) {
   const view = { sort: "changed", down: true, filter: "", hasAll: false, chosen: new Set(), metric: "loss", log: false };
   let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0, wasPart = false, again = 0;
   const search = h("input", {
-    type: "search", placeholder: t("Filter by name, state, model, method, tag …"), "aria-label": t("Filter"),
+    type: "search", placeholder: t("Filter by name, state, model, method …"), "aria-label": t("Filter"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
   });
   const count = h("span.soft");
@@ -45,7 +45,7 @@ export async function page(body) {
     const words = view.filter.split(/\s+/).filter(Boolean);
     const kept = runs.filter((run) => {
       if (!view.hasAll && isOld(run)) return false;
-      const text = [run.run, run.state, t(`state:${stateOf(run)}`), run.model, run.method, run.stage, ...run.tags].join(" ").toLowerCase();
+      const text = [run.run, run.state, t(`state:${stateOf(run)}`), run.model, run.method, run.stage].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     });
     const { of } = COLUMNS.find((c) => c.key === view.sort);
@@ -74,8 +74,7 @@ export async function page(body) {
     });
     return h("tr", { "data-run": run.run }, h("td.pick", {}, pick),
       h("td.name", {}, h("a", { href: to("run", { run: run.run }) }, run.run === "." ? root : run.run),
-        h("small", {}, run.reason ? run.reason : run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · ")),
-        run.tags.length ? h("span.tags", {}, run.tags.map((tag) => h("button.tag", { "aria-label": t("Show runs with the tag {tag}", { tag }), onclick: () => { search.value = tag; view.filter = tag.toLowerCase(); table(); } }, tag))) : null),
+        h("small", {}, run.reason ? run.reason : run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · "))),
       h("td.state", {}, badge(run)),
       h("td.num", { "data-label": t("Step") }, run.step === null ? NONE : integer(run.step), run.max_steps && run.state !== "complete" ? h("span.soft", {}, ` / ${integer(run.max_steps)}`) : "",
         part !== null && run.state === "running" ? h("div.bar", {}, h("i", { style: { width: `${100 * part}%` } })) : null),

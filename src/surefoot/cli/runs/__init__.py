@@ -7,13 +7,12 @@ from .diff import diff
 from .ls import ls
 from .samples import samples
 from .show import show
-from .tag import tag
 
 
 @click.group()
 def runs() -> None:
-    """List runs, show one, compare recipes, print curves, and tag."""
+    """List runs, show one, compare recipes, and print curves."""
 
 
-for command in (ls, show, curves, samples, diff, tag):
+for command in (ls, show, curves, samples, diff):
     runs.add_command(command)

@@ -14,7 +14,7 @@ from .root import ROOT
 
 _COLORS = {"running": "green", "complete": "", "failed": "red", "died": "red"}
 _NUMBERS = ("step", "loss", "metric", "tokens/s", "size")
-_OPTIONAL = ("tokens/s", "size", "tags", "metric")
+_OPTIONAL = ("tokens/s", "size", "metric")
 
 
 @click.command()
@@ -27,7 +27,7 @@ def ls(root: Path, words: str, *, as_json: bool) -> None:
     """List the runs below ROOT.
 
     The state of each comes from its lock and its record. A word of --filter is searched in names,
-    states, models, stages, methods and tags.
+    states, models, stages and methods.
     """
     from ...board.board import Board
     from ...board.reports.runs import matches, table
@@ -54,7 +54,6 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Text]]:
         "metric": [number(row["metric"]["value"]) for row in rows],
         "tokens/s": [number(row["speed"]) for row in rows],
         "size": [in_bytes(row["size"]) for row in rows],
-        "tags": [" ".join(row["tags"]) for row in rows],
     }
     return {
         "run": [cell(row["run"]) for row in rows],

@@ -36,10 +36,9 @@ def show(run: Path, *, as_json: bool) -> None:
         "loss": number(row["loss"]),
         row["metric"]["name"]: number(row["metric"]["value"]),
         "size": in_bytes(row["size"]),
-        "tags": " ".join(row["tags"]),
         "launches": len(found["launches"]),
         "metrics": ", ".join(found["metrics"]),
-        "problem": found["recipe_problem"] or row["tags_problem"] or found["metrics_problem"],
+        "problem": found["recipe_problem"] or found["metrics_problem"],
     }
     shown = [(name, value) for name, value in facts.items() if value not in (None, "", [])]
     console().print(frame(cell(found["folder"]), shown))
