@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from ..errors import SurefootError
 from ..terminal_text import plain
-from .api import chat, checkpoints, prometheus, recipes, runs, sweeps
+from .api import chat, checkpoints, recipes, runs, sweeps
 from .board import Board
 from .host_names import Hosts
 from .run_folders import OutsideRootError
@@ -45,7 +45,7 @@ def create_app(
         await board.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    for part in (runs, sweeps, checkpoints, recipes, chat, prometheus):
+    for part in (runs, sweeps, checkpoints, recipes, chat):
         app.include_router(part.routes(board))
     app.add_exception_handler(SurefootError, _explained)
     app.add_exception_handler(OSError, _explained)
