@@ -78,7 +78,7 @@ interop: $(STAMP)  ## let MindSpore and transformers 4 read what we wrote, in en
 		TRANSFORMERS_4_PYTHON=$(CURDIR)/$(TRANSFORMERS_4)/bin/python $(BIN)/pytest -n 2 tests/interop
 
 docs: $(STAMP)  ## regenerate the reference pages and the picture of the house from the code
-	$(BIN)/python -m surefoot.cli.docs_pages docs/reference
+	$(BIN)/python tests/reference_pages.py docs/reference
 	$(BIN)/python tests/house.py
 
 clean:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from surefoot.cli.docs_pages import PAGES, RECIPE, cli_page, recipe_page, reference
+from reference_pages import PAGES, RECIPE, cli_page, recipe_page, reference
 from surefoot.cli.main import COMMANDS
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS

@@ -46,8 +46,6 @@ COMMANDS = {
     "push": "Upload a model or checkpoints to Hugging Face or ModelScope, with a model card.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
     "recipe": "Show a recipe in full, convert one, or print the JSON schema of recipes.",
-    "completion": "Print the script that completes commands in bash, zsh or fish.",
-    "man": "Write the manual pages.",
     "env": "Report versions, devices, memory and disk.",
     "version": "Print the version.",
 }

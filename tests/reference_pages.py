@@ -1,0 +1,453 @@
+"""Write the reference pages from the code: ``python tests/reference_pages.py docs/reference``.
+
+Fields, defaults, docstrings and options are the only source, so the pages cannot differ from the
+program; a test fails if the committed pages differ from the output.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+from gguf import GGML_QUANT_SIZES
+
+from surefoot.cli.main import COMMANDS, main
+from surefoot.data.text.families.family import TemplateFamily, families
+from surefoot.inference.gguf.architectures import ARCHITECTURES, GGUFArchitecture
+from surefoot.inference.gguf.formats import FORMATS, Format
+from surefoot.inference.gguf.vocabulary import PRE_TOKENIZERS
+from surefoot.optim import OPTIMIZERS
+from surefoot.optim.optimizer import bytes_per_element, can_shard
+from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
+from surefoot.recipe.from_llamafactory.arguments.argument import (
+    Argument,
+    Combined,
+    NoEffect,
+    OtherCommand,
+    Refused,
+    Same,
+)
+from surefoot.recipe.from_trainers.arguments import DATA, SOURCES, TrainerSource
+from surefoot.recipe.prediction import Prediction
+from surefoot.recipe.recipe import Recipe
+from surefoot.recipe.yaml import emit
+from surefoot.run.machine.device_choices import CHOICES, KINDS
+from surefoot.schema import Setting, json_schema, markdown, settings, variant_name
+from surefoot.schema.reading import write_setting
+
+WIDTH = 88
+NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
+RECIPE = """# The recipe
+
+One YAML file says everything about a run:
+
+```yaml
+model: {path: Qwen/Qwen3-0.6B}
+data: {dataset_dir: data, datasets: [alpaca_en, identity]}
+method: {lora: {rank: 16}}
+stage: sft
+train: {output_dir: runs/qwen, num_epochs: 3, global_batch_size: 64, micro_batch_size: 2}
+optim: {adamw: {learning_rate: 1.0e-4, schedule: cosine}}
+checkpoint: {save_steps: 200, keep: 3}
+```
+
+`method`, `stage` and `optim` hold one of several variants: its name alone, or its name with
+settings below it. Where a list is expected, one item will do. Unknown keys are refused.
+
+A path in the file is relative to the file if it exists there, otherwise to the current folder. A
+path in an override is relative to the current folder, and so is `train.output_dir`.
+
+On the command line `section.setting=value` overrides the file, as in
+`surefoot train recipe.yaml optim.adamw.learning_rate=5e-5`; so does `method.lora.rank=8` when the
+file names another method. A mapping changes only the settings it names. Where a setting holds text
+(a path, a name, a prompt), the value is what the shell passed, ` #`, `: ` and leading zeros too;
+`null` unsets it, and a text that is quoted as a whole is read without its quotes.
+
+`surefoot recipe show recipe.yaml` prints a recipe with every setting spelled out, and
+[recipe.schema.json](recipe.schema.json) makes editors complete and check it: write
+`# yaml-language-server: $schema=recipe.schema.json` in its first line.
+"""
+ANSWERS = """# Answers without training
+
+`surefoot predict` also takes a file with these sections:
+
+```yaml title="answers.yaml"
+model: {path: runs/qwen}
+generate: {max_new_tokens: 100}
+parallel: {tp: 2}
+```
+"""
+DEVICES = """# What depends on the device
+
+Surefoot uses other kernels and dtypes on a GPU than on a CPU. Each choice is a fixed rule, never a
+timing: so a run does not round differently because a machine was busy. `surefoot env` shows what a
+recipe with default settings uses on this machine, and `surefoot bench RECIPE` what a recipe uses.
+
+Figures are those of [the results](../../benchmarks/RESULTS.md) or were measured when the code was
+written; S and M are the models there. "not measured" means that no figure supports the choice:
+nothing has been measured on a GPU yet. `make gpu` measures on a GPU; the last column of the second
+table names the part and the case whose figure would justify the choice or change it.
+"""
+OPTIMIZERS_PAGE = """# Optimizers
+
+The bytes of state for one weight of a matrix inside a layer, and for others (embeddings, head).
+Settings are the defaults; matrices are 4096 x 4096, and updated in float32. The weight and its
+gradient come on top; see [precision](../how-to/precision.md). `dp_replicate` and `pp` work with
+every optimizer. Every optimizer resumes to the same bits on the same mesh.
+[Which optimizer](../how-to/optimizers.md) says when to use which.
+"""
+CLI = """# The command line
+
+A mistake that you can put right gives exit code 2 and a message without a traceback; `--verbose`,
+anywhere on the line, adds the traceback. Ctrl-C gives 130.
+
+Shells complete commands, options and paths by
+[click's scripts](https://click.palletsprojects.com/en/stable/shell-completion/). Write
+`eval "$(_SUREFOOT_COMPLETE=bash_source surefoot)"` into `~/.bashrc`, the same with `zsh_source`
+into `~/.zshrc`, or call
+`_SUREFOOT_COMPLETE=fish_source surefoot > ~/.config/fish/completions/surefoot.fish`.
+"""
+
+
+LLAMAFACTORY = """# LLaMA-Factory's arguments
+
+Every argument of LLaMA-Factory 0.9.5, with those of transformers that it extends.
+[From LLaMA-Factory](../how-to/from-llamafactory.md) says how to use them.
+
+- A setting's name: the argument is this setting, with the same value or as noted.
+- *no effect*: nothing needs to be set, for the reason given. A run lists these arguments once.
+- *refused*: any value but the default is an error, which says what to write instead.
+- *another command*: the argument is not of training.
+"""
+TRAINERS = """# Settings of TRL, axolotl and transformers
+
+Every setting of TRL 1.16's configurations, and those of axolotl that have a counterpart, as
+`surefoot recipe convert --from` reads them. [From TRL and axolotl](../how-to/from-trl.md) says how
+to use it. What TRL's configurations have of transformers' `TrainingArguments` is converted as
+[LLaMA-Factory's arguments](llamafactory.md#hugging-faces-training-arguments) are.
+
+- A name with a dot is a setting of a recipe; one without is the argument of LLaMA-Factory with this
+  meaning.
+- *no effect*: nothing needs to be set, for the reason given.
+- *refused*: any value but the default is an error, which says what to write instead.
+"""
+FAMILIES = """# Chat templates of families
+
+`data.template: NAME` uses one of these. [Chat templates](../templates.md) says what all of them
+share, and how they compare with LLaMA-Factory's.
+
+- *end*: the tokens that end a response; *eos* is the tokenizer's own. *last turn* means that the
+  end is written after the last response only. It is trained for every response all the same.
+- *tools*: the syntax of tools and calls. `data.tool_format` chooses another one.
+- *thoughts*: the words around a thought. `data.enable_thinking` switches them.
+- *system message*: the one that LLaMA-Factory adds to conversations without one. Surefoot adds
+  none; `surefoot recipe convert` writes it as `data.default_system`.
+"""
+GGUF = """# GGUF
+
+What `surefoot export --to gguf` writes; [how to export](../how-to/export.md) says how it is used.
+
+## Formats
+
+Values of `--quantize`. A tensor with one dimension, a norm or a router stays in float32. In formats
+of blocks, the output, or the embeddings that are tied to it, have 6 bits at least. Bits a weight
+are those of the main type, scales included.
+
+| `--quantize` | main type | bits a weight | |
+|---|---|---|---|
+{formats}
+
+A row whose length is no multiple of a block is written as in llama.cpp: `Q4_K` as `Q5_0`, `Q5_K` as
+`Q5_1`, `Q6_K` as `Q8_0`, and as `F16` where that does not fit either. The export reports it.
+
+## Architectures
+
+By `model_type` in `config.json`. Any other is refused, and so is a model that differs from what
+llama.cpp takes for granted: it would load and give other answers.
+
+| `model_type` | in the file | differs from the model in memory |
+|---|---|---|
+{architectures}
+
+Rotary embeddings: `default`, `linear` and `yarn`; `llama3` for llama and mistral, `longrope` for
+phi3.
+
+## Tokenizers
+
+Byte-level BPE and SentencePiece BPE, from `tokenizer.json`. llama.cpp knows the rule that splits a
+text by a name:
+{rules}.
+A tokenizer with another rule gets the name of the rule that makes the same tokens of 20,000 random
+texts. If up to one text in a thousand differs, the export says so; above that it is refused.
+"""
+
+
+def recipe_page() -> str:
+    """Every section, variant and setting."""
+    return "\n".join([NOTE, RECIPE, *_sections(), *_answers()])
+
+
+def schema_page() -> str:
+    """The JSON schema of recipes."""
+    return json.dumps(json_schema(Recipe), indent=2, ensure_ascii=False) + "\n"
+
+
+def cli_page() -> str:
+    """Every command and option."""
+    return "\n".join([NOTE, CLI, *_commands()])
+
+
+def devices_page() -> str:
+    """Every choice that depends on the device, with its figures."""
+    return "\n".join([NOTE, DEVICES, *_choices()])
+
+
+def optimizers_page() -> str:
+    """The state of every optimizer, and what it can be sharded over."""
+    return "\n".join([NOTE, OPTIMIZERS_PAGE, *_optimizers()])
+
+
+def _choices() -> Iterator[str]:
+    for kind, title in KINDS.items():
+        yield f"## {title}\n"
+        more = " which figure of `make gpu` decides |" if kind == "cuda" else ""
+        yield f"| what | setting | what is used, in order | why | figure |{more}"
+        yield "|---|---|---|---|---|" + ("---|" if more else "")
+        for choice in CHOICES:
+            on, setting = choice.on(kind), f"`{choice.setting}`" if choice.setting else ""
+            last = f" {choice.decides} |" if more else ""
+            yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |{last}"
+        yield ""
+
+
+def _optimizers() -> Iterator[str]:
+    yield "| `optim` | bytes: matrix | bytes: other | tensors of a matrix | sharded by | |"
+    yield "|---|---|---|---|---|---|"
+    for name, cls in OPTIMIZERS.items():
+        optim = cls()
+        of_matrix, keys = bytes_per_element(optim, is_matrix=True)
+        of_other, _ = bytes_per_element(optim, is_matrix=False)
+        axes = ", ".join(
+            f"`{a}`" for a, dim in (("dp_shard", 0), ("tp", 1)) if can_shard(optim, dim)
+        )
+        tensors = ", ".join(f"`{key}`" for key in keys)
+        about = markdown(inspect.getdoc(cls) or "")
+        cells = [f"`{name}`", f"{of_matrix:.3g}", f"{of_other:.3g}", tensors, axes, about]
+        yield "| " + " | ".join(cells) + " |"
+    yield ""
+
+
+def _sections() -> Iterator[str]:
+    for name, setting in settings(Recipe).items():
+        if setting.section is not None:
+            default = "" if setting.is_required else " (optional)"
+            yield f"## `{name}`{default}\n"
+            yield from _section(setting.section)
+            continue
+        default = "required"
+        if not setting.is_required:
+            default = f"default `{variant_name(setting.choices or {}, setting.default)}`"
+        yield f"## `{name}` ({default})\n"
+        yield f"{setting.doc} {setting.expected.capitalize()}.\n"
+        for variant, cls in (setting.choices or {}).items():
+            yield f"### `{name}: {variant}`\n"
+            yield from _section(cls)
+
+
+def _answers() -> Iterator[str]:
+    """The settings that a recipe does not have."""
+    yield ANSWERS
+    known = {setting.section for setting in settings(Recipe).values()}
+    for name, setting in settings(Prediction).items():
+        if setting.section is not None and setting.section not in known:
+            yield f"## `{name}` of answers\n"
+            yield from _section(setting.section)
+        else:
+            yield f"`{name}`, as above: {setting.doc}\n"
+
+
+def _section(cls: type) -> Iterator[str]:
+    yield f"{markdown(inspect.getdoc(cls) or '')}\n"
+    if not settings(cls):
+        yield "It has no settings.\n"
+        return
+    yield "| setting | value | default | what it is |\n|---|---|---|---|"
+    for name, setting in settings(cls).items():
+        default = "**required**" if setting.is_required else f"`{_default(setting)}`"
+        cells = [f"`{name}`", setting.expected, default, setting.doc]
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+    for name, setting in settings(cls).items():
+        for variant, one in setting.variants.items():
+            yield f"#### `{name}: {variant}`\n"
+            yield from _section(one)
+
+
+def _default(setting: Setting) -> str:
+    """The default as it would stand in the recipe."""
+    return emit({"x": write_setting(setting, setting.default)}).removeprefix("x:").strip()
+
+
+def _commands() -> Iterator[str]:
+    context = click.Context(
+        main, info_name="surefoot", terminal_width=WIDTH, **main.context_settings
+    )
+    yield from _help(main, context)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        yield from _tree(command, name, context)
+
+
+def _tree(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
+    """A command and, for a group, its commands."""
+    context = click.Context(command, parent=parent, info_name=name, terminal_width=WIDTH)
+    yield from _help(command, context)
+    for inner in getattr(command, "commands", {}).values():
+        yield from _tree(inner, str(inner.name), context)
+
+
+def _help(command: click.Command, context: click.Context) -> Iterator[str]:
+    yield f"## `{context.command_path}`\n"
+    yield f"```text\n{command.get_help(context)}\n```\n"
+
+
+def arguments_page() -> str:
+    """All groups, with a table each."""
+    return "\n".join([NOTE, LLAMAFACTORY, *_groups(GROUPS), *_groups(FILES)])
+
+
+def _groups(tables: Mapping[str, Mapping[str, Argument]]) -> Iterator[str]:
+    """The lines of a table of arguments for each title."""
+    for title, arguments in tables.items():
+        yield f"## {title}\n"
+        yield "| argument | default | here |"
+        yield "|---|---|---|"
+        for name, argument in arguments.items():
+            cells = [f"`{name}`", f"`{_argument_default(argument.default)}`", _outcome(argument)]
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield ""
+
+
+def _argument_default(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _outcome(argument: Argument) -> str:
+    outcome = argument.outcome
+    if isinstance(outcome, Same):
+        return f"`{outcome.setting}`" + (f"; {outcome.note}" if outcome.note else "")
+    if isinstance(outcome, Combined):
+        named = ", ".join(f"`{setting}`" for setting in outcome.settings)
+        return named if outcome.note == "as it is" else f"{named}: {outcome.note}"
+    if isinstance(outcome, NoEffect):
+        return f"*no effect*: {outcome.reason}"
+    assert isinstance(outcome, Refused | OtherCommand)
+    if isinstance(outcome, Refused):
+        return f"*refused*: {outcome.reason}"
+    return f"*another command*: {outcome.instead}"
+
+
+def settings_page() -> str:
+    """All programs, with a table each."""
+    shared = {"TRL's ModelConfig, ScriptArguments and DatasetMixtureConfig": DATA}
+    own = {source.title: _own(source) for source in SOURCES.values()}
+    tables = {title: one for title, one in {**own, **shared}.items() if one}
+    return "\n".join([NOTE, TRAINERS, *_groups(tables)])
+
+
+def _own(source: TrainerSource) -> Mapping[str, Argument]:
+    """Without what is transformers', and what TRL's configurations share."""
+    return {
+        name: one
+        for name, one in source.arguments.items()
+        if ARGUMENTS.get(name) is not one and DATA.get(name) is not one and _differs(name, one)
+    }
+
+
+def _differs(name: str, argument: Argument) -> bool:
+    """Whether there is anything to say: another name, or another default."""
+    known, outcome = ARGUMENTS.get(name), argument.outcome
+    is_same = isinstance(outcome, Same) and outcome.setting == name
+    return not (is_same and known is not None and known.default == argument.default)
+
+
+def families_page() -> str:
+    """One row for each family."""
+    head = ["| name | end | tools | thoughts | system message |", "|---|---|---|---|---|"]
+    return "\n".join([NOTE, FAMILIES, *head, *map(_family_row, families().values()), ""])
+
+
+def _family_row(family: TemplateFamily) -> str:
+    ends = [f"`{stop}`" for stop in family.stop] or ["eos"]
+    cells = [
+        f"`{family.name}`",
+        ", ".join(ends) + (" (last turn)" if family.last_ends else ""),
+        f"`{family.tools}`",
+        " ".join(f"`{word.strip()}`" for word in family.thoughts[:2]),
+        _one_line(family.default_system or ""),
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.replace("<", "&lt;").split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+def gguf_page() -> str:
+    """The page."""
+    formats = [_gguf_format(name, one) for name, one in FORMATS.items()]
+    rows = [_gguf_row(name, one) for name, one in ARCHITECTURES.items()]
+    rules = ", ".join(f"`{name}`" for name in PRE_TOKENIZERS.values())
+    return GGUF.format(formats="\n".join(formats), architectures="\n".join(rows), rules=rules)
+
+
+def _gguf_format(name: str, one: Format) -> str:
+    weights, size = GGML_QUANT_SIZES[one.main]
+    return f"| `{name}` | {one.main.name} | {size * 8 / weights:.4g} | {one.description} |"
+
+
+def _gguf_row(name: str, one: GGUFArchitecture) -> str:
+    notes = []
+    if one.is_permuted:
+        notes.append("rows of `q_proj` and `k_proj` change places")
+    if one.norm_shift:
+        notes.append("1 is added to norms")
+    if name == "qwen3_moe":
+        notes.append("experts are one tensor")
+    return f"| `{name}` | `{one.name}` | {'; '.join(notes)} |"
+
+
+PAGES = {
+    "recipe.md": recipe_page,
+    "recipe.schema.json": schema_page,
+    "cli.md": cli_page,
+    "devices.md": devices_page,
+    "optimizers.md": optimizers_page,
+    "llamafactory.md": arguments_page,
+    "other-trainers.md": settings_page,
+    "templates.md": families_page,
+    "gguf.md": gguf_page,
+}
+
+
+@click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def reference(folder: Path) -> None:
+    """Write the reference pages into FOLDER."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in PAGES.items():
+        (folder / name).write_text(page(), encoding="utf-8")
+        click.echo(f"wrote {folder / name}")
+
+
+if __name__ == "__main__":
+    reference()
