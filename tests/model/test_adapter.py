@@ -140,6 +140,15 @@ def rewrite(source, folder, renamed):
     return folder
 
 
+def shift_tokens(folder):
+    """Let the rows of tokens differ from those of the base."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in tensors:
+        if name.endswith("trainable_tokens_delta"):
+            tensors[name] += torch.arange(len(tensors[name]))[:, None] + 0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_names_of_wrappers_in_an_adapter_change_nothing(kind, folder, tmp_path):
     wrapped = rewrite(folder / "adapter", tmp_path / "wrapped", WRAPPED[kind])
@@ -156,23 +165,57 @@ def test_names_of_wrappers_in_an_adapter_change_nothing(kind, folder, tmp_path):
     assert torch.allclose(merged_model(IDS).logits, expected, atol=1e-5)
 
 
+TOKENS = {"embed_tokens": [3, 5], "lm_head": [3, 5]}
+HEAD_OF_ITS_OWN = {"embed_tokens": [3, 5], "lm_head": [7]}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "is_tied"),
     [
-        {"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]},
-        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
-        {"trainable_token_indices": [3, 5], "target_modules": ["q_proj"]},
+        ({"use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, False),
+        *(
+            ({"trainable_token_indices": tokens, "target_modules": ["q_proj"]}, is_tied)
+            for tokens in ([3, 5], TOKENS, HEAD_OF_ITS_OWN)
+            for is_tied in (False, True)
+        ),
     ],
 )
-def test_the_live_state_of_an_adapter_is_read_as_its_file(settings, folder, tmp_path):
-    save_model(tmp_path / "base", tie_word_embeddings=False)
+def test_the_live_state_of_an_adapter_is_read_as_its_file(settings, is_tied, folder, tmp_path):
+    save_model(tmp_path / "base", tie_word_embeddings=is_tied)
     save_adapter(tmp_path / "base", tmp_path / "adapter", **settings)
+    shift_tokens(tmp_path / "adapter")
     model = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
     live = rewrite(tmp_path / "adapter", tmp_path / "live", str)
     state = {name: t.clone() for name, t in model.state_dict().items()}
     save_file(state, live / "adapter_model.safetensors")
     found = attach(load(tmp_path / "base"), live).eval()
     assert torch.equal(found(IDS).logits, model(IDS).logits)
+    served = add_named(load(tmp_path / "base"), "one", live)
+    assert torch.equal(served(IDS).logits, model(IDS).logits)
+    if is_tied and settings.get("trainable_token_indices") == HEAD_OF_ITS_OWN:
+        with pytest.raises(SurefootError, match=r"rows of tied embeddings, and differ; merge it"):
+            merged(open_folder(tmp_path / "base"), live)
+        return
+    one, other = (
+        merged(open_folder(tmp_path / "base"), each) for each in (live, tmp_path / "adapter")
+    )
+    assert one.shapes() == other.shapes()
+    assert all(torch.equal(read_whole(one, n), read_whole(other, n)) for n in one.shapes())
+
+
+def test_the_rows_of_a_tied_head_that_differ_are_named(tmp_path):
+    save_model(tmp_path / "base", tie_word_embeddings=True)
+    settings = {"trainable_token_indices": [3, 5], "target_modules": ["q_proj"]}
+    save_adapter(tmp_path / "base", tmp_path / "adapter", **settings)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    rows = next(name for name in tensors if name.endswith("trainable_tokens_delta"))
+    more = {rows.replace("model.embed_tokens", "lm_head"): tensors[rows] + 1}
+    save_file({**tensors, **more}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"1 of its .* does not exist in the model .*lm_head"):
+        attach(load(tmp_path / "base"), tmp_path / "adapter")
+    with pytest.raises(SurefootError, match="lm_head"):
+        merged(open_folder(tmp_path / "base"), tmp_path / "adapter")
 
 
 def test_two_adapters_in_one_file_are_named(folder, tmp_path):

@@ -179,8 +179,9 @@ def _with_rows(
         of = known if isinstance(known, Mapping) else {module: known}
         ids = next((ids for name, ids in of.items() if f".{module}".endswith(f".{name}")), None)
         name, shapes = f"{module}.weight", base.shapes()
-        if name not in shapes:
-            raise _other_model(folder, key, name)
+        if name not in shapes:  # a copy of another one's, where the embeddings are tied
+            _check_tied(adapter, folder, key, [each for each in rows.values() if each != key])
+            continue
         if not isinstance(ids, list) or adapter.shapes()[key] != (len(ids), shapes[name][1]):
             raise CheckpointError(
                 f"{folder}: {key} does not fit trainable_token_indices in {ADAPTER_CONFIG}"
@@ -192,6 +193,18 @@ def _with_rows(
             )
         found[name] = (key, ids)
     return ReplacedRows(base, adapter, found) if found else base
+
+
+def _check_tied(adapter: TensorSource, folder: Path, key: str, others: Collection[str]) -> None:
+    """Raise ``CheckpointError`` unless ``key``, which the base has no place for, has the values of
+    one of ``others``: the live state of tied embeddings has their rows twice."""
+    if not others:
+        raise _other_model(folder, key, f"{key.removeprefix(PREFIX).removesuffix(TOKENS)}.weight")
+    if not any(same_values(adapter, key, other) for other in others):
+        raise CheckpointError(
+            f"{folder}: {key} and {min(others)} are rows of tied embeddings, and differ; merge it "
+            "with peft's own merge_and_unload()"
+        )
 
 
 def _without_tied(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import copy
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import equal, nn
 from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, ModelError, counted
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # slow to import, and here only a name
     from peft import PeftConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ROWS = ".token_adapter.trainable_tokens_delta"  # of trained tokens
 # What PEFT raises for values of a wrong type, and for an adapter that does not fit.
 _OF_VALUES = (TypeError, AttributeError, IndexError, ArithmeticError, AssertionError, ImportError)
 _OF_FIT = (RuntimeError, ValueError, KeyError)
@@ -265,8 +266,8 @@ def _check_tokens(found: object) -> None:
 
 def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
-    found = set(_names(folder))
     wanted = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
+    found = set(_names(folder)) - _tied_rows(folder, wanted)
     missing = sorted(wanted - found)
     unexpected = sorted(found - wanted - wrapped.state_dict().keys())
     if missing or unexpected:
@@ -277,6 +278,17 @@ def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "de
             f"{counted(len(missing), 'is', 'are')} missing (for example "
             f"{(unexpected or missing)[0]})"
         )
+
+
+def _tied_rows(folder: Path, wanted: Collection[str]) -> set[str]:
+    """The tensors that a live state of tied embeddings has besides ``wanted``: the head's copies of
+    the rows of trained tokens."""
+    names = {new: old for new, old in _names(folder).items() if new.endswith(_ROWS)}
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        rows = {new: file.get_tensor(old) for new, old in names.items()}
+    known = [rows[name] for name in rows if name in wanted]
+    others = {name: value for name, value in rows.items() if name not in wanted}
+    return {name for name, value in others.items() if any(equal(value, one) for one in known)}
 
 
 def _check_config(folder: Path) -> None:
