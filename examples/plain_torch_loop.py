@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import nn
 
-from surefoot.checkpoint import AsyncSaver, NamedOptimizer, RandomState, load, newest
+from surefoot.checkpoint import AsyncSaver, NamedOptimizer, RandomState, load, recover_latest
 
 STEPS, SAVE_STEPS, BATCH = 2000, 50, 64
 
@@ -25,7 +25,7 @@ def main(root, steps=STEPS):
         "schedule": schedule,
         "random": RandomState(),
     }
-    if (path := newest(root)) is not None:
+    if (path := recover_latest(root)) is not None:
         load(path, states)
         print(f"resuming from {path}")
     with AsyncSaver(root, keep=3, resumed_from=path) as saver:

@@ -10,17 +10,11 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 
 
-def lazy_getattr(
-    package: str,
-    homes: Mapping[str, Sequence[str]],
-    aliases: Mapping[str, str] | None = None,
-) -> Callable[[str], object]:
-    """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
-    ``aliases`` are earlier names of some of these."""
+def lazy_getattr(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+    """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports."""
     modules = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> object:
-        name = (aliases or {}).get(name, name)
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(modules[name], package), name)

@@ -9,12 +9,9 @@ from surefoot import checkpoint
 
 BLOCKED = ["transformers", "peft", "datasets", "accelerate", "pydantic", "rich", "click"]
 NAMES = ["AsyncSaver", "CheckpointError", "Found", "Mesh", "NamedOptimizer", "RandomState"]
-NAMES += ["Renamed", "Report", "RetentionPolicy", "Rule", "SaveListener", "Source"]
-NAMES += ["Stateful", "TensorSource"]
-NAMES += ["copy", "find", "find_latest", "load", "newest", "open_folder", "recover_latest"]
+NAMES += ["Renamed", "Report", "RetentionPolicy", "SaveListener", "Stateful", "TensorSource"]
+NAMES += ["copy", "find_latest", "load", "open_folder", "recover_latest"]
 NAMES += ["reshard", "save", "verify"]
-EARLIER = {"Rule": "RetentionPolicy", "Source": "TensorSource"}
-EARLIER |= {"find": "find_latest", "newest": "recover_latest"}
 
 
 def python(code):
@@ -26,19 +23,12 @@ def python(code):
 def test_the_public_names_are_these():
     assert checkpoint.__all__ == NAMES
     for name in NAMES:
-        assert getattr(checkpoint, name).__name__ == EARLIER.get(name, name)
+        assert getattr(checkpoint, name).__name__ == name
 
 
 def test_other_names_do_not_exist():
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = checkpoint.no_such_name
-
-
-def test_earlier_names_are_those_of_today():
-    assert checkpoint.Rule is checkpoint.RetentionPolicy
-    assert checkpoint.Source is checkpoint.TensorSource
-    assert checkpoint.find is checkpoint.find_latest
-    assert checkpoint.newest is checkpoint.recover_latest
 
 
 def test_it_works_where_transformers_and_its_like_are_not_installed(tmp_path):
@@ -55,7 +45,7 @@ import torch
 model = torch.nn.Linear(3, 2)
 with AsyncSaver({str(tmp_path)!r}, keep=1) as saver:
     saver.save(1, {{"model": model, "random": RandomState()}})
-path = newest({str(tmp_path)!r})
+path = recover_latest({str(tmp_path)!r})
 load(path, {{"model": model}})
 print(path.name, verify(path).ok, dict(open_folder(path).shapes()))
 assert reshard(path, {str(tmp_path / "cut")!r}, layout="distributed", mesh=Mesh(tp=2)).num_bytes

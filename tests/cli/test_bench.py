@@ -39,12 +39,9 @@ def test_the_descriptions_are_those_of_the_phases():
     assert tuple(bench.PHASES) == PHASES
 
 
-@pytest.mark.parametrize("option", ["--no-search", "--only-this"])
-def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said_to_be_one(
-    project, option
-):
+def test_the_recipe_alone_is_told_on_a_screen_and_one_process_of_several_is_said_to_be_one(project):
     several = ["parallel.num_processes=2", "train.global_batch_size=4"]
-    done = run(project.recipe, *several, option)
+    done = run(project.recipe, *several, "--no-search")
     assert done.exit_code == 0, done.stderr
     for words in (
         "tokens/s",

@@ -587,7 +587,3 @@ def test_the_fingerprint_changes_with_all_that_changes_the_ids_and_nothing_else(
     )
     prints = {same, *(made.fingerprint for made in different)}
     assert len(prints) == len(different) + 1
-
-
-def test_the_old_word_for_truncation_has_the_same_fingerprint():
-    assert codec(on_too_long="truncate").fingerprint == codec(on_too_long="cut").fingerprint

@@ -135,13 +135,6 @@ def test_another_mix_split_or_order_finds_every_dataset_in_the_cache(section):
     assert max(encoder.seen.values()) == 1
 
 
-def test_what_was_encoded_under_the_old_word_for_truncation_is_in_the_cache(section):
-    encoder = Encoder()
-    run(replace(section, on_too_long="cut"), encoder)
-    run(replace(section, on_too_long="truncate"), encoder)
-    assert max(encoder.seen.values()) == 1
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -6,7 +6,7 @@ import pytest
 from pages import ROOT, blocks
 
 import tiny
-from surefoot.checkpoint import find
+from surefoot.checkpoint import find_latest
 from surefoot.checkpoint.disk.commit import committed
 
 HOW_TO = ROOT / "docs" / "how-to"
@@ -43,4 +43,4 @@ def test_the_page_about_the_trainer_trains_and_goes_on(tmp_path, capsys):
     for _ in range(2):
         trainer = train(tiny.model().train(), rows, str(tmp_path))
         assert trainer.state.global_step == 6
-    assert find(tmp_path).path == tmp_path / "checkpoint-6"
+    assert find_latest(tmp_path).path == tmp_path / "checkpoint-6"

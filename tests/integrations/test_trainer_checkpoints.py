@@ -22,7 +22,7 @@ from transformers import (
 
 import tiny
 from folders import save_model, tokenizer
-from surefoot.checkpoint import CheckpointError, Rule, verify
+from surefoot.checkpoint import CheckpointError, RetentionPolicy, verify
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.errors import RunError
 from surefoot.integrations import SurefootCheckpoints
@@ -203,7 +203,7 @@ def test_the_best_step_is_saved_and_stays(tmp_path):
 
     built, _ = trainer(
         tmp_path,
-        keep=Rule(keep=1),
+        keep=RetentionPolicy(keep=1),
         save_steps=100,
         num_train_epochs=1,
         eval_strategy="steps",

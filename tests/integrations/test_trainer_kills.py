@@ -10,7 +10,7 @@ from trainer_run import train
 from transformers import TrainerCallback
 
 from project import in_child
-from surefoot.checkpoint import newest
+from surefoot.checkpoint import recover_latest
 from surefoot.checkpoint.disk.commit import committed, step_of
 
 STEPS, KILLS = 50, 6
@@ -54,7 +54,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(tmp_path):
         done = list(count.read_bytes())
         assert done == list(range(done[0], done[-1] + 1))
         assert done[0] <= reached + 1
-        found = newest(tmp_path / "run")
+        found = recover_latest(tmp_path / "run")
         assert found is None or step_of(found) <= done[-1]
         reached = step_of(found) if found else 0
     assert reached > 0

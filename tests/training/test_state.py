@@ -1,4 +1,4 @@
-"""The state of the loop: what is saved of it, and what older checkpoints call it."""
+"""The state of the loop: what is saved of it."""
 
 import pytest
 
@@ -19,7 +19,6 @@ def test_a_state_is_read_back_as_it_was_but_for_the_length_of_the_run():
 @pytest.mark.parametrize(
     ("saved", "kernels"),
     [
-        ({"attention": "flex", "shares_prompts": True}, Kernels("flex", True)),
         ({"kernels": {"packed_attention": "flex"}}, Kernels("flex")),
         ({}, Kernels()),
     ],
@@ -28,10 +27,6 @@ def test_the_kernels_of_older_checkpoints_are_kept(saved, kernels):
     state = TrainerState(kernels=Kernels("sdpa", False))
     state.load_state_dict({"global_step": 1, **saved})
     assert state.kernels == kernels
-    assert (state.attention, state.shares_prompts) == (
-        kernels.packed_attention,
-        kernels.shared_prompts,
-    )
 
 
 def test_trainer_state_json_has_the_fields_of_the_hugging_face_trainer_alone():

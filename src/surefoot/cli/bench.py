@@ -46,7 +46,6 @@ _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
 @click.option(
     "--no-search", is_flag=True, help="Measure the recipe itself, and try no other settings."
 )
-@click.option("--only-this", "no_search", is_flag=True, hidden=True)  # its old name, until 1.0
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     recipe: Path, overrides: tuple[str, ...], steps: int, no_search: bool, as_json: bool

@@ -15,11 +15,6 @@ from ..schema.locations import DatasetReference
 DEFAULT_CUTOFF = 2048  # tokens
 
 
-def _current(word: object) -> object:
-    """``truncate`` for ``cut``, which version 0.1 called it; until 1.0."""
-    return "truncate" if word == "cut" else word
-
-
 ANOTHER = "another dataset needs another name: {name: other, file_name: ...}"
 
 
@@ -92,7 +87,7 @@ class DataSection:
     """System message for conversations that have none. Nothing is added unless this is set."""
     cutoff_len: int | None = None
     """Longest example in tokens. Unset: 2,048, or the positions of the model if these are fewer."""
-    on_too_long: Annotated[Literal["truncate", "drop"], BeforeValidator(_current)] = "truncate"
+    on_too_long: Literal["truncate", "drop"] = "truncate"
     """``truncate`` shortens a longer conversation: later turns, then the end of the last response;
     ``drop`` drops it."""
     train_on_prompt: bool = False
@@ -169,8 +164,6 @@ class DataSection:
         found = {name: getattr(self, name) for name in names}
         if "cutoff_len" in found:
             found["cutoff_len"] = self.longest
-        if found.get("on_too_long") == "truncate":
-            found["on_too_long"] = "cut"  # as in version 0.1, whose caches stay valid
         return found
 
     def _check_mixing(self) -> None:

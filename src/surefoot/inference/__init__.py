@@ -7,16 +7,12 @@ from .model_location import ModelLocation, locate
 from .prediction import predict
 from .responses import Generation
 
-Opened, Located = LoadedModel, ModelLocation  # names of version 0.1, until 1.0
-
 __all__ = [
     "Answer",
     "Conversation",
     "Generation",
     "LoadedModel",
-    "Located",
     "ModelLocation",
-    "Opened",
     "export",
     "locate",
     "open_model",

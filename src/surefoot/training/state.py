@@ -12,8 +12,6 @@ from typing import Any
 
 Record = dict[str, float]
 _OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
-# Before 0.1.0 both were fields of TrainerState.
-_FORMER = {"packed_attention": "attention", "shared_prompts": "shares_prompts"}
 
 
 @dataclass
@@ -25,12 +23,10 @@ class Kernels:
     prepared: dict[str, str] | None = None  # how the model was made ready; None: not recorded
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Read ``kernels`` of a saved TrainerState or, in older checkpoints, its former fields."""
+        """Read ``kernels`` of a saved TrainerState. What it does not have was not chosen."""
         saved = state.get("kernels")
-        for name, former in _FORMER.items():
-            found = saved.get(name) if isinstance(saved, Mapping) else state.get(former)
-            setattr(self, name, found)
-        self.prepared = saved.get("prepared") if isinstance(saved, Mapping) else None
+        for one in fields(self):
+            setattr(self, one.name, saved.get(one.name) if isinstance(saved, Mapping) else None)
 
 
 @dataclass
@@ -104,16 +100,6 @@ class TrainerState:
     kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
     fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
     pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
-
-    @property
-    def attention(self) -> str | None:
-        """``kernels.packed_attention`` under its former name, until 0.2."""
-        return self.kernels.packed_attention
-
-    @property
-    def shares_prompts(self) -> bool | None:
-        """``kernels.shared_prompts`` under its former name, until 0.2."""
-        return self.kernels.shared_prompts
 
     @property
     def num_skipped(self) -> int:

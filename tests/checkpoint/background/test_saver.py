@@ -16,7 +16,14 @@ import pytest
 import torch
 
 import warm
-from surefoot.checkpoint import AsyncSaver, CheckpointError, Rule, load, newest, verify
+from surefoot.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    RetentionPolicy,
+    load,
+    recover_latest,
+    verify,
+)
 from surefoot.checkpoint.background import in_flight as flight
 from surefoot.checkpoint.background import snapshot_buffer, writer_process
 from surefoot.checkpoint.disk.commit import committed
@@ -228,7 +235,7 @@ def test_only_what_the_rule_keeps_stays(tmp_path):
 
 
 def test_the_best_stay(tmp_path):
-    rule = Rule(keep=1, keep_best=2)
+    rule = RetentionPolicy(keep=1, keep_best=2)
     metrics = {1: 0.1, 2: 0.5, 3: 0.4, 4: 0.2, 5: 0.3}
     with AsyncSaver(tmp_path, keep=rule, greater_is_better=True) as saver:
         for step in metrics:
@@ -241,7 +248,7 @@ def test_the_one_resumed_from_stays(tmp_path):
     with AsyncSaver(tmp_path) as saver:
         for step in (1, 2):
             saver.save(step, weights(step))
-    with AsyncSaver(tmp_path, keep=1, resumed_from=newest(tmp_path)) as saver:
+    with AsyncSaver(tmp_path, keep=1, resumed_from=recover_latest(tmp_path)) as saver:
         saver.delete_old()
         assert steps(tmp_path) == [2]
         for step in (3, 4):
@@ -250,9 +257,9 @@ def test_the_one_resumed_from_stays(tmp_path):
 
 
 def test_ages_are_read_from_the_checkpoints(tmp_path):
-    with AsyncSaver(tmp_path, keep=Rule(keep=1, keep_hours=1.0)) as saver:
+    with AsyncSaver(tmp_path, keep=RetentionPolicy(keep=1, keep_hours=1.0)) as saver:
         saver.save(1, weights(1))
-    with AsyncSaver(tmp_path, keep=Rule(keep=1, keep_hours=1e-9)) as saver:
+    with AsyncSaver(tmp_path, keep=RetentionPolicy(keep=1, keep_hours=1e-9)) as saver:
         saver.save(2, weights(2))
     assert steps(tmp_path) == [2]
 
@@ -346,12 +353,12 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 LOOP = """
 import sys, torch
-from surefoot.checkpoint import AsyncSaver, load, newest
+from surefoot.checkpoint import AsyncSaver, load, recover_latest
 root = sys.argv[1]
 model = torch.nn.Linear(200, 200)
 count = torch.zeros(1, dtype=torch.int64)
 model.register_buffer("count", count)
-found = newest(root)
+found = recover_latest(root)
 if found:
     load(found, {"model": model})
 with AsyncSaver(root, keep=2, resumed_from=found) as saver:
@@ -371,7 +378,7 @@ def test_a_killed_loop_goes_on_from_its_last_snapshot_or_the_one_before(tmp_path
             seen = [int(run.stdout.readline()) for _ in range(lines)]
             run.kill()
         assert seen == list(range(last + 1, last + 1 + lines))
-        found = newest(tmp_path)
+        found = recover_latest(tmp_path)
         model = torch.nn.Linear(200, 200)
         model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
         if found is None:  # killed while the writer of the very first one was starting

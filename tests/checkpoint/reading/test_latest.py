@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint import CheckpointError, load, newest, save
+from surefoot.checkpoint import CheckpointError, load, recover_latest, save
 from surefoot.checkpoint.disk.commit import temporary_folder
 from surefoot.checkpoint.looking.listing import list_run
 from surefoot.checkpoint.reading import latest
@@ -28,12 +28,12 @@ def root(tmp_path):
 
 
 def test_nothing_there_means_to_start_anew(tmp_path):
-    assert newest(tmp_path / "not yet there") is None
-    assert newest(tmp_path) is None
+    assert recover_latest(tmp_path / "not yet there") is None
+    assert recover_latest(tmp_path) is None
 
 
 def test_it_is_the_newest(root):
-    assert newest(str(root)) == root / "checkpoint-4"
+    assert recover_latest(str(root)) == root / "checkpoint-4"
 
 
 def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
@@ -41,7 +41,7 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    found = newest(root)
+    found = recover_latest(root)
     assert found == root / "checkpoint-2"
     assert "checkpoint-4 failed verification" in caplog.text
     assert (root / "checkpoint-4.damaged").is_dir()
@@ -49,7 +49,7 @@ def test_a_damaged_one_is_named_kept_aside_and_passed_over(root, caplog):
     load(found, states)
     assert same(states["model"].state, sample_states(seed=2)["model"].state)
     save(root, 4, sample_states(seed=4))
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
 
 
 def damage(folder):
@@ -63,7 +63,7 @@ def test_damaged_checkpoints_alone_are_an_error_and_stay_as_they_are(root):
     for step in (2, 4):
         damage(root / f"checkpoint-{step}")
     with pytest.raises(CheckpointError, match="no valid checkpoint to resume from") as raised:
-        newest(root)
+        recover_latest(root)
     for step in (2, 4):
         assert f"checkpoint-{step}: {root}/checkpoint-{step}/model.safetensors" in str(raised.value)
         assert (root / f"checkpoint-{step}").is_dir()
@@ -77,9 +77,9 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(root, caplog):
     assert "that of step 4" in str(list_run(root)[-1].problem)
     with pytest.raises(CheckpointError, match="that of step 4"):
         load(root / "checkpoint-9", blank(sample_states()))
-    assert newest(root) == root / "checkpoint-2"
+    assert recover_latest(root) == root / "checkpoint-2"
     (root / "checkpoint-9.damaged").rename(root / "checkpoint-4")
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
 
 
 def foreign(folder):
@@ -90,7 +90,7 @@ def foreign(folder):
 
 def test_somebody_elses_checkpoint_is_kept_out_of_the_way(root):
     older, newer = foreign(root / "checkpoint-3"), foreign(root / "checkpoint-6")
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
     assert older.exists()
     assert not newer.exists()
     assert (root / "checkpoint-6.damaged" / "model.safetensors").exists()
@@ -99,13 +99,13 @@ def test_somebody_elses_checkpoint_is_kept_out_of_the_way(root):
 def test_only_somebody_elses_checkpoints_are_no_place_to_start(tmp_path):
     other = foreign(tmp_path / "checkpoint-6")
     with pytest.raises(CheckpointError, match="checkpoint-6: not a Surefoot checkpoint"):
-        newest(tmp_path)
+        recover_latest(tmp_path)
     assert (other / "model.safetensors").exists()
 
 
 def test_a_folder_that_is_nothing_is_out_of_the_way(root):
     (root / "checkpoint-6").mkdir()
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
     assert (root / "checkpoint-6.damaged").is_dir()
 
 
@@ -114,7 +114,7 @@ def test_what_a_killed_save_left_is_removed(root, caplog):
     part = root / ".checkpoint-6.0123abcd.part"
     part.mkdir()
     (part / "manifest.json").touch()
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
     assert not part.exists()
     assert "removed" in caplog.text
 
@@ -133,7 +133,7 @@ def test_a_save_that_outlived_its_run_is_waited_for(root, caplog):
     thread = threading.Thread(target=finish)
     thread.start()
     told.set()
-    assert newest(root) == root / "checkpoint-4"
+    assert recover_latest(root) == root / "checkpoint-4"
     thread.join()
     assert "waiting for its writer process" in caplog.text
 
@@ -152,9 +152,9 @@ def test_a_writer_that_hangs_is_named_and_not_waited_for_without_end(root, monke
             assert writer.stdout.readline()
             writer.send_signal(signal.SIGSTOP)
             with pytest.raises(CheckpointError, match=r"\.checkpoint-6\..*\.part") as raised:
-                newest(root)
+                recover_latest(root)
         finally:
             writer.kill()
     assert f"process {writer.pid}, which is stopped," in str(raised.value)
     assert f"kill -KILL {writer.pid}" in str(raised.value)
-    assert newest(root) == root / "checkpoint-4"  # the cure
+    assert recover_latest(root) == root / "checkpoint-4"  # the cure

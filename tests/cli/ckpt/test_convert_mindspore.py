@@ -77,16 +77,6 @@ def test_one_folder_becomes_a_mesh_and_a_mesh_one_folder(real, tmp_path):
     assert (tmp_path / "cut/checkpoint/rank_7/surefoot_rank_7-1_1.safetensors").is_file()
 
 
-def test_the_old_name_of_an_option_is_accepted_and_not_shown(real, tmp_path):
-    to = ("--to", "mindspore", "--layout", "distributed")
-    ok(real / "mp4", tmp_path / "old", *to, "--like", real / "pp2mp2/strategy")
-    ok(real / "mp4", tmp_path / "new", *to, "--target-strategy", real / "pp2mp2/strategy")
-    assert_equal(everything(tmp_path / "old"), everything(tmp_path / "new"))
-    shown = run("convert", "--help").stdout
-    assert "--target-strategy" in shown
-    assert "--like" not in shown
-
-
 def test_a_run_takes_its_moments_and_step_numbers_along(trained, tmp_path):
     ok(trained, tmp_path / "out", "--to", "mindspore", "--layout", "distributed",
        "--parallel-config", CUT)  # fmt: skip
@@ -149,7 +139,7 @@ def test_the_newer_form_goes_there_and_comes_back(real, tmp_path):
     ok(tmp_path / "there", tmp_path / "back", "--to", "mindspore")
     assert_equal(everything(tmp_path / "back"), everything(real / "dp2mp2"))
     ok(real / "mp4", tmp_path / "staged", "--to", "mindspore", "--iteration",
-       "--layout", "distributed", "--like", real / "pp2mp2/strategy")  # fmt: skip
+       "--layout", "distributed", "--target-strategy", real / "pp2mp2/strategy")  # fmt: skip
     ok(tmp_path / "staged", tmp_path / "whole", "--to", "mindspore")
     assert_equal(everything(tmp_path / "whole"), everything(real / "mp4"))
 

@@ -21,7 +21,6 @@ _PARSERS: Mapping[Any, Callable[[str], object]] = {
     Mesh: parse_mesh,
     ParallelConfig: parse_parallel_config,
 }
-_OLD_NAMES = {"target_strategy": "--like"}  # of version 0.1, until 1.0
 _METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]", ParallelConfig: "NAME=N[,NAME=N]"}
 
 
@@ -34,9 +33,7 @@ class TargetCommand(click.Command):
         from ...inference.exporting.conversion import TARGETS
 
         own = super().get_params(ctx)
-        known = all_settings(TARGETS)
-        made = [_to(TARGETS), *map(option, known.values())]
-        made += [hidden_option(old, known[name]) for name, old in _OLD_NAMES.items()]
+        made = [_to(TARGETS), *map(option, all_settings(TARGETS).values())]
         first = sum(isinstance(param, click.Argument) for param in own)
         return [*own[:first], *made, *own[first:]]
 
@@ -67,11 +64,6 @@ def option(setting: Setting) -> click.Option:
     if hint is bool:
         return click.Option([flag], is_flag=True, default=None, help=help_text)
     return click.Option([flag], type=_type(hint), metavar=_METAVARS.get(hint), help=help_text)
-
-
-def hidden_option(flag: str, setting: Setting) -> click.Option:
-    """The same option by another name, which the help does not show."""
-    return click.Option([flag, setting.name], type=_type(_without_none(setting.hint)), hidden=True)
 
 
 def _without_none(hint: Any) -> Any:
