@@ -1,6 +1,8 @@
 """The files that scripts read of a run of LLaMA-Factory."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,8 @@ from folders import save_model
 from surefoot.callbacks.llamafactory_files import TrainerLog, place_model, write_results
 from surefoot.inference.model_location import locate
 from surefoot.training.state import TrainerControl, TrainerState
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints" / "0.1.0" / "full"
 
 
 def write(path, steps, begun=0):
@@ -67,11 +71,13 @@ def test_the_model_takes_no_space_and_its_settings_may_be_edited(run):
     assert not (run / "config.json").samefile(run / "checkpoint-4" / "config.json")
 
 
-def test_a_folder_with_checkpoints_is_the_run_whatever_else_is_in_it(run, monkeypatch):
+def test_a_folder_with_checkpoints_is_the_run_whatever_else_is_in_it(run, tmp_path):
     place_model(run / "checkpoint-4", run)
     assert locate(run).folder == run, "without a recipe it is a model's folder"
-    (run / "recipe.yaml").write_text("model: {path: x}")
-    seen = []
-    monkeypatch.setattr("surefoot.inference.model_location._of_run", lambda *a: seen.append(a[0]))
-    locate(run)
-    assert seen == [run]
+    of_a_run = tmp_path / "a run"
+    shutil.copytree(GOLDEN, of_a_run / "checkpoint-2")
+    shutil.copy(GOLDEN / "recipe.yaml", of_a_run)
+    place_model(of_a_run / "checkpoint-2", of_a_run)
+    assert (of_a_run / "model.safetensors").exists()
+    found = locate(of_a_run)
+    assert (found.folder, found.is_chosen) == (of_a_run / "checkpoint-2", True)

@@ -20,6 +20,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.schema import read
 from surefoot.stages.distill import Distill
 from surefoot.stages.grpo import GRPO
+from surefoot.training import TrainerCallback
 from surefoot.training.rollouts.served_policy import ServedPolicy, WindowRequest
 
 LORA = {"lora": {"rank": 2}}
@@ -159,6 +160,37 @@ def test_a_killed_run_trains_on_the_very_responses_that_were_sampled(tmp_path, m
     assert losses(other) == losses(made.run)
     assert_same(final_weights(other), final_weights(made.run))
     assert {row["version"] for row in rows(made.run)} == {2}  # checkpoint-2 needs no others
+
+
+class StopAt(TrainerCallback):
+    """Ends a run, after it has copied what a server sampled."""
+
+    def __init__(self, step, journal, copies):
+        self.step, self.journal, self.copies = step, journal, copies
+
+    def on_step_end(self, args, state, control):
+        shutil.copytree(self.journal, self.copies, dirs_exist_ok=True)
+        control.should_training_stop |= state.global_step == self.step
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "rloo"])
+def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits(
+    surrogate, tmp_path
+):
+    """With weights of a server's log-probabilities, and responses that are only counted."""
+    settings = {"passes": 2, "mask_truncated_completions": True, "max_new_tokens": 3, "beta": 0.1}
+    made = project(tmp_path, surrogate=surrogate, method=LORA, steps=4, **settings)
+    other = tmp_path / "other"
+    with serving(made.folder / "model") as server:
+        run(made, server, callbacks=[StopAt(3, made.run / "sampled", other / "sampled")])
+        assert [path.name for path in checkpoints(made.run)][-1] == "checkpoint-3"
+        run(made, server)
+    run(made, server, **{"train.output_dir": str(other)})  # which is closed
+    assert losses(other) == losses(made.run)
+    assert_same(final_weights(other), final_weights(made.run))
+    clipped = [row["completions_clipped"] for row in metrics(other) if "completions_clipped" in row]
+    assert all(0 < share < 1 for share in clipped)
+    assert any("sampling_weight" in row for row in metrics(other))
 
 
 def test_responses_of_another_recipe_are_not_taken(tmp_path):
