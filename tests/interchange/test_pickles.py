@@ -65,6 +65,14 @@ def test_an_archive_that_would_grow_in_memory_is_refused_unread(tmp_path):
     assert torch.equal(read_pickle(tmp_path / "c.pt")["x"], torch.zeros(1000))
 
 
+def test_a_plain_pickle_of_old_torch_is_refused_with_a_cure(tmp_path):
+    torch.save({"x": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"a.pt: it is damaged, or written by torch before"):
+        read_pickle(tmp_path / "a.pt")
+    torch.save(torch.load(tmp_path / "a.pt", weights_only=True), tmp_path / "b.pt")
+    assert torch.equal(read_pickle(tmp_path / "b.pt")["x"], torch.ones(3))
+
+
 @QUICK
 @given(data=st.data())
 def test_damage_gives_values_or_an_error(tmp_path, data):

@@ -35,7 +35,7 @@ def read_pickle(path: Path) -> object:
     """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
-    _check_stored(path)
+    _check_archive(path)
     try:
         with safe_globals(), torch.serialization.safe_globals([OF_NUMPY_1]):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -47,13 +47,17 @@ def read_pickle(path: Path) -> object:
         ) from None
 
 
-def _check_stored(path: Path) -> None:
-    """Raise if ``path`` is an archive that would be larger in memory than on disk."""
+def _check_archive(path: Path) -> None:
+    """Raise unless ``path`` is an archive that is as large in memory as on disk."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception:  # no archive, as before torch 1.6, or a damaged one: torch says it
-        return
+    except Exception:  # what a made-up file makes the reader raise is anybody's choice
+        raise CheckpointError(
+            f"{path}: it is damaged, or written by torch before 1.6 as a plain pickle; nothing in "
+            "it was executed; resume from an earlier checkpoint, or, if you trust the file, load "
+            "it and save it again with torch"
+        ) from None
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise CheckpointError(
             f"{path}: its entries are compressed, as torch.save never writes them, so they may "
