@@ -22,8 +22,7 @@ from surefoot.inference.gguf.export import export_gguf
 from surefoot.inference.receipts import adapter_loading, artefact_loading, verification
 from surefoot.inference.receipts.adapter_loading import add_adapter
 from surefoot.inference.receipts.artefact_loading import without_bars
-from surefoot.inference.receipts.comparison import compare
-from surefoot.inference.receipts.probes import Probe, outputs_of
+from surefoot.inference.receipts.probes import Probe, compare, outputs_of
 from surefoot.inference.receipts.receipt import NAME, Artefact, identity_of, read_receipt
 from surefoot.inference.receipts.verification import Cost, verify_export
 from surefoot.storage import files

@@ -5,7 +5,7 @@ import torch
 
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.geometry.box import Box
-from surefoot.inference.exporting.resized import Grown
+from surefoot.inference.exporting.merged_model import Grown
 
 WEIGHT = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 GROWN = Grown(TensorsInMemory({"embed": WEIGHT, "other": WEIGHT}), frozenset({"embed"}), 8)

@@ -16,9 +16,9 @@ from project import Project, checkpoints, metrics, model_folder
 from stage_data import REWARD
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
-from surefoot.forecast.auxiliary_weights import initial_values_size
 from surefoot.forecast.estimate.dry_run import build as dry_run
 from surefoot.forecast.estimate.fake_tensors import HoldingOptions
+from surefoot.forecast.estimate.rank_memory import initial_values_size
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.training.rewards.reward import by_name

@@ -7,8 +7,8 @@ Weights and companions unchanged, the moments by number, the schedule's position
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,19 @@ from ..checkpoint.sources.copying import copy
 from ..checkpoint.sources.source import TensorsInMemory, TensorSource
 from ..checkpoint.state.roles import FileRole
 from ..errors import CheckpointError, counted
+from ..model.adapters.frozen import TRAINED
+from ..model.section import ModelSection
+from ..network.draft import NetworkOptions
+from ..network.method import Method
 from ..network.network import Network
+from ..network.open import open_network
+from ..network.tensors import MetaTensors
 from ..optim.bf16_weights import MASTER
+from ..parallel.world import ALONE
 from ..storage import files
 from .arguments import RunSections, group_settings, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
-from .skeleton import open_skeleton, optimizer_names, refuse_frozen_adapters
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
 
 LEFT_OUT = {OURS, STATE, "recipe.yaml"}
@@ -208,3 +214,33 @@ def _state(
         }
     content["stateful_callbacks"] = known
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def open_skeleton(
+    folder: Path, adapter: Path | None, section: ModelSection, method: Method
+) -> Network:
+    """A run's network on the meta device, from ``config.json`` in ``folder`` and, if the run trains
+    one, the configuration of its ``adapter``."""
+    plain = replace(section, adapter=adapter, frozen_adapters=(), gradient_checkpointing="none")
+    return open_network(folder, plain, None, ALONE, NetworkOptions(method=method), MetaTensors())
+
+
+def optimizer_names(network: Network) -> dict[str, str]:
+    """The trainable parameters' names in the model -> in the optimizer's state."""
+    in_files = {id(parameter): name for name, parameter in network.named.items()}
+    return {
+        name: in_files[id(parameter)]
+        for name, parameter in network.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def refuse_frozen_adapters(checkpoint: Path, trained: Iterable[str]) -> None:
+    """Raise ``CheckpointError`` if an adapter consists of others than the ``trained`` one, whose
+    parameters then have their names in the model instead of those in files."""
+    if any(f".{TRAINED}." in name for name in trained):
+        raise CheckpointError(
+            f"{checkpoint}: frozen adapters of its run (model.frozen_adapters, method.lora.init) "
+            "are part of its adapter, which the Trainer would train in full; write an adapter "
+            "alone with --to peft"
+        )

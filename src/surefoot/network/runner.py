@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +20,6 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
-from ..model.adapters.base_pass import without_adapter
 from ..model.attention.isolation import unpacked
 from ..model.head import outputs
 from ..model.head.divergence import TargetDistribution
@@ -181,3 +182,21 @@ class PipelineEngine:
 
 
 Engine = WholeEngine | PipelineEngine
+
+
+@contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """While it lasts, ``module``, which PEFT has wrapped, computes what its base does. PEFT makes
+    every factor trainable when it enables its layers again; here each is as it was before."""
+    tuner: Any = module.base_model
+    before = {name: (p, p.requires_grad) for name, p in module.named_parameters()}
+    tuner.disable_adapter_layers()
+    try:
+        yield
+    finally:
+        tuner.enable_adapter_layers()
+        for name, parameter in module.named_parameters():
+            held, is_trained = before[name]
+            held.requires_grad_(is_trained)
+            if parameter is not held:  # gathered meanwhile
+                parameter.requires_grad_(is_trained)

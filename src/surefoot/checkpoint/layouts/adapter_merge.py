@@ -18,8 +18,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from ...storage.tensor_names import ADAPTER_PREFIX
 from ..disk import strict_json
-from ..sources.lora import Delta, ExpertSlice, Merged, same_values
-from ..sources.rows import ReplacedRows
+from ..sources.lora import Delta, ExpertSlice, Merged, ReplacedRows, same_values
 from ..sources.source import FolderSource, Renamed, Shape, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 from .detection import open_weights

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...geometry.sharding import chunk
 from ...model.adaptable import refuse_read_weights
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
@@ -21,7 +22,6 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor.tensor_parallel import cut_tensors
 from ...parallel.tensor.tp_plan import LayerRange, cuts_vocabulary
 from ...parallel.tensor.vocab_parallel import VocabParallelLogits
-from .axis import FakeAxis
 from .fake_quantized import pack, will_be_packed
 from .stage_share import StageShare, share
 
@@ -141,3 +141,34 @@ def held_dtype(name: str, *, on_gpu: bool) -> torch.dtype | None:
     if name != "auto":
         return DTYPES[name]
     return None if on_gpu else torch.float32
+
+
+@dataclass(frozen=True)
+class FakeAxis:
+    """A ``parallel.collectives.Axis`` without other ranks; the first has the largest shard."""
+
+    size: int
+    rank: int = 0
+
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """The shard of the first rank, as a plain tensor."""
+        part = whole.detach()
+        if dim is not None:
+            part = part.narrow(dim, *chunk(part.shape[dim], self.size, self.rank)).clone()
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the size of a sum."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the size of the largest."""
+        return self.sum(x)
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As many as there would be."""
+        return [torch.empty_like(x) for _ in range(self.size)]
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """Of the size of a part."""
+        return parts.new_empty(parts.shape[1:])

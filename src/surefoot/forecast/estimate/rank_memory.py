@@ -27,11 +27,10 @@ from ...parallel.launcher import num_processes
 from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
 from ...training.context import blank_examples
-from ..auxiliary_weights import initial_values_size
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
 from .fake_tensors import HoldingOptions, held_dtype
-from .memory_model import Memory, MeshShape, Pass, Snapshot, memory
+from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
 from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
@@ -279,3 +278,13 @@ def machine_for(recipe: Recipe, device: str | None) -> Machine:
         capacity = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
         return Machine(count, True, capacity)
     return Machine(count, False, None if has_gpu else psutil.virtual_memory().total // count)
+
+
+def initial_values_size(policy: DryRunModel, count: int) -> int:
+    """Bytes on the largest of ``count`` ranks that share all weights: the initial values of what is
+    trained, which are kept in main memory if windows are prepared with them."""
+    if not policy.keeps_first:
+        return 0
+    named = policy.network.named.values()
+    weights = [Weight(tuple(p.shape), p.element_size(), False, None) for p in named]
+    return sum(weight.share(count) * weight.item_size for weight in weights)

@@ -24,8 +24,7 @@ from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ..receipts.receipt import Artefact, write_receipt
 from .base_model import meta_model
-from .end_tokens import stop_token_ids
-from .merged_model import MergedModel, merged_weights
+from .merged_model import MergedModel, merged_weights, stop_token_ids
 from .reward_model import (
     RewardHead,
     as_sequence_classification,

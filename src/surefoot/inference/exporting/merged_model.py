@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, Updated, merged
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.sources.lora import same_values
-from ...checkpoint.sources.source import Renamed, TensorSource
-from ...errors import CheckpointError
+from ...checkpoint.sources.lora import ExpertSlice, same_values
+from ...checkpoint.sources.source import Renamed, Shape, TensorSource
+from ...data.section import without_datasets
+from ...data.text.codec import Codec
+from ...data.text.templates import load_template, saved_source
+from ...errors import CheckpointError, ModelError
+from ...geometry.box import Box
+from ...model import FullWeights
+from ...model.adaptable import adapted
+from ...model.fused_parameters import names_unless_split, places
+from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.pretrained.weights import names_in_files
 from ...model.section import ModelSection
 from ..model_loading import ModelFolders
-from .adapter_places import updated_tensors
 from .base_model import base_weights, meta_model
-from .end_tokens import stop_token_ids
-from .resized import Grown
 
 
 @dataclass(frozen=True)
@@ -108,3 +116,90 @@ def _touched(adapter: Path, names: _Names) -> set[str]:
     keys = [key for key in stored if not key.endswith(TOKENS)]  # PEFT keeps these tied
     pair = [name for name in (names.embed, names.head) if name is not None]
     return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Those that end a response by the tokenizer's own chat template; none without one."""
+    if not saved_source(tokenizer):
+        return ()
+    template = load_template("auto", tokenizer)
+    return Codec(tokenizer, template, without_datasets()).stop_token_ids
+
+
+def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]:
+    """The tensors that each module of the adapter in the folder ``adapter`` changes, by the names
+    in the adapter's file; ``model``, on the meta device, is changed. Raises ``CheckpointError`` if
+    it is of another model, or its experts are not slices of the parameters in memory."""
+    names = names_in_files(model, FullWeights(model).state_dict())
+    fused = {name: len(p) for name, p in model.named_parameters() if p.ndim == 3}  # experts
+    try:
+        slices = {} if not fused else places(model)
+        names |= names_unless_split(model, fused)
+        with torch.device("meta"):
+            wrapped = attach_empty(model, adapter)
+    except (ModelError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
+    own = {id(module): name.removeprefix(PREFIX) for name, module in wrapped.named_modules()}
+    found = {}
+    for parameter, layer in adapted(wrapped).items():
+        if parameter not in fused:  # a tied one has no name of its own
+            found[own[id(layer)]] = Updated({names.get(parameter, parameter): None})
+            continue
+        parts = {n: at.start for n, at in slices.items() if at.fused == parameter}
+        parts = parts or {names[parameter]: (0, 0, 0)}
+        at = {name: ExpertSlice(fused[parameter], start) for name, start in parts.items()}
+        found[own[id(layer)]] = _of_layer(layer, at)
+    return found
+
+
+def _of_layer(layer: Any, at: dict[str, ExpertSlice]) -> Updated:
+    """As PEFT's layer says that it merges."""
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    return Updated(dict(at), layer.scaling["default"], is_transposed)
+
+
+BLOCK = 4 << 20  # elements read at a time
+
+
+@dataclass(frozen=True)
+class Grown:
+    """``source`` with ``rows`` rows in some matrices; the new ones are the mean of the old."""
+
+    source: TensorSource
+    names: frozenset[str]
+    rows: int
+    _means: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """More rows in the resized ones."""
+        return {
+            name: (self.rows, *shape[1:]) if name in self.names else shape
+            for name, shape in self.source.shapes().items()
+        }
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Unchanged."""
+        return self.source.dtypes()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Old rows unchanged, new rows all alike."""
+        if name not in self.names:
+            return self.source.read(name, box)
+        columns = self.source.shapes()[name][1]
+        old = self.source.shapes()[name][0]
+        parts = []
+        if common := box & Box((0, 0), (old, columns)):
+            parts.append(self.source.read(name, common))
+        if new := box & Box((old, 0), (self.rows - old, columns)):
+            mean = self._mean(name)[new.start[1] : new.stop[1]]
+            parts.append(mean.to(self.dtypes()[name]).expand(new.shape))
+        return torch.cat(parts)
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            shape = self.source.shapes()[name]
+            total = torch.zeros(shape[1], dtype=torch.float64)
+            for box in Box.whole(shape).blocks(max(BLOCK, shape[1])):
+                total += self.source.read(name, box).double().sum(0)
+            self._means[name] = (total / shape[0]).float()
+        return self._means[name]

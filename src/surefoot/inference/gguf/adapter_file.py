@@ -26,7 +26,7 @@ from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...recipe.files import ADAPTER, read_text
 from ..exporting.base_model import meta_model
-from ..exporting.end_tokens import stop_token_ids
+from ..exporting.merged_model import stop_token_ids
 from ..model_loading import ModelFolders
 from ..receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of

@@ -18,8 +18,8 @@ from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.sources.source import Shape, TensorSource
 from ...errors import ModelError, counted
 from ...model.pretrained.tokenizer import load_tokenizer
-from ..exporting.end_tokens import stop_token_ids
 from ..exporting.exported import whole_model
+from ..exporting.merged_model import stop_token_ids
 from ..model_loading import ModelFolders
 from ..receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of, window_note

@@ -18,8 +18,7 @@ from ...errors import ModelError, TemplateError
 from ...generate.generation import context_length
 from ...model.pretrained.loading import device
 from ..model_loading import LoadedModel
-from .comparison import bound_of
-from .probes import PROMPTS
+from .probes import PROMPTS, bound_of
 from .receipt import Artefact
 
 _RESPONSES = ("Paris is on the Seine; the sum is 42.", "I do not know.")

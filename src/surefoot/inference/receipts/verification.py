@@ -19,8 +19,7 @@ from ...storage import files
 from ..model_loading import ModelFolders, find_parts, is_reward, open_model
 from .artefact_loading import check_package, open_artefact, readers, v_head_of, without_bars
 from .card import write_quality
-from .comparison import ProbeComparison, compare
-from .probes import outputs_of, probes_of
+from .probes import ProbeComparison, compare, outputs_of, probes_of
 from .quality import HeldOutRow, Quality, held_out_rows, quality_of, scores
 from .receipt import ExportOrigin, Receipt, changed_files, origin_of, read_receipt, update
 from .reward_probes import (
