@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import json
 import math
@@ -12,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from board.runs import COMPLETE, write_run
-from surefoot.board.watch.curves import Curve, picture
 from surefoot.cli.main import main
+from surefoot.cli.watch import picture
 
 BRAILLE = range(0x2800, 0x2900)
 
@@ -39,7 +40,7 @@ def watch(*words, **environment):
 def lit(curve, width, height):
     """The dots of a picture, as pixels from the top left."""
     found = set()
-    for y, row in enumerate(picture([curve], width, height, is_plain=False).rows):
+    for y, row in enumerate(picture([curve], width, height, is_plain=False)):
         for x, (character, _) in enumerate(row):
             bits = ord(character) - 0x2800 if character != " " else 0
             for bit, (dx, dy) in enumerate(
@@ -51,18 +52,17 @@ def lit(curve, width, height):
 
 
 def test_a_curve_is_drawn_through_its_points():
-    assert lit(Curve([0, 1], [0.0, 1.0]), 2, 1) == {(0, 3), (1, 2), (2, 1), (3, 0)}
-    spike = lit(Curve([0, 1, 2], [0.0, 7.0, 0.0]), 8, 2)
+    assert lit([(0, 0.0), (1, 1.0)], 2, 1) == {(0, 3), (1, 2), (2, 1), (3, 0)}
+    spike = lit([(0, 0.0), (1, 7.0), (2, 0.0)], 8, 2)
     assert {(0, 7), (8, 0), (15, 7)} <= spike
     assert {y for _, y in spike} == set(range(8))  # without a gap
 
 
 def test_odd_values_are_drawn_as_far_as_they_can_be():
-    assert picture([Curve([1, 2], [None, None])], 9, 3, is_plain=False) is None
-    assert lit(Curve([5], [3.0]), 4, 2)
-    assert lit(Curve([1, 2, 3], [1e308, None, -1e308]), 4, 2)
-    plain = picture([Curve([1, 2], [1.0, 2.0])], 9, 3, is_plain=True)
-    assert {character for row in plain.rows for character, _ in row} == {" ", "*"}
+    assert lit([(5, 3.0)], 4, 2)
+    assert lit([(1, 1e308), (3, -1e308)], 4, 2)
+    plain = picture([[(1, 1.0), (2, 2.0)]], 9, 3, is_plain=True)
+    assert {character for row in plain for character, _ in row} == {" ", "*"}
 
 
 def test_one_run_is_shown_with_its_figures_and_its_curves(root):
@@ -70,7 +70,7 @@ def test_one_run_is_shown_with_its_figures_and_its_curves(root):
     head, facts, *_ = text.splitlines()
     assert head == "one  complete (it has recorded its end)"
     for part in ("step 20", "eval_loss 0.5000", "1,000 tok/s", "checkpoints 10, 20"):
-        assert part in text
+        assert part in " ".join(text.split())
     assert f"loss {2 / math.sqrt(20):.4f}" in facts
     assert any(ord(character) in BRAILLE for character in text)
     assert max(map(len, text.splitlines())) <= 100
@@ -92,13 +92,6 @@ def test_several_runs_are_lines_and_one_picture(root):
     ]
     plain = watch(root, "--plain", "--metric", "loss", COLUMNS="100", LINES="30")
     assert "*" in plain and "+" in plain
-
-
-def test_json_has_everything(root):
-    (found,) = json.loads(watch(root / "one", "--json"))["runs"]
-    assert (found["state"], found["step"], found["checkpoints"]) == ("complete", 20, [10, 20])
-    assert found["series"]["loss"]["steps"] == list(range(1, 21))
-    assert found["series"]["eval_loss"] == {"steps": [20], "values": [0.5]}
 
 
 def test_what_is_no_run_is_an_error(root, tmp_path):
@@ -140,6 +133,9 @@ def test_a_live_screen_follows_the_run_and_ends_with_it(tmp_path):
     seen += until(ours, "0.1234")
     lock.close()
     seen += until(ours, "died")
+    with contextlib.suppress(OSError):  # the end: a terminal that nobody reads holds its writer up
+        while os.read(ours, 1 << 16):
+            pass
     assert child.wait(timeout=60) == 0, seen
     os.close(ours)
 
