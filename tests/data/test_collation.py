@@ -15,8 +15,8 @@ ITEMS = [
 
 
 def test_padding_fills_up_on_the_right():
-    batch = collate(ITEMS, packing=False, pad_token_id=3)
-    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 3]]
+    batch = collate(ITEMS, packing=False)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.labels.tolist() == [[-100, 6, 7], [-100, 9, -100]]
     assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]

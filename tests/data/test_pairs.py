@@ -77,10 +77,8 @@ def test_what_shares_no_prompt_is_no_pair(chosen, rejected):
 
 @given(found=st.lists(pairs(), min_size=1, max_size=4))
 def test_a_rectangle_has_two_rows_for_each_pair(found):
-    batch = collate_pairs(in_memory(found), packing=False, pad_token_id=3)
-    expected = collate(
-        [row for pair in found for row in split(pair)], packing=False, pad_token_id=3
-    )
+    batch = collate_pairs(in_memory(found), packing=False)
+    expected = collate([row for pair in found for row in split(pair)], packing=False)
     for name in ("input_ids", "labels", "position_ids", "attention_mask"):
         assert torch.equal(getattr(batch, name), getattr(expected, name))
 

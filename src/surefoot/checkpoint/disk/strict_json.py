@@ -44,10 +44,10 @@ def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[st
     return found
 
 
-def read_object(path: Path, *, allow_nan: bool = False) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
     with files.open_file(path) as file:
-        return parse_object(files.read_all(file, MAX_BYTES), str(path), allow_nan=allow_nan)
+        return parse_object(files.read_all(file, MAX_BYTES), str(path))
 
 
 def dump(value: object, *, indent: int | None = None) -> bytes:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from ...batch import IGNORE_INDEX, Batch, Features
 
 
-def collate(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
+def collate(features: Sequence[Features], *, packing: bool) -> Batch:
     """One micro-batch of the ``input_ids`` and ``labels`` of examples.
 
     The first label of an example becomes ``IGNORE_INDEX``, because no token before it predicts it.
     """
-    return pack(features) if packing else pad(features, pad_token_id)
+    return pack(features) if packing else pad(features)
 
 
 def pack(features: Sequence[Features]) -> Batch:
@@ -36,13 +36,14 @@ def pack(features: Sequence[Features]) -> Batch:
     )
 
 
-def pad(features: Sequence[Features], pad_token_id: int = 0) -> Batch:
-    """A rectangle as wide as the longest example; the others are padded on the right."""
+def pad(features: Sequence[Features]) -> Batch:
+    """A rectangle as wide as the longest example; the others are padded on the right with token 0,
+    which is neither attended to nor trained on."""
     import numpy as np
     import torch
 
     shape = (len(features), max(len(item["input_ids"]) for item in features))
-    input_ids = np.full(shape, pad_token_id)
+    input_ids = np.zeros(shape, np.int64)
     labels = np.full(shape, IGNORE_INDEX)
     attention_mask = np.zeros(shape, np.int64)
     for row, item in enumerate(features):

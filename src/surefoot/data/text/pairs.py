@@ -60,7 +60,7 @@ def with_chosen(item: Features) -> Features:
     return next(split(item)) if "lengths" in item else item
 
 
-def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: int = 0) -> Batch:
+def collate_pairs(features: Sequence[Features], *, packing: bool) -> Batch:
     """One micro-batch of pairs (``input_ids``, ``labels``, ``lengths``).
 
     Its ``extras`` assign each trained position to a response: ``answer``, [N] int64, is 2 i for the
@@ -71,9 +71,7 @@ def collate_pairs(features: Sequence[Features], *, packing: bool, pad_token_id: 
     import torch
 
     rows = [row for pair in features for row in split(pair)]
-    batch = (
-        _shared(features) if packing else collate(rows, packing=False, pad_token_id=pad_token_id)
-    )
+    batch = _shared(features) if packing else collate(rows, packing=False)
     counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
     answer_lengths = torch.tensor(counts)
     answer = torch.repeat_interleave(answer_lengths)

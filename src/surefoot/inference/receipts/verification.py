@@ -7,7 +7,6 @@ compute in float32, one after the other.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,7 +76,6 @@ def verify_export(
     *,
     checkpoint: str | Path | None = None,
     base: str | Path | None = None,
-    on_phase: Callable[[str], None] = lambda _: None,
 ) -> Verification:
     """Verify the artefact ``target``, and write the result into its receipt, of quantized weights
     with the loss of quality on held-out rows.
@@ -86,7 +84,6 @@ def verify_export(
         target: the folder or file that an export wrote.
         checkpoint: what it was made from, if that moved.
         base: the base of its adapter, if that moved.
-        on_phase: called with what is done next.
 
     Raises:
         ModelError: no receipt, files that changed, another checkpoint or base than the artefact was
@@ -95,31 +92,26 @@ def verify_export(
     found = Path(target).expanduser().absolute()
     receipt = read_receipt(found)
     check_package(receipt.artefact)
-    on_phase("files")
     if problems := changed_files(found, receipt):
         raise ModelError(f"{found}: {'; '.join(problems)}; export it again")
     parts = _parts(receipt, checkpoint, base)
     _refuse_changed(receipt.made_from, parts)
     compute = _rewards if is_reward(parts) else _texts
-    result = compute(found, receipt, parts, on_phase)
+    result = compute(found, receipt, parts)
     quality = None if result.quality is None else result.quality.as_data()
     verified = {**result.comparison.as_data(), "readers": readers(receipt.artefact)}
     write_quality(found, update(found, receipt, verified=verified, quality=quality))
     return result
 
 
-def _texts(
-    target: Path, receipt: Receipt, parts: ModelFolders, on_phase: Callable[[str], None]
-) -> Verification:
+def _texts(target: Path, receipt: Receipt, parts: ModelFolders) -> Verification:
     """Of a model that writes text."""
-    on_phase("checkpoint")
     rows, why = _rows(parts, receipt)
     opened = open_model(parts.folder, base=_base(parts), dtype="float32")
     probes = probes_of(opened)
     expected, before = outputs_of(opened.model, probes), scores(opened.model, rows)
     del opened
     gc.collect()
-    on_phase("artefact")
     model = open_artefact(target, receipt.artefact, parts.model)
     with without_bars():  # some are opened completely by the first pass
         result = compare(receipt.artefact, outputs_of(model, probes), expected)
@@ -127,17 +119,13 @@ def _texts(
     return Verification(result, quality, why)
 
 
-def _rewards(
-    target: Path, receipt: Receipt, parts: ModelFolders, on_phase: Callable[[str], None]
-) -> Verification:
+def _rewards(target: Path, receipt: Receipt, parts: ModelFolders) -> Verification:
     """Of a reward model."""
-    on_phase("checkpoint")
     opened = open_model(parts.folder, base=_base(parts), dtype="float32")
     probes = encoded_probes(opened)
     expected = rewards_of(opened, probes)
     del opened
     gc.collect()
-    on_phase("artefact")
     model = open_artefact(target, receipt.artefact, parts.model)
     found = artefact_rewards(model, v_head_of(target), probes)
     return Verification(compare_rewards(receipt.artefact, found, expected))
