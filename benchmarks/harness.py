@@ -1,6 +1,6 @@
 """lm-eval: its requests answered by Surefoot, and by its own Hugging Face backend.
 
-    .venv/bin/python benchmarks/harness.py [--repetitions 5] [--questions evaluation/mmlu]
+    .venv/bin/python benchmarks/harness.py [--repetitions 5] [--questions mmlu/data]
 
 One model of random weights in one process, float32, in turns. Four kinds of requests: letters of
 choices behind five examples, texts of choices behind five examples, texts of choices alone, and
@@ -10,6 +10,7 @@ responses to questions. Seconds are CPU seconds of answering, without reading ta
 from __future__ import annotations
 
 import argparse
+import csv
 import logging
 import tempfile
 import time
@@ -24,9 +25,24 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surefoot.inference import open_model
 from surefoot.inference.answer_journal import Output
-from surefoot.inference.benchmarks.questions import LETTERS, ChoiceQuestion, read_benchmark
 
 SHOTS, OURS, THEIRS = 5, "Surefoot", "lm-eval's hf"
+LETTERS = "ABCD"
+
+
+@dataclass(frozen=True)
+class ChoiceQuestion:
+    """A row of MMLU's CSV files."""
+
+    question: str
+    choices: Sequence[str]
+    letter: str
+
+
+def read_questions(path: Path) -> list[ChoiceQuestion]:
+    """The rows of ``{split}/{subject}_{split}.csv``."""
+    with path.open(newline="") as file:
+        return [ChoiceQuestion(row[0], row[1:5], row[5]) for row in csv.reader(file)]
 
 
 @dataclass(frozen=True)
@@ -66,11 +82,12 @@ def asked(one: ChoiceQuestion, *, listed: bool) -> str:
 
 def requests_of(questions: Path, subject: str, rows: int) -> list[Kind]:
     """The requests for some questions of a subject."""
-    found = read_benchmark(questions)
-    chosen = [one for one in found.questions if one.subject == subject][:rows]
-    shots = found.examples[subject][:SHOTS]
+    chosen = read_questions(questions / "test" / f"{subject}_test.csv")[:rows]
+    shots = read_questions(questions / "dev" / f"{subject}_dev.csv")[:SHOTS]
     head = "".join(f"{asked(s, listed=True)} {s.letter}\n\n" for s in shots)
-    plain = "".join(f"{asked(s, listed=False)} {s.choices[s.answer or 0]}\n\n" for s in shots)
+    plain = "".join(
+        f"{asked(s, listed=False)} {s.choices[LETTERS.index(s.letter)]}\n\n" for s in shots
+    )
     letters = [(head + asked(q, listed=True), f" {x}") for q in chosen for x in "ABCD"]
     texts = [(plain + asked(q, listed=False), f" {x}") for q in chosen for x in q.choices]
     alone = [(asked(q, listed=False), f" {x}") for q in chosen for x in q.choices]
@@ -142,7 +159,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--questions", type=Path, default=Path("evaluation/mmlu"))
+    parser.add_argument("--questions", type=Path, default=Path("mmlu/data"))
     parser.add_argument("--subject", default="astronomy")
     parser.add_argument("--rows", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=8)

@@ -14,9 +14,8 @@ import click
 from ..errors import RecipeError, RunError
 from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
-from .questions import BenchmarkCommand, answer
 from .table import cell, progress
-from .tasks import run_tasks
+from .tasks import TaskCommand, run_tasks
 
 if TYPE_CHECKING:
     from ..inference import Generation
@@ -51,47 +50,16 @@ MOST_COLUMNS = 5  # of metrics; with more, a row each
     help="Also print BLEU-4 and ROUGE as LLaMA-Factory computes them, and sacrebleu.",
 )
 @click.option(
-    "--questions",
-    type=click.Path(path_type=Path),
-    help="Multiple choice instead: a file of rows (question, choices, answer, subject), or a "
-    "folder of MMLU, C-Eval or CMMLU with mapping.json.",
-)
-@click.option(
-    "--split",
-    type=click.Choice(["test", "validation", "train"]),
-    default="test",
-    show_default=True,
-    help="Of such a folder.",
-)
-@click.option(
-    "--examples", type=click.Path(path_type=Path), help="Rows that precede those of a file."
-)
-@click.option(
-    "--shots",
-    type=click.IntRange(0),
-    help="Examples before each question.  [default: 5; of a task, its own]",
-)
-@click.option(
-    "--lang",
-    type=click.Choice(["en", "zh"]),
-    default="en",
-    show_default=True,
-    help="Language of the prompts.",
+    "--shots", type=click.IntRange(0), help="Examples before each row of a task; unset, its own."
 )
 @click.option(
     "--prompts",
     type=click.Choice(["chat", "text"]),
-    help="Questions as turns of a conversation, or as one text.  [default: chat if the model has "
-    "a template; of tasks, text]",
-)
-@click.option(
-    "--score",
-    type=click.Choice(["letter", "text"]),
-    default="letter",
+    default="text",
     show_default=True,
-    help="Compare the letters of the choices, or their texts.",
+    help="Rows of tasks as turns of a conversation, or as one text.",
 )
-@click.option("--force", is_flag=True, help="Replace the results of --questions or --tasks.")
+@click.option("--force", is_flag=True, help="Replace the results of --tasks.")
 def eval_(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -113,21 +81,20 @@ def eval_(
     If RECIPE is the folder of a checkpoint, that one is evaluated. Otherwise, without --model, the
     best checkpoint of the run is used if its recipe ends with that one, or else the latest.
 
-    With --questions, RECIPE is any model that `surefoot predict` accepts. Each question follows
-    the examples of its subject; the choice that the model finds most probable counts. Results are
-    written to --output (by default NAME.jsonl), and the same command continues after a kill.
-    --tasks runs tasks of lm-eval in the same way (pip install 'surefoot[lm-eval]').
+    With --tasks, RECIPE is any model that `surefoot predict` accepts, and is measured on tasks of
+    lm-eval (pip install 'surefoot[lm-eval]'). Results are written to --output (by default
+    NAMES.jsonl), and the same command continues after a kill.
 
     OVERRIDES are dotted fields such as generate.max_new_tokens=64. Those of
     parallel set the ranks over which to shard the model, whatever it was trained on, as in
     `surefoot predict`.
     """
-    if options["questions"] is not None or options["tasks"] is not None:
-        _benchmarks(
-            BenchmarkCommand(str(recipe), overrides, output, force, as_json, options["limit"]),
-            options,
-        )
+    if options["tasks"] is not None:
+        command = TaskCommand(str(recipe), overrides, output, force, as_json, options["limit"])
+        run_tasks(command, options)
         return
+    if options["include_path"] is not None:
+        raise RecipeError("--include-path: has no effect without --tasks; remove it")
     if output is None and not as_json and _as_llamafactory(recipe, overrides, options):
         return
     compare = comparison() if options["similarity"] else None
@@ -150,18 +117,6 @@ def _as_llamafactory(recipe: Path, overrides: tuple[str, ...], options: dict[str
     model = options["model"] or (None if translation.trains else "base")
     evaluate_after(load_translation(translation, rest), translation.after, model=model)
     return True
-
-
-def _benchmarks(asked: BenchmarkCommand, options: dict[str, Any]) -> None:
-    """Questions, or tasks of lm-eval."""
-    if options["questions"] is not None and options["tasks"] is not None:
-        raise RecipeError("--questions excludes --tasks; run them one after the other")
-    if options["tasks"] is not None:
-        run_tasks(asked, options)
-    elif options["include_path"] is not None:
-        raise RecipeError("--include-path: has no effect without --tasks; remove it")
-    else:
-        answer(asked, options)
 
 
 def _of_recipe(

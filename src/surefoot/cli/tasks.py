@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,32 @@ import click
 
 from ..errors import RecipeError, RunError
 from .loading import loading, start_ranks
-from .questions import BenchmarkCommand, open_sized, prediction_of
 from .table import cell, console, table
 
 if TYPE_CHECKING:
     from ..inference.benchmarks.harness import TaskSettings
+    from ..inference.model_loading import LoadedModel
+    from ..parallel.world import World
+    from ..recipe.prediction import Prediction
 
-_NOT_OURS = ("lang", "score", "split", "examples")
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """The command line, without what it says of tasks."""
+
+    path: str
+    overrides: Sequence[str]
+    output: Path | None
+    force: bool
+    as_json: bool
+    limit: int | None
 
 
-def run_tasks(asked: BenchmarkCommand, options: Mapping[str, Any]) -> None:
+def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
     """Run the tasks, write the results of all rows and show the metrics."""
     from ..data.text.answers import check_output
 
-    prediction = prediction_of(asked, options)
+    prediction = _prediction(asked, options)
     settings = _settings(asked, options)
     path = asked.output or Path(f"{'-'.join(settings.names)}.jsonl")
     check_output(path, force=asked.force)
@@ -38,7 +51,7 @@ def run_tasks(asked: BenchmarkCommand, options: Mapping[str, Any]) -> None:
 
     output = Output(path, asked.force)
     with joined(with_replicas(prediction.parallel)) as world:
-        opened, size = open_sized(prediction, asked, world)
+        opened, size = _open(prediction, asked, world)
         if settings.is_chat and opened.template is None:
             raise RecipeError("--prompts chat: the model has no chat template; write text")
         found = harness.run_tasks(opened, settings, output=output, batch_size=size)
@@ -51,11 +64,35 @@ def run_tasks(asked: BenchmarkCommand, options: Mapping[str, Any]) -> None:
         _show(found, path, as_json=asked.as_json)
 
 
-def _settings(asked: BenchmarkCommand, options: Mapping[str, Any]) -> TaskSettings:
+def _prediction(asked: TaskCommand, options: Mapping[str, Any]) -> Prediction:
+    """The model to open. ``--model`` names another one than PATH; a checkpoint by its name is of
+    the run at PATH. Raises ``RecipeError``: an option has no effect here."""
+    from ..recipe.prediction import load
+
+    if options["dataset"] is not None:
+        raise RecipeError("--dataset: has no effect on tasks; remove it")
+    path, model = asked.path, options["model"]
+    if model is not None:
+        own = Path(path) / str(model)
+        path = str(own if own.is_dir() else model)
+    base = [] if options["base"] is None else [f"model.base={options['base']}"]
+    return load(path, [*asked.overrides, *base])
+
+
+def _open(prediction: Prediction, asked: TaskCommand, world: World) -> tuple[LoadedModel, int]:
+    """The model, and ``generate.batch_size`` of its run or of the command line."""
+    from ..inference.model_loading import open_model
+    from ..parallel.generation_sharding import with_replicas
+    from ..recipe.prediction import load
+
+    parallel = with_replicas(prediction.parallel)
+    opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+    section = load(prediction.model.path, asked.overrides, generate=opened.generate).generate
+    return opened, section.batch_size
+
+
+def _settings(asked: TaskCommand, options: Mapping[str, Any]) -> TaskSettings:
     """The tasks of the command line. Raises ``RunError``: lm-eval is not installed."""
-    for name in _NOT_OURS:
-        if options[name] not in (None, "en", "letter", "test"):
-            raise RecipeError(f"--{name}: has no effect on tasks; remove it")
     try:
         with loading():
             from ..inference.benchmarks.harness import TaskSettings

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -145,6 +146,54 @@ def test_a_task_that_does_not_exist_is_named(place, tmp_path, monkeypatch):
         main, [*map(str, words(place, tmp_path / "o")), "--tasks", "local_choise"]
     )
     assert done.exit_code and "no task 'local_choise' (did you mean local_choice?)" in done.stderr
+
+
+def test_the_task_of_the_page_asks_questions_of_a_file(place, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "benchmarks.md").read_text()
+    (tmp_path / "tasks").mkdir()
+    task = page.partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "tasks" / "my_exam.yaml").write_text(task)
+    (tmp_path / "exam.jsonl").write_text((place / "rows.jsonl").read_text())
+    monkeypatch.chdir(tmp_path)
+    words = ["--tasks", "my_exam", "--include-path", "tasks", "--limit", "6", "--json"]
+    done = CliRunner().invoke(main, ["eval", str(place / "model"), *words])
+    assert done.exit_code == 0, done.output
+    assert len((tmp_path / "my_exam.jsonl").read_text().splitlines()) == 6
+
+
+def test_what_is_there_is_not_overwritten_and_results_of_others_are_not_mixed(place, tmp_path):
+    out = tmp_path / "out.jsonl"
+    one = ["--tasks", "local_likelihood", "--include-path", place / "tasks", "--output", out]
+
+    def run(*more, model=place / "model"):
+        return CliRunner().invoke(main, ["eval", *map(str, (model, *one, *more))])
+
+    assert "--dataset: has no effect on tasks" in run("--dataset", "x").stderr
+    out.write_text("mine")
+    assert "it exists; choose another name, or add --force" in run().stderr
+    assert out.read_text() == "mine"
+    out.unlink()
+    (tmp_path / "out.jsonl.part").write_text(
+        '{"job": "other", "key": "0", "result": [[0, true]]}\n'
+    )
+    assert "contains 1 result of other questions, settings or weights" in run().stderr
+    assert run("--force").exit_code == 0
+    folders.save_model(tmp_path / "plain", template=None)
+    said = run("--prompts", "chat", "--force", model=tmp_path / "plain").stderr
+    assert "the model has no chat template" in said
+
+
+@pytest.mark.proof
+def test_two_replicas_divide_the_requests(place, tmp_path):
+    for name, more in (("one", []), ("two", ["parallel.num_processes=2"])):
+        code, _, err = cli(*words(place, tmp_path / name), *more, popen=subprocess.Popen)
+        assert code == 0, err
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert_same([row["resps"] for row in one], [row["resps"] for row in two])
+    assert not list(tmp_path.glob("*.part*"))
 
 
 @pytest.mark.proof

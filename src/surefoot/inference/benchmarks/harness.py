@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lm_eval import evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -29,12 +30,18 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 
 from ...errors import RunError, counted
-from ...generate.likelihoods.likelihood import Question
+from ...generate.likelihoods.likelihood import (
+    Likelihood,
+    LikelihoodStore,
+    Question,
+    likelihoods,
+    share_of,
+)
 from ...generate.section import GenerateSection
+from ...network.network import Network
 from ..answer_journal import Output
 from ..model_loading import LoadedModel, refuse_reward_model
 from .journal import Likelihoods, ResultJournal, Samples, open_results
-from .replicas import network_likelihoods
 
 logger = logging.getLogger(__name__)
 _SEED = 1234  # lm-eval's own
@@ -317,3 +324,31 @@ def sample_rows(results: Mapping[str, Any]) -> Iterator[dict[str, object]]:
             names = ("doc_id", "filter", "target", "resps", "filtered_resps", *sample["metrics"])
             kept = {name: plain[name] for name in names if name in plain}
             yield {"task": task, **kept, "doc": plain["doc"]}
+
+
+@torch.no_grad()
+def network_likelihoods(
+    network: Network,
+    questions: Sequence[Question],
+    *,
+    batch_size: int,
+    store: LikelihoodStore | None = None,
+) -> list[list[Likelihood]]:
+    """The likelihoods of the continuations of all ``questions``, in order, on every rank. A
+    collective call; questions are divided among the replicas. ``store`` gets their likelihoods.
+    Raises ``RecipeError`` as ``Network.generate``."""
+    known = {} if store is None else dict(store.known)
+    mine = share_of(questions, network.share.index, network.share.count)
+    own = [i for i in mine if i not in known]
+    found, waiting = dict(known), dict[int, list[Likelihood]]()
+    with network.evaluating(), network.engine.generating(network.inner, network.world):
+        asked = [questions[i] for i in own]
+        for place, one in likelihoods(network.module, asked, batch_size=batch_size):
+            found[own[place]] = waiting[own[place]] = one
+            if store is not None and len(waiting) >= batch_size:
+                store.add(waiting)
+                waiting = {}
+    if store is not None and waiting:
+        store.add(waiting)
+    everywhere = {i: one for part in network.world.gathered(found) for i, one in part.items()}
+    return [everywhere[i] for i in range(len(questions))]
