@@ -16,6 +16,7 @@ from surefoot.board.board import Board
 from surefoot.board.commands import ChildCommands
 from surefoot.board.reports.runs import matches, table
 from surefoot.callbacks.launches import process, started
+from surefoot.callbacks.training_process import start_training
 
 MINE = {"X-Surefoot": "1"}
 
@@ -233,6 +234,32 @@ def test_what_is_tried_is_the_text_of_the_page_and_not_the_file(board, root):
 def test_a_run_without_a_process_cannot_be_stopped(board):
     answer = board.post("/api/stop", params={"run": "runs/two"})
     assert (answer.status_code, "no process" in answer.json()["error"]) == (409, True)
+
+
+def test_only_a_run_that_did_not_start_is_deleted_and_only_what_its_start_has_left(board, root):
+    def deleted(run):
+        answer = board.post("/api/delete", params={"run": run})
+        return answer.status_code, answer.json().get("error", "")
+
+    folder = root / "runs/no start"
+    start_training(folder, ["version"]).wait()  # a process that begins no launch
+    assert row_of(board, "runs/no start")["has_begun"] is False
+    (folder / "checkpoint-3").mkdir()
+    assert "has checkpoint-3" in deleted("runs/no start")[1]
+    (folder / "checkpoint-3").rmdir()
+    (folder / "mine.txt").symlink_to(root / "recipes/mine.yaml")
+    assert "has mine.txt" in deleted("runs/no start")[1]
+    (folder / "mine.txt").unlink()
+    assert {"train.log", "launches.jsonl"} <= {path.name for path in folder.iterdir()}
+    with (folder / ".lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is starting" in deleted("runs/no start")[1]
+    assert deleted("runs/no start") == (200, "")
+    assert not folder.exists()
+    assert deleted("runs/no start")[0] == 404
+    for run in ("runs/one", "deep/er/three"):
+        assert "has begun" in deleted(run)[1]
+        assert (root / run / "metrics.jsonl").exists()
 
 
 def test_only_the_process_of_a_run_is_stopped(board, root):

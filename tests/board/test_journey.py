@@ -94,8 +94,8 @@ def die_resume_and_stop(page, server, run):
     launches = run / "launches.jsonl"
     wait_until(page, lambda: '"resumed_from": "checkpoint' in launches.read_text())
     wait_until(page, lambda: json.loads(beat.read_text())["step"] > 300)
-    page.run("window.confirm = () => true")
     page.click("Stop")
+    page.click("Stop the run")
     page.wait_for("stopped", seconds=60)
     assert losses(run), "no step is logged twice"
 
@@ -171,8 +171,8 @@ def branch_off(page, root, run):
     page.wait_for(f"Continues runs/mine/{committed(run)[0].name}", seconds=120)
     (branch,) = root.glob("runs/mine-from-*")
     wait_until(page, lambda: losses(branch))
-    page.run("window.confirm = () => true")
     page.click("Stop")
+    page.click("Stop the run")
     page.wait_for("stopped", seconds=60)
 
 

@@ -42,6 +42,7 @@ def routes(board: Board) -> APIRouter:
     router.get("/diff")(_diff(board))
     router.post("/stop")(_stop(board))
     router.post("/resume")(_resume(board))
+    router.post("/delete")(_delete(board))
     return router
 
 
@@ -171,3 +172,11 @@ def _resume(board: Board) -> Callable[..., object]:
         return {"pid": recipes.resume(board, run)}
 
     return resume
+
+
+def _delete(board: Board) -> Callable[..., object]:
+    def delete(run: Name) -> Answer:
+        """Delete the folder of a run that did not begin."""
+        return reports.delete(board, run)
+
+    return delete

@@ -9,25 +9,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...callbacks.launches import HEARTBEAT
 from ...callbacks.launches import NAME as LAUNCHES
 from ...callbacks.training_process import LOG
 from ...checkpoint.disk.pins import pin, pinned
 from ...checkpoint.looking.listing import list_run
-from ...errors import RecipeError, SurefootError
+from ...errors import RecipeError, RunError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
+from ...storage import files
+from ...storage.folder_lock import lock
 from ..board import Board
 from ..metrics.excerpt import MetricsExcerpt
 from ..metrics.metrics_file import MetricsFile
 from ..metrics.thinning import Column, smoothed, thinned
 from ..recipe_text import differences
-from ..run_folders import find_runs, name_of, run_inside
-from ..run_state import parsed, tail
+from ..run_folders import LOCK, find_runs, name_of, run_inside
+from ..run_state import has_begun, parsed, state_of, tail
 from ..samples import read_samples, sample_files
 
 MAX_NAMES = 40
 _SEARCHED = ("run", "state", "model", "stage", "method")
 _MAX_LAUNCH_BYTES = 8 << 20
 _MAX_LOG = 1 << 17
+_OF_A_START = {LOCK, LOG, LAUNCHES, HEARTBEAT}  # files of a run before it has begun
 _MACHINE = ("peak_memory", "save_blocking_seconds")
 
 
@@ -149,6 +153,23 @@ def set_pin(board: Board, run: str, step: int, *, is_pinned: bool) -> dict[str, 
     """Keep a checkpoint whatever the retention policy says, or no longer."""
     folder = run_inside(board.root, run)
     return {"pinned": sorted(pin(folder, step, is_pinned=is_pinned))}
+
+
+def delete(board: Board, run: str) -> dict[str, object]:
+    """Delete the folder of a run that did not begin. Raises ``RunError`` for any other, and if the
+    folder has files that a start does not leave."""
+    folder = run_inside(board.root, run)
+    if has_begun(folder) or state_of(folder).name in ("running", "unknown"):
+        raise RunError(f"{run}: has begun or is starting; only a run that did not start is deleted")
+    with lock(folder, RunError, doing="cannot delete", taken=f"{run}: a process has just begun it"):
+        names = set(files.list_folder(folder))
+        if more := sorted(names - _OF_A_START):
+            raise RunError(f"{folder}: has {more[0]}, which no start leaves; delete it yourself")
+        with files.raising(RunError, f"cannot delete {folder}"):
+            for name in names:
+                (folder / name).unlink()
+            folder.rmdir()
+    return {}
 
 
 def launches(folder: Path) -> list[dict[str, object]]:

@@ -82,7 +82,7 @@ addEventListener("hashchange", show);
 addEventListener("keydown", (event) => {
   const inField = /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement?.tagName);
   if (inField && event.key === "Escape") document.activeElement.blur();
-  if (inField || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (inField || document.querySelector("dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "/") {
     const search = document.querySelector("input[type=search]");
     if (search) { event.preventDefault(); search.focus(); }

@@ -1,7 +1,7 @@
 // Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
 import { finished, get, post } from "./api.js";
 import { to } from "./app.js";
-import { h, redraw, replace, toast } from "./dom.js";
+import { ask, h, redraw, replace, toast } from "./dom.js";
 import { bytes, integer, moment, number } from "./format.js";
 import { t } from "./i18n.js";
 
@@ -130,7 +130,7 @@ export async function checkpoints(content, run, now) {
       const going = job.result.checkpoints.filter((c) => !c.stays);
       replace(result);
       const remove = h("button.danger", { disabled: isTraining(), onclick: async () => {
-        if (!confirm(t("Delete {n} checkpoints for good?", { n: going.length }))) return;
+        if (!await ask(t("Delete {n} checkpoints for good?", { n: going.length }), t("Delete"), t("Cancel"))) return;
         const done = await command({ command: "prune", ...chosen }, ({ result: r }) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
         replace(listed);
         if (done) await load();

@@ -65,6 +65,14 @@ export function toast(text) {
   setTimeout(() => box.remove(), 4000);
 }
 
+// Asks before what cannot be undone; whether it may be done.
+export const ask = (text, yes, no) => new Promise((resolve) => {
+  const box = h("dialog", { onclose: () => { box.remove(); resolve(box.returnValue === "yes"); } }, h("p", {}, text),
+    h("div.row", {}, h("button", { onclick: () => box.close() }, no), h("button.danger", { onclick: () => box.close("yes") }, yes)));
+  document.body.append(box);
+  box.showModal();
+});
+
 export function later(milliseconds, call) {
   let timer;
   const delayed = (...values) => {

@@ -3,7 +3,7 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { checkpoints } from "./checkpoints.js";
-import { h, later, redraw, replace, toast } from "./dom.js";
+import { ask, h, later, redraw, replace, toast } from "./dom.js";
 import { bytes, duration, integer, moment, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./recipes.js";
@@ -35,7 +35,7 @@ export async function page(body, { run, tab = "curves" }) {
     const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
     const state = stateOf(row), error = row.reason || (row.state === "failed" && row.end?.error);
     const stopping = h("button.danger.writes", { onclick: async (e) => {
-      if (!confirm(t("Stop {run}? It finishes its step, saves and exits. The same command resumes it.", { run }))) return;
+      if (!await ask(t("Stop {run}? It finishes its step, saves and exits. The same command resumes it.", { run }), t("Stop the run"), t("Cancel"))) return;
       e.target.disabled = true;
       try { await post("/api/stop", {}, { run }); toast(t("It finishes its step and saves.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
     } }, t("Stop"));
