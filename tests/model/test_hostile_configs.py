@@ -20,6 +20,16 @@ CONFIGS = {
         name: json.dumps({"model_type": "llama", name: -64})
         for name in ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size")
     },
+    **{
+        f"{name} of a billion": json.dumps({"model_type": kind, name: 10**9})
+        for kind, name in (
+            *(("llama", "hidden_size"), ("llama", "num_hidden_layers"), ("gpt2", "n_layer")),
+            ("qwen3_moe", "head_dim"),
+        )
+    },
+    "layers in a part": json.dumps(
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}
+    ),
 }
 
 

@@ -6,6 +6,7 @@ that was trained on an extended base gets one, with the positions of that base.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ _CODE = (
 _NO_CONFIG = (ValueError, OSError, ImportError, KeyError, TypeError, AttributeError, RecursionError)
 _SIZES = ["hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"]
 _SIZES += ["num_attention_heads", "num_key_value_heads", "head_dim"]
+# The most that a size, and a number of layers, is believed to be: known models have 2^18 tokens and
+# 130 layers. With 10^9 layers, transformers makes lists of them until the memory is full.
+_MOST, _MOST_LAYERS = 1 << 24, 1 << 12
+_LAYERS = re.compile(r"layers?$|^depth$")
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
 _SCALED = ("gpt_oss", "apertus")  # whose default in transformers 4 is rescaled
 _ORIGINAL = "original_max_position_embeddings"
@@ -42,6 +47,7 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
     """The configuration of the model in ``folder``, with the positions and the loss of routers of
     ``section``. Raises ``ModelError`` if it cannot be read, a value is of a wrong type, it needs
     code that is not trusted, its positions cannot be extended, or it has no such loss."""
+    _check_layers(folder)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     except StrictDataclassError as error:
@@ -54,14 +60,34 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         raise UnreadableConfigError(
             f"{Path(folder) / CONFIG}: cannot load the model: {said[0]}"
         ) from None
-    for name in _SIZES:
-        if isinstance(size := getattr(config, name, None), int) and size < 0:
-            raise ModelError(f"{folder / CONFIG}: {name} is {size}; fetch the model again")
+    for part in (config, config.get_text_config(decoder=True)):
+        for name in _SIZES:
+            if isinstance(size := getattr(part, name, None), int) and not 0 <= size <= _MOST:
+                raise _no_size(folder, name, size, _MOST)
     if section.max_positions is not None:
         _extend(config, section, folder)
     if section.router_aux_loss_coef is not None:
         add_router_loss(config, section.router_aux_loss_coef, folder)
     return config
+
+
+def _check_layers(folder: Path) -> None:
+    """Raise ``ModelError`` if there are too many layers, before anything is made for each."""
+    try:
+        parts = [read_json(folder / CONFIG)]
+    except (OSError, ValueError):
+        return  # which transformers says
+    while parts:
+        part = parts.pop()
+        for name, size in part.items() if isinstance(part, dict) else ():
+            parts.append(size)
+            if _LAYERS.search(name) and isinstance(size, int) and size > _MOST_LAYERS:
+                raise _no_size(folder, name, size, _MOST_LAYERS)
+
+
+def _no_size(folder: Path, name: str, size: int, most: int) -> ModelError:
+    expected = "" if size < 0 else f"; expected at most {most:,}"
+    return ModelError(f"{folder / CONFIG}: {name} is {size:,}{expected}; fetch the model again")
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
