@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import tiny_tokenizers
-from surefoot.data.text.templates.fast.token_alignment import token_aligner
+from surefoot.data.text.token_alignment import token_aligner
 from surefoot.data.text.tokenization import RenderedText, Tokenization
 
 BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing

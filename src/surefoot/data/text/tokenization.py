@@ -19,7 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TemplateError
-from .templates.fast import Known, token_aligner
+from .token_alignment import Known, token_aligner
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
 GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join

@@ -15,7 +15,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ....errors import TemplateError
 from ...example import JSON, Dicts, Message, Spans
 from ..thoughts import USUAL, Words, field_of, with_thought
-from .fast import fast_renderer
 
 Probe = Mapping[str, list[dict[str, object]]]  # "messages", "tools"
 
@@ -77,7 +76,6 @@ class Renderer:
         names = dict(tokenizer.special_tokens_map)
         self._names: dict[str, object] = {**names}
         added = tokenizer.added_tokens_decoder.values()
-        self._render_messages = fast_renderer(source, names, self._run)
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
@@ -85,7 +83,6 @@ class Renderer:
         """The same template with further arguments."""
         made = copy(self)
         made._names = {**self._names, **arguments}
-        made._render_messages = made._run
         return made
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
@@ -140,13 +137,6 @@ class Renderer:
 
     def _render(
         self, messages: Dicts, tools: Dicts | None, *, prompt: bool = False, marks: bool = False
-    ) -> tuple[str, Spans]:
-        if tools or any(len(message) > 2 for message in messages):  # which has tool calls
-            return self._run(messages, tools, prompt=prompt, marks=marks)
-        return self._render_messages(messages, prompt=prompt, marks=marks)
-
-    def _run(
-        self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool, marks: bool
     ) -> tuple[str, Spans]:
         """Run the template."""
         try:

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from ....example import JSON
+from ..example import JSON
 
 Landmark = tuple[int, int, int]  # its end and its beginning in the text, its place in the ids
 Encode = Callable[[str], list[int]]
