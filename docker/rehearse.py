@@ -61,10 +61,11 @@ def run(folder: Path, wanted: tuple[str, ...], *, is_dry: bool, pip: str = "") -
         text = below(step.text, folder).replace("pip install", f"pip install {pip}".rstrip())
         if step.kind == "WORKDIR":
             place = Path(text)
-            place.mkdir(parents=True, exist_ok=True)
+            if not is_dry:
+                place.mkdir(parents=True, exist_ok=True)
         elif step.kind in ("ENV", "ARG"):
             known |= {name: _filled(value, known) for name, value in _pairs(text)}
-        elif step.kind == "COPY":
+        elif step.kind == "COPY" and not is_dry:
             _copy(text, place)
         elif step.kind == "RUN" and any(word in text for word in OF_AN_IMAGE):
             skipped.append(step.text)

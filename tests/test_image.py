@@ -49,6 +49,12 @@ def test_what_is_copied_exists_and_is_sent_to_the_engine(steps):
             assert f"!{source}" in sent
 
 
+def test_a_dry_run_of_the_steps_only_prints_them(rehearse, tmp_path, capsys):
+    rehearse.run(tmp_path / "new", ("wheel", "cpu", "surefoot"), is_dry=True)
+    assert "pip install" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_extras_of_the_image_exist(steps):
     (wanted,) = [text for text in texts(steps, "ARG") if text.startswith("EXTRAS=")]
     assert set(wanted.removeprefix("EXTRAS=").split(",")) <= set(EXTRAS)

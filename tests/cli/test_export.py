@@ -37,6 +37,14 @@ def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
+@pytest.mark.parametrize("options", [(), ("--to", "compressed-tensors")])
+def test_a_folder_is_not_given_the_name_of_a_gguf_file(options, folder, tmp_path):
+    done = run(folder / "base", tmp_path / "x.gguf", *options)
+    assert done.exit_code == 2
+    assert "writes a folder; add --to gguf" in done.stderr
+    assert not (tmp_path / "x.gguf").exists()
+
+
 def test_type_and_shards_are_as_asked(folder, tmp_path):
     options = ["--dtype", "bfloat16", "--max-shard-size", "40KB", "--base", folder / "base"]
     assert run(folder / "adapter", tmp_path / "out", *options).exit_code == 0

@@ -164,9 +164,22 @@ def test_a_template_that_writes_no_answers_is_refused():
         codec(silent).encode_chats([chat("a", "one")])
 
 
-def test_a_template_that_is_not_jinja_says_where():
-    with pytest.raises(TemplateError, match=r"not valid Jinja, line 2"):
-        codec("{% for m in messages %}\n{% oops %}").encode_chats([chat("a", "one")])
+def test_a_template_that_is_not_jinja_says_where(tmp_path):
+    made = codec("{% for m in messages %}\n{% oops %}")
+    made.tokenizer.name_or_path = str(tmp_path)
+    with pytest.raises(TemplateError) as caught:
+        made.encode_chats([chat("a", "one")])
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}: the chat template is not valid Jinja, line 2: ")
+    assert "masked" not in text
+    assert not text.endswith(".")
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('No.') }}", "{{ 1 + '.' }}"])
+def test_an_error_of_a_template_is_one_sentence(source):
+    with pytest.raises(TemplateError) as caught:
+        codec(source).encode_chats([chat("a", "one")])
+    assert ".." not in str(caught.value)
 
 
 def test_marks_that_cover_the_header_do_not_make_it_learnt():

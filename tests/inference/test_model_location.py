@@ -222,6 +222,13 @@ def test_a_weight_file_is_not_a_folder(tmp_path):
         locate(tmp_path / "base" / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["ok.jsonl", "ok.csv", "OK.JSON"])
+def test_a_file_of_rows_is_named_as_one(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"is a file of rows; .*predict MODEL --prompts .*{name}"):
+        locate(tmp_path / name)
+
+
 def test_a_folder_with_broken_json_is_refused(tmp_path):
     save_model(tmp_path / "base")
     (tmp_path / "base" / "config.json").write_text("{")

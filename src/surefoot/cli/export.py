@@ -157,6 +157,11 @@ def export(path: str, out: Path, verify: bool, **options: Any) -> None:
     `surefoot export verify OUT` verifies it again.
     """
     _refuse_others(click.get_current_context(), options["to"])
+    if out.suffix.lower() == ".gguf" and not options["to"].startswith("gguf"):
+        raise click.UsageError(
+            f"{out} is the name of a GGUF file, and --to {options['to']} writes a folder; add "
+            "--to gguf, or choose another name"
+        )
     found = _with_bar(lambda progress: _write(path, out, options, progress))
     click.echo(f"wrote {found}")
     if command := SERVERS.get(options["to"]):

@@ -18,6 +18,7 @@ from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES, is_run
 from ..recipe.recipe import Recipe, load
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_of
 from ..remote import remote_resume as remote
+from ..schema.locations import DATA_FILES
 from ..storage import files
 from ..storage.address import Address, is_address
 from ..storage.model_folder import is_adapter as has_adapter
@@ -90,6 +91,11 @@ def _of_hub(name: str) -> Path:
 
 def _of_recipe(path: Path, damaged: Damaged) -> ModelLocation:
     if path.suffix not in SUFFIXES:
+        if path.suffix.lower() in DATA_FILES:
+            raise ModelError(
+                f"{path}: is a file of rows; expected a run, a checkpoint, a model or a recipe; "
+                f"`surefoot predict MODEL --prompts {path} --output OUT` answers its rows"
+            )
         raise ModelError(f"{path}: is a file; expected its folder, or a recipe")
     folder = load(path).train.output_dir
     if isinstance(folder, Address):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
-from surefoot.inference.gguf.vocabulary import vocabulary_of
+from surefoot.inference.gguf.vocabulary import model_name, vocabulary_of
 
 TEXTS = ["Hello, world! 12345", "What is the capital of France? Paris.", "  def f(x):\n\t你好 é"]
 
@@ -53,6 +53,84 @@ def test_scores_merge_as_the_merges_do(kind, caplog):
     assert ("after special tokens" in caplog.text) == (kind == "metaspace")
     for text in TEXTS if kind == "llama2" else TEXTS[:2]:  # the last begins with a space
         assert encoded(found, text) == known(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer", "said"),
+    [
+        ("qwen", {"type": "NFC"}, "does not normalize texts (NFC)"),
+        ("gpt2", None, ""),
+        (
+            "gpt2",
+            {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}]},
+            "(NFKC, Lowercase)",
+        ),
+        (
+            "llama2",
+            {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Prepend", "prepend": "▁"},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                ],
+            },
+            "",
+        ),
+        (
+            "llama2",
+            {
+                "type": "Sequence",
+                "normalizers": [
+                    {"type": "Strip", "strip_left": True, "strip_right": True},
+                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+                ],
+            },
+            "(Strip)",
+        ),
+    ],
+)
+def test_a_normalizer_that_llama_cpp_does_not_have_is_said(kind, normalizer, said, caplog):
+    known = complete(kind) if kind == "llama2" else tiny_tokenizers.tokenizer(kind)
+    content = json.loads(known.backend_tokenizer.to_str())
+    content["normalizer"] = normalizer
+    known._tokenizer = Tokenizer.from_str(json.dumps(content))
+    vocabulary_of(known, len(known), "here")
+    assert ("normalize" in caplog.text) == bool(said)
+    assert said in caplog.text
+
+
+def with_strips(**strips):
+    """A tokenizer whose added tokens drop white space beside them."""
+    known = tiny_tokenizers.tokenizer("llama2")
+    content = json.loads(known.backend_tokenizer.to_str())
+    for token in content["added_tokens"]:
+        for side, names in strips.items():
+            token[side] = names(token["content"])
+    known._tokenizer = Tokenizer.from_str(json.dumps(content))
+    return known
+
+
+OF_PHI = {"rstrip": lambda token: token not in ("<unk>", "<s>", "<|endoftext|>")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "strips", "stem", "name", "is_said"),
+    [
+        ("phi3", OF_PHI, "my-tuned", "phi3 my-tuned", False),
+        ("phi3", OF_PHI, "Phi-3.5-mini", "Phi-3.5-mini", False),
+        ("phi3", {}, "my-tuned", "my-tuned", False),
+        ("phi3", {}, "phi3-tuned", "phi 3-tuned", False),
+        ("llama", {}, "not-Phi-3", "not-phi 3", False),
+        ("llama", OF_PHI, "mine", "mine", True),
+        ("phi3", {"rstrip": lambda token: token != "<s>"}, "mine", "phi3 mine", True),
+        ("llama", {"lstrip": lambda token: token == "</s>"}, "mine", "mine", True),
+    ],
+)
+def test_the_name_says_phi3_where_white_space_after_special_tokens_is_dropped(
+    architecture, strips, stem, name, is_said, caplog
+):
+    found = model_name(stem, with_strips(**strips), architecture, "here")
+    assert (found, "white space beside" in caplog.text) == (name, is_said)
 
 
 def test_kinds_of_tokens():

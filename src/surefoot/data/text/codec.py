@@ -26,7 +26,7 @@ from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
 from .sequence import Item, RenderedConversation, split, whole
-from .templates import Template
+from .templates import AUTO, Template
 from .templates.arguments import check_row_arguments
 from .templates.render import Renderer, message_dicts, tool_dicts
 from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
@@ -214,7 +214,12 @@ class Codec:
 
     @cached_property
     def _locator(self) -> ResponseLocator:
-        return ResponseLocator(self._renderer, self.template.last_ends)
+        try:
+            return ResponseLocator(self._renderer, self.template.last_ends)
+        except TemplateError as error:
+            is_own = self.template.name == AUTO
+            place = self.tokenizer.name_or_path if is_own else f"data.template {self.template.name}"
+            raise TemplateError(f"{place}: {error}" if place else str(error)) from error
 
     @cached_property
     def _chat(self) -> Tokenization:

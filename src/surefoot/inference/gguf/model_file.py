@@ -28,7 +28,7 @@ from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files
 from .modelfile import ModelForOllama, modelfile_of, modelfile_text
 from .settings import add_settings, check_rope
 from .tensors import FileTensor, check_complete, file_tensors
-from .vocabulary import add_stops, add_vocabulary, vocabulary_of
+from .vocabulary import add_stops, add_vocabulary, model_name, vocabulary_of
 
 logger = logging.getLogger(__name__)
 _EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
@@ -61,9 +61,11 @@ def write_model(
     vocabulary = vocabulary_of(model.tokenizer, model.tensors[_EMBEDDINGS].shape[0], model.where)
     stops = stop_token_ids(model.tokenizer)
 
+    name = model_name(target.stem, model.tokenizer, model.row.name, model.where)
+
     def describe(writer: GGUFWriter) -> None:
         writer.add_type(GGUFType.MODEL)
-        writer.add_name(target.stem)
+        writer.add_name(name)
         writer.add_file_type(format_.file_type)
         add_settings(writer, model.config, model.row)
         add_vocabulary(writer, model.tokenizer, vocabulary)

@@ -57,6 +57,8 @@ _PROBE = (
     "/path//x\r\n_under__score CamelCase ABCdef 1st"
 )
 _FIRST = '"prepend_scheme": "first"'  # a space before the first word only
+_PHI = re.compile("phi-?3", re.IGNORECASE)
+_NOT_OF_PHI = {"<unk>", "<s>", "<|endoftext|>"}
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "▁"
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
@@ -85,6 +87,13 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> 
     model = content["model"]
     if model["type"] != "BPE":
         raise ModelError(f"{where}: a tokenizer of type {model['type']} has no form in GGUF here")
+    if kinds := _normalizers(content.get("normalizer")):
+        logger.warning(
+            "%s: llama.cpp does not normalize texts (%s): one that this changes gets other tokens "
+            "there",
+            where,
+            ", ".join(dict.fromkeys(kinds)),
+        )
     added = {token["id"]: token for token in content["added_tokens"]}
     tokens, types = _tokens(model["vocab"], added, rows)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
@@ -132,6 +141,27 @@ def add_vocabulary(
             add(token)
     if source := saved_source(tokenizer):
         writer.add_chat_template(plain_template(source))
+
+
+def model_name(stem: str, tokenizer: PreTrainedTokenizerBase, architecture: str, where: str) -> str:
+    """``general.name`` of the file. llama.cpp drops the white space after special tokens, as the
+    tokenizer of Phi-3 does, if and only if the name says phi3 (``llama-vocab.cpp``)."""
+    added = json.loads(tokenizer.backend_tokenizer.to_str())["added_tokens"]
+    dropping = {token["content"] for token in added if token["rstrip"]}
+    of_phi = {token["content"] for token in added} - _NOT_OF_PHI
+    is_phi = architecture == "phi3" and len(dropping ^ of_phi) < len(dropping)
+    odd = dropping ^ (of_phi if is_phi else set())
+    odd |= {token["content"] for token in added if token["lstrip"]}
+    if odd:
+        logger.warning(
+            "%s: llama.cpp treats white space beside %s unlike the tokenizer, so prompts with it "
+            "get other tokens there",
+            where,
+            ", ".join(sorted(odd)),
+        )
+    if is_phi:
+        return stem if _PHI.search(stem) else f"phi3 {stem}"
+    return _PHI.sub("phi 3", stem)
 
 
 def add_stops(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> None:
@@ -270,6 +300,18 @@ def _rule(given: Mapping[str, Any]) -> str:
         return ""
     is_plain = steps[0]["behavior"] in ("Isolated", "Removed")
     return str(steps[0]["pattern"].get("Regex", "")) if is_plain else ""
+
+
+def _normalizers(given: Mapping[str, Any] | None) -> list[str]:
+    """The kinds of the steps that do more to a text than SentencePiece does to its spaces."""
+    if given is None:
+        return []
+    if given["type"] == "Sequence":
+        return [kind for step in given["normalizers"] for kind in _normalizers(step)]
+    is_space = given.get("prepend") == _SPACE or (
+        given.get("pattern") == {"String": " "} and given.get("content") == _SPACE
+    )
+    return [] if is_space else [given["type"]]
 
 
 def _has_space_prefix(content: Mapping[str, Any]) -> bool:

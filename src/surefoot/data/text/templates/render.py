@@ -149,14 +149,21 @@ class Renderer:
                 **self._names,
             )
         except jinja2.TemplateSyntaxError as error:
-            where = f"line {error.lineno}: {error.message}"
+            where = f"line {error.lineno}: {str(error.message).removesuffix('.')}"
             raise TemplateError(f"the chat template is not valid Jinja, {where}") from error
         except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template rejects this conversation: {error}") from error
+            raise TemplateError(
+                f"the chat template rejects this conversation: {_said(error)}"
+            ) from error
         except Exception as error:  # a template is a program: it may raise whatever Python does
-            what = f"{type(error).__name__}: {error}".removesuffix(": ")
+            what = f"{type(error).__name__}: {_said(error)}".removesuffix(": ")
             raise TemplateError(f"the chat template fails on this conversation: {what}") from error
         return cast(str, texts[0]), list(spans[0]) if spans else []
+
+
+def _said(error: Exception) -> str:
+    """The words of an error, to be followed by others."""
+    return str(error).removesuffix(".")
 
 
 def _is_markup(token: str) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import jinja2
+
 from ....errors import TemplateError, counted
 from ...example import THOUGHT_KEYS, Dicts
 from ..thoughts import answer_in, thought_of
@@ -169,6 +171,8 @@ class ResponseLocator:
             except TemplateError as error:
                 errors.append(error)
         if len(errors) == 2:
+            if isinstance(errors[0].__cause__, jinja2.TemplateSyntaxError):
+                raise errors[0]
             raise TemplateError(
                 f"this chat template cannot be masked: {errors[0]}. Choose another "
                 "data.template, or put {% generation %} marks around the responses in this "
