@@ -90,8 +90,6 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
         found = self.server.hub.find(kind, name)
         if found is None:
             return self.answer_json({"Code": 10010205001, "Success": False}, 404)
-        if not parts[3:]:
-            return self.answer_json({"Code": 200, "Data": self.about_modelscope(kind, name)})
         if parts[3:] in (["repo", "files"], ["repo", "tree"]):
             listed = [
                 {"Path": path, "Type": "blob", "Size": len(data), "Sha256": sha256(data)}

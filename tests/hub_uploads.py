@@ -8,7 +8,7 @@ LARGE = 1000  # bytes; as the downloads of the same server have it
 
 
 class Uploads:
-    """Requests that change a hub, by the protocols of Hugging Face and of ModelScope."""
+    """Requests that change a hub, by the protocol of Hugging Face."""
 
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -23,9 +23,6 @@ class Uploads:
             wanted = json.loads(said)
             name = f"{wanted['organization']}/{wanted['name']}"
             return self.create(name, wanted.get("visibility") == "private")
-        if parts == ["api", "v1", "models"]:
-            wanted = json.loads(said)
-            return self.create(f"{wanted['Path']}/{wanted['Name']}", wanted["Visibility"] == 1)
         if "validate-yaml" in self.path:
             return self.answer_json({"errors": [], "warnings": []})
         if "preupload" in parts:
@@ -39,7 +36,7 @@ class Uploads:
             ]
             return self.answer_json({"files": modes})
         if parts[-1] == "batch":
-            return self.batch(json.loads(said)["objects"], is_modelscope=parts[0] == "api")
+            return self.batch(json.loads(said)["objects"])
         return self.commit(parts, said)
 
     def create(self, name, is_private):
@@ -49,12 +46,9 @@ class Uploads:
             return
         hub.repositories[("models", name)] = {".gitattributes": b"*.safetensors filter=lfs"}
         hub.private[("models", name)] = is_private
-        self.answer_json({"url": f"http://{self.headers['Host']}/{name}", "Code": 200, "Data": {}})
+        self.answer_json({"url": f"http://{self.headers['Host']}/{name}"})
 
-    def about_modelscope(self, kind, name):
-        return {"Visibility": 1 if self.server.hub.private.get((kind, name)) else 5}
-
-    def batch(self, objects, *, is_modelscope):
+    def batch(self, objects):
         host = self.headers["Host"]
         found = [
             {"oid": o["oid"], "size": o["size"]}
@@ -65,8 +59,7 @@ class Uploads:
             )
             for o in objects
         ]
-        data = {"objects": found, "transfer": "basic"}
-        self.answer_json({"Code": 200, "Data": data} if is_modelscope else data)
+        self.answer_json({"objects": found, "transfer": "basic"})
 
     def do_PUT(self):
         hub, name = self.server.hub, self.path.rpartition("/")[2]
@@ -79,22 +72,13 @@ class Uploads:
             return self.connection.close()
         assert hashlib.sha256(data).hexdigest() == name
         hub.blobs[name] = data
-        return self.answer_json({"Code": 200, "Message": "ok"})
-
-    def do_DELETE(self):
-        hub = self.server.hub
-        path, _, query = self.path.partition("?")
-        name = "/".join(path.split("/")[4:6])
-        file = dict(part.split("=") for part in query.split("&"))["FilePath"].replace("%2F", "/")
-        del hub.repositories[("models", name)][file]
-        self.answer_json({"Code": 200, "Data": {}})
+        return self.answer_json({})
 
     def commit(self, parts, said):
         hub, at = self.server.hub, parts.index("commit")
         name = "/".join(parts[at - 2 : at])
         repository = hub.repositories[("models", name)]
-        is_modelscope = parts[1] == "v1"
-        changes = _of_modelscope(said) if is_modelscope else _of_huggingface(said)
+        changes = _changes(said)
         for path, content, oid in changes:
             if content is None and oid is None:
                 del repository[path]
@@ -109,10 +93,10 @@ class Uploads:
             "commitUrl": f"http://{self.headers['Host']}/{name}/commit/1",
             "commitOid": "a" * 40,
         }
-        return self.answer_json({"Code": 200, "Data": {"oid": "1"}, **found})
+        return self.answer_json(found)
 
 
-def _of_huggingface(said):
+def _changes(said):
     changes = []
     for line in said.splitlines():
         each = json.loads(line)
@@ -124,12 +108,3 @@ def _of_huggingface(said):
         elif each["key"] == "deletedFile":
             changes.append((value["path"], None, None))
     return changes
-
-
-def _of_modelscope(said):
-    return [
-        (a["path"], None, a["sha256"])
-        if a["type"] == "lfs"
-        else (a["path"], base64.b64decode(a["content"]), None)
-        for a in json.loads(said)["actions"]
-    ]

@@ -40,9 +40,9 @@ def project(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["huggingface", "modelscope"])
-def hub(request, tmp_path, monkeypatch):
-    """An empty hub, and its name in ``Destination``."""
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty hub."""
     for name in OFFLINE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "WAIT", 0.01)
@@ -56,15 +56,13 @@ def hub(request, tmp_path, monkeypatch):
             "HUGGINGFACE_CO_URL_TEMPLATE",
             url + "/{repo_id}/resolve/{revision}/{filename}",
         )
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", url)
-        monkeypatch.setenv("MODELSCOPE_API_TOKEN", "secret-of-modelscope")
         monkeypatch.setenv("HF_TOKEN", "secret-of-hugging-face")
-        found.name, found.url = request.param, url
+        found.url = url
         yield found
 
 
-def target(hub, **changes):
-    return Destination(**{"name": NAME, "hub": hub.name, **changes})
+def target(**changes):
+    return Destination(**{"name": NAME, **changes})
 
 
 def files(hub):
@@ -72,7 +70,7 @@ def files(hub):
 
 
 def test_a_run_is_uploaded_and_opens(project, hub, tmp_path):
-    push(project / "run", target(hub))
+    push(project / "run", target())
     found = files(hub)
     assert hub.private[("models", NAME)]
     assert "adapter_model.safetensors" in found
@@ -92,13 +90,13 @@ def test_a_run_is_uploaded_and_opens(project, hub, tmp_path):
     assert TOKEN not in everything
     assert str(project) not in everything
     hub.commits.clear()
-    push(project / "run", target(hub))  # again: nothing is sent
+    push(project / "run", target())  # again: nothing is sent
     assert not hub.commits
 
 
 def test_an_interrupted_upload_sends_nothing_twice(project, hub):
     hub.cuts, hub.lost_answers = [300, 600], 1
-    push(project / "run", target(hub), checkpoints=True)
+    push(project / "run", target(), checkpoints=True)
     complete = [name for name, size in hub.received if len(hub.blobs[name]) == size]
     assert len(complete) == len(set(complete)) == len(hub.blobs)
     assert len(hub.commits) == 1
@@ -106,7 +104,7 @@ def test_an_interrupted_upload_sends_nothing_twice(project, hub):
 
 
 def test_checkpoints_verify_and_resume_from_the_hub(project, hub, tmp_path):
-    push(project / "run", target(hub), checkpoints=True)
+    push(project / "run", target(), checkpoints=True)
     for path, data in files(hub).items():
         (tmp_path / "run" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / path).write_bytes(data)
@@ -121,37 +119,37 @@ def test_a_repository_of_somebody_else_is_not_changed(project, hub):
     with pytest.raises(
         ModelError, match=r"holds something else \(config.json, model.safetensors\)"
     ):
-        push(project / "run", target(hub))
+        push(project / "run", target())
     assert files(hub) == before
-    plan = push(project / "run", target(hub), dry_run=True)
+    plan = push(project / "run", target(), dry_run=True)
     assert plan.changes.foreign == ("config.json", "model.safetensors")
-    push(project / "run", target(hub, replaces=True))
+    push(project / "run", target(replaces=True))
     assert files(hub)["config.json"] == b"{}"
     assert "adapter_model.safetensors" in files(hub)
 
 
 def test_a_public_repository_is_not_used_for_what_is_private(project, hub):
-    push(project / "run", target(hub, is_private=False))
+    push(project / "run", target(is_private=False))
     assert not hub.private[("models", NAME)]
     with pytest.raises(ModelError, match="exists and is public"):
-        push(project / "run" / "checkpoint-2", target(hub))
+        push(project / "run" / "checkpoint-2", target())
 
 
 def test_a_later_checkpoint_replaces_an_earlier_one_but_no_edits(project, hub):
-    push(project / "run" / "checkpoint-2", target(hub))
+    push(project / "run" / "checkpoint-2", target())
     files(hub)["README.md"] += b"A note of mine.\n"
     before = files(hub)["adapter_model.safetensors"]
-    plan = push(project / "run", target(hub))
+    plan = push(project / "run", target())
     assert plan.changes.kept == ("README.md",)
     assert files(hub)["README.md"].endswith(b"A note of mine.\n")
     assert files(hub)["adapter_model.safetensors"] != before
     files(hub)["adapter_config.json"] = b"{}"  # somebody edits what must not differ
     with pytest.raises(ModelError, match=r"something else \(adapter_config.json\)"):
-        push(project / "run", target(hub))
+        push(project / "run", target())
 
 
 def test_a_dry_run_changes_nothing(project, hub):
-    plan = push(project / "run", target(hub), dry_run=True)
+    plan = push(project / "run", target(), dry_run=True)
     assert plan.is_new
     assert {file.path for file in plan.files} >= {"README.md", "adapter_model.safetensors"}
     assert not hub.repositories
@@ -159,19 +157,18 @@ def test_a_dry_run_changes_nothing(project, hub):
 
 def test_a_dry_run_needs_no_network(project, hub, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    plan = push(project / "run", target(hub), dry_run=True)
+    plan = push(project / "run", target(), dry_run=True)
     assert {file.path for file in plan.changes.added} >= {"README.md", "adapter_model.safetensors"}
     assert "HF_HUB_OFFLINE is set; the repository was not looked at" in plan.told[-1]
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
-    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "http://localhost:9")
-    plan = push(project / "run", target(hub), dry_run=True)
+    plan = push(project / "run", target(), dry_run=True)
     assert plan.changes.added == plan.files
     assert "the repository was not looked at" in plan.told[-1]
 
 
 def test_the_command_shows_what_it_would_upload(project, hub):
-    words = ["push", str(project / "run"), NAME, "--hub", hub.name, "--dry-run"]
+    words = ["push", str(project / "run"), NAME, "--dry-run"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
     assert "adapter_model.safetensors" in done.output
@@ -183,9 +180,9 @@ def test_the_command_shows_what_it_would_upload(project, hub):
 
 
 def test_the_base_of_an_adapter_is_named_by_its_id(project, hub):
-    plan = push(project / "run", target(hub), dry_run=True)
+    plan = push(project / "run", target(), dry_run=True)
     assert any("--base" in said for said in plan.told)
-    push(project / "run", target(hub, base="org/base"))
+    push(project / "run", target(base="org/base"))
     found = json.loads(files(hub)["adapter_config.json"])
     assert found["base_model_name_or_path"] == "org/base"
     assert "base_model: org/base" in files(hub)["README.md"].decode()
@@ -194,10 +191,10 @@ def test_the_base_of_an_adapter_is_named_by_its_id(project, hub):
 def test_files_that_are_not_part_of_the_model_any_more_are_removed(project, hub, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(project / "run", run)
-    push(run, target(hub))
+    push(run, target())
     (run / "loss.png").unlink()
     files(hub)["notes.txt"] = b"somebody's"
-    plan = push(run, target(hub))
+    plan = push(run, target())
     assert plan.changes.removed == ("loss.png",)
     assert "loss.png" not in files(hub)
     assert files(hub)["notes.txt"] == b"somebody's"
@@ -205,7 +202,7 @@ def test_files_that_are_not_part_of_the_model_any_more_are_removed(project, hub,
 
 def test_an_export_without_a_run_is_uploaded_with_a_card(hub, tmp_path):
     model = save_model(tmp_path / "export")
-    push(model, target(hub, license="mit"))
+    push(model, target(license="mit"))
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files(hub))
     assert "license: mit" in files(hub)["README.md"].decode()
 
@@ -213,9 +210,8 @@ def test_an_export_without_a_run_is_uploaded_with_a_card(hub, tmp_path):
 def test_without_a_token_the_cure_is_named(project, hub, monkeypatch):
     hub.needs_token = True
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    monkeypatch.setenv("MODELSCOPE_API_TOKEN", "wrong")
-    with pytest.raises(HubError, match=r"HF_TOKEN|MODELSCOPE_API_TOKEN"):
-        push(project / "run", target(hub))
+    with pytest.raises(HubError, match="HF_TOKEN"):
+        push(project / "run", target())
 
 
 def test_damaged_weights_and_wrong_names_are_refused(project, hub, tmp_path):
@@ -226,11 +222,11 @@ def test_damaged_weights_and_wrong_names_are_refused(project, hub, tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="it is not uploaded"):
-        push(run / "checkpoint-4", target(hub))
+        push(run / "checkpoint-4", target())
     with pytest.raises(ModelError, match="expected owner/name"):
-        push(project / "run", target(hub, name="orders"))
+        push(project / "run", target(name="orders"))
     with pytest.raises(ModelError, match="no folder"):
-        push(tmp_path / "nothing", target(hub))
+        push(tmp_path / "nothing", target())
 
 
 class _Hub:
@@ -239,8 +235,9 @@ class _Hub:
     def __init__(self, url, monkeypatch):
         for name in OFFLINE:
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("MODELSCOPE_ENDPOINT", url)
-        monkeypatch.setenv("MODELSCOPE_API_TOKEN", "secret-of-modelscope")
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setenv("HF_TOKEN", "secret-of-hugging-face")
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
@@ -250,12 +247,12 @@ def test_a_run_uploads_itself_and_is_not_stopped_by_a_hub(
     caplog.set_level("INFO")
     recipe = save_recipe(tmp_path, method={"lora": {"rank": 2}}, checkpoint={"save_steps": 4})
     strategy = "every_save" if is_reachable else "end"
-    settings = {"push_to_hub": NAME, "hub": "modelscope", "hub_strategy": strategy}
+    settings = {"push_to_hub": NAME, "hub_strategy": strategy}
     with serving() as (hub, url):
         _Hub(url, monkeypatch)
         hub.needs_token = True
         if not is_reachable:
-            monkeypatch.setenv("MODELSCOPE_API_TOKEN", "wrong")
+            monkeypatch.setenv("HF_TOKEN", "wrong")
         surefoot.train(recipe, train={"max_steps": 2})
         outcome = surefoot.train(recipe, train=settings)  # a resumed run may begin to upload
     assert outcome.state.is_complete
@@ -266,5 +263,5 @@ def test_a_run_uploads_itself_and_is_not_stopped_by_a_hub(
         return
     said = [r.message for r in caplog.records if "not uploaded" in r.message]
     assert len(said) == 1
-    assert "MODELSCOPE_API_TOKEN" in said[-1]
-    assert said[-1].endswith(f"surefoot push {tmp_path / 'run'} {NAME} --hub modelscope")
+    assert "HF_TOKEN" in said[-1]
+    assert said[-1].endswith(f"surefoot push {tmp_path / 'run'} {NAME}")

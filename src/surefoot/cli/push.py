@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("name", metavar="OWNER/NAME")
-@click.option(
-    "--hub",
-    type=click.Choice(["huggingface", "modelscope"]),
-    default="huggingface",
-    show_default=True,
-    help="Hugging Face (HF_TOKEN, or `hf auth login`) or ModelScope (MODELSCOPE_API_TOKEN).",
-)
 @click.option("--public", is_flag=True, help="Create a public repository; unset, a private one.")
 @click.option(
     "--checkpoints",
@@ -40,7 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded, and change nothing.")
 def push(path: Path, name: str, **options: Any) -> None:
-    """Upload a model to a hub, with a model card.
+    """Upload a model to Hugging Face, with a model card. It needs HF_TOKEN, or `hf auth login`.
 
     PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model's
     folder such as `surefoot export` writes, or a GGUF file. OWNER/NAME is created if it does not
@@ -52,7 +45,6 @@ def push(path: Path, name: str, **options: Any) -> None:
 
     target = Destination(
         name=name,
-        hub=options["hub"],
         is_private=not options["public"],
         replaces=options["replace"],
         base=options["base"],

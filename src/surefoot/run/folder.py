@@ -55,7 +55,7 @@ FREE = (  # beginnings of their paths
     *("train.on_nan", "train.max_skipped_steps", "train.report_", "train.deterministic"),
     *("train.project", "train.run_name", "train.webhook"),
     *("train.load_best_model_at_end", "train.cache_dir", "train.on_out_of_memory"),
-    *("train.push_to_hub", "train.hub"),
+    *("train.push_to_hub", "train.hub_"),
     *("train.log_", "train.eval_", "train.early_", "train.metric_", "train.greater_"),
     *("data.cache_dir", "data.max_broken_rows", "data.packing"),
     *("stage.grpo.sampler", "stage.ppo.sampler", "stage.distill.sampler"),  # it may have moved

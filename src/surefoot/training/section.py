@@ -117,11 +117,9 @@ class TrainSection:
     a recipe."""
 
     push_to_hub: str | None = None
-    """Repository on a hub, ``owner/name``, to which the run is uploaded in the background; see
-    ``surefoot push``. A failure is reported, and does not stop the run.
+    """Repository on Hugging Face, ``owner/name``, to which the run is uploaded in the background;
+    see ``surefoot push``. A failure is reported, and does not stop the run.
     """
-    hub: Literal["huggingface", "modelscope"] = "huggingface"
-    """The hub of that repository."""
     hub_strategy: Literal["end", "every_save", "all_checkpoints"] = "end"
     """When to upload: the result at the end of the run; after every save; or after every save with
     all checkpoints and their states.

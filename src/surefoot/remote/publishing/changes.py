@@ -17,7 +17,7 @@ from ...storage.hubs.upload import LocalFile, RemoteEntry
 
 MARKER, CARD = "surefoot.json", "README.md"
 FORMAT = "surefoot-upload"
-_OF_THE_HUB = (".gitattributes", "configuration.json")  # which hubs create by themselves
+_OF_THE_HUB = ".gitattributes"  # which it creates by itself
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def compare(
             kept.append(file.path)
         else:
             foreign.append(file.path)
-    here = {file.path for file in files} | {MARKER, *_OF_THE_HUB}
+    here = {file.path for file in files} | {MARKER, _OF_THE_HUB}
     others = [path for path in there if path not in here]
     removed = [path for path in others if is_own[path] and not _in_checkpoint(path)]
     if not own:

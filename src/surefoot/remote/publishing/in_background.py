@@ -114,7 +114,6 @@ class HubUploads(TrainerCallback):
 
     def _advice(self) -> str:
         words = ["surefoot", "push", str(self.folder), self.target.name]
-        words += ["--hub", self.target.hub] if self.target.hub != "huggingface" else []
         words += [] if self.target.is_private else ["--public"]
         words += ["--checkpoints"] if self.has_checkpoints else []
         return f". The run is not affected; to upload it afterwards: {shlex.join(words)}"
@@ -126,9 +125,7 @@ def uploads_of(section: TrainSection) -> HubUploads | None:
         return None
     return HubUploads(
         folder=section.folder,
-        target=Destination(
-            name=section.push_to_hub, hub=section.hub, is_private=section.hub_private_repo
-        ),
+        target=Destination(name=section.push_to_hub, is_private=section.hub_private_repo),
         is_every_save=section.hub_strategy != "end",
         has_checkpoints=section.hub_strategy == "all_checkpoints",
     )

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ...errors import ModelError, counted
 from ...storage.hubs.file_download import offline_setting
 from ...storage.hubs.huggingface_upload import HuggingFaceUpload
-from ...storage.hubs.modelscope_upload import ModelScopeUpload
 from ...storage.hubs.names import is_repository_name
-from ...storage.hubs.upload import LocalFile, LostConnectionError, Repository, UploadHub
+from ...storage.hubs.upload import LocalFile, LostConnectionError, Repository
 from .card import facts_of, license_files, model_card
 from .changes import CARD, MARKER, Changes, Marker, compare, marker_of, parse
 from .contents import Publication, gather
 from .redaction import Redaction, redaction_of
 
 logger = logging.getLogger(__name__)
-HUBS: Mapping[str, type[HuggingFaceUpload] | type[ModelScopeUpload]] = {
-    "huggingface": HuggingFaceUpload,
-    "modelscope": ModelScopeUpload,
-}
-HubName = Literal["huggingface", "modelscope"]
 T = TypeVar("T")
 TRIES, WAIT = 5, 1.0  # in a row without progress; seconds before the second one, then doubled
 SHOWN = 5  # files of somebody else that an error names
@@ -36,7 +30,6 @@ class Destination:
     """Where to, and how."""
 
     name: str
-    hub: HubName = "huggingface"
     is_private: bool = True
     replaces: bool = False  # what somebody else has put there
     base: str | None = None  # id of an adapter's base model on the hub
@@ -78,7 +71,7 @@ def push(
     setting = offline_setting()
     if setting is not None and not dry_run:
         raise ModelError(f"{setting} is set, so nothing can be uploaded; unset it")
-    hub = HUBS[target.hub]()
+    hub = HuggingFaceUpload()
     cleaner = redaction_of([path.resolve(), path.resolve().parent])
     contents = gather(path, cleaner, checkpoints=checkpoints, base=target.base)
     files, told = _with_card(contents, hub, target, cleaner)
@@ -97,7 +90,7 @@ def push(
 
 
 def _with_card(
-    contents: Publication, hub: UploadHub, target: Destination, cleaner: Redaction
+    contents: Publication, hub: HuggingFaceUpload, target: Destination, cleaner: Redaction
 ) -> tuple[tuple[LocalFile, ...], list[str]]:
     """The files with a model card, and the texts of the base model's license."""
     facts = facts_of(contents, target.name, target.base)
@@ -119,7 +112,12 @@ def _with_card(
 
 
 def _planned(
-    hub: UploadHub, target: Destination, files: tuple[LocalFile, ...], source: str, *, dry_run: bool
+    hub: HuggingFaceUpload,
+    target: Destination,
+    files: tuple[LocalFile, ...],
+    source: str,
+    *,
+    dry_run: bool,
 ) -> Upload:
     """Compare with the repository. Raises ``ModelError`` if it is not to be changed."""
     there = hub.find(target.name)
@@ -146,7 +144,9 @@ def _refuse(target: Destination, there: Repository, changes: Changes) -> None:
         )
 
 
-def _upload(hub: UploadHub, target: Destination, files: tuple[LocalFile, ...], source: str) -> None:
+def _upload(
+    hub: HuggingFaceUpload, target: Destination, files: tuple[LocalFile, ...], source: str
+) -> None:
     """Bring the repository to the state of ``files``. Called again, it continues."""
     there = hub.find(target.name)
     if there is None:
@@ -165,7 +165,7 @@ def _upload(hub: UploadHub, target: Destination, files: tuple[LocalFile, ...], s
         hub.commit(target.name, there, [*added, marker], changes.removed)
 
 
-def _marker(hub: UploadHub, target: Destination, there: Repository) -> Marker | None:
+def _marker(hub: HuggingFaceUpload, target: Destination, there: Repository) -> Marker | None:
     return parse(hub.read(target.name, MARKER, there)) if MARKER in there.files else None
 
 

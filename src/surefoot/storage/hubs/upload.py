@@ -1,15 +1,14 @@
-"""What an upload to a hub consists of: files here, files there, and the members of every hub."""
+"""What an upload to a hub consists of: files here, and files there."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from .file_download import HubError, digest_of
 
@@ -56,10 +55,6 @@ class LocalFile:
         with self.open() as file:
             return file.read()
 
-    def base64(self) -> str:
-        """All bytes as text."""
-        return base64.b64encode(self.read()).decode()
-
 
 @dataclass(frozen=True)
 class RemoteEntry:
@@ -81,28 +76,3 @@ class Repository:
     is_private: bool
     commit: str
     files: Mapping[str, RemoteEntry]
-
-
-class UploadHub(Protocol):
-    """Members of every hub that can be uploaded to."""
-
-    def url(self, name: str) -> str:
-        """The page of a repository."""
-
-    def find(self, name: str) -> Repository | None:
-        """The repository; None if it does not exist."""
-
-    def read(self, name: str, path: str, at: Repository) -> bytes:
-        """A small file of the repository."""
-
-    def license(self, name: str) -> str | None:
-        """The license of a model; None if the hub does not say."""
-
-    def create(self, name: str, *, private: bool) -> None:
-        """Create an empty repository."""
-
-    def commit(
-        self, name: str, at: Repository, added: Sequence[LocalFile], removed: Sequence[str]
-    ) -> None:
-        """Upload files and remove others. Raises ``LostConnectionError``: try again; content that
-        has arrived is not sent again."""
