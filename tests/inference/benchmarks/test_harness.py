@@ -151,7 +151,7 @@ def test_a_task_that_does_not_exist_is_named(place, tmp_path, monkeypatch):
 def test_the_task_of_the_page_asks_questions_of_a_file(place, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "benchmarks.md").read_text()
     (tmp_path / "tasks").mkdir()
-    task = page.partition("```yaml\n")[2].partition("```")[0]
+    task = page.partition("```yml\n")[2].partition("```")[0]
     (tmp_path / "tasks" / "my_exam.yaml").write_text(task)
     (tmp_path / "exam.jsonl").write_text((place / "rows.jsonl").read_text())
     monkeypatch.chdir(tmp_path)
