@@ -28,10 +28,14 @@ SCALINGS = {
     "yarn": BASIC,
     "llama3": {**BASIC, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
-# Families that compute something else in transformers 4, or do not open there. Not known: whether a
-# checkpoint that transformers 4 wrote has the logits of 5 there, which would show what differs.
-OTHER = {"apertus", "granitemoehybrid", "modernbert-decoder", "qwen2_moe:window", "zamba2"}
-OTHER |= {"recurrent_gemma"}
+# Families of which transformers 4 and 5 compute different things from one folder: one that 4 wrote
+# by itself gives other logits in 5, by this share of the largest one. What we write opens in 4.
+OTHER = {
+    "apertus": "1e-3: the parameters of xIELU are bfloat16 in 4",
+    "qwen2_moe:window": "0.6 behind the first window: 4 has another mask",
+    "recurrent_gemma": "1 from the first token on",
+    "zamba2": "up to 3e-2: 4 scans in another way",
+}
 SCALED = (
     "llama",
     "qwen3",
@@ -78,17 +82,16 @@ def rescaled(name, kind):
     return build(name, "eager", rope_parameters=changed)
 
 
-def test_logits_are_the_same_in_transformers_4_for_every_family_with_a_rope(tmp_path):
+def test_logits_are_the_same_in_transformers_4_for_every_family(tmp_path):
     expected = {}
-    for name in sorted(SETTINGS.keys() - OTHER):
+    for name in sorted(SETTINGS):
         for kind in SCALINGS if name in SCALED else ["default"]:
             try:
-                model = rescaled(name, kind)
+                model = rescaled(name, kind) or build(name, "eager")
             except ValueError:  # no eager attention
                 continue
-            if model is not None:
-                folder = f"{name.replace(':', '-')}.{kind}"
-                expected[folder] = write(model, tmp_path / folder)
+            folder = f"{name.replace(':', '-')}.{kind}"
+            expected[folder] = write(model, tmp_path / folder)
     found, said = read_there(tmp_path)
     unknown = {name for name, why in said["errors"].items() if "does not recognize" in why}
     assert said["errors"].keys() == unknown, said["errors"]
@@ -96,7 +99,7 @@ def test_logits_are_the_same_in_transformers_4_for_every_family_with_a_rope(tmp_
     wrong = {
         name: (found[name] - logits).abs().max().item() / logits.abs().max().item()
         for name, logits in expected.items()
-        if name in found
+        if name in found and name.partition(".")[0].replace("-window", ":window") not in OTHER
     }
     assert {name: error for name, error in wrong.items() if error > 1e-5} == {}
 

@@ -6,8 +6,10 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from folders import CHATML, save_model
+from folders import CHATML, save_model, save_tokenizer, tokenizer
 from surefoot.checkpoint.disk.companions import tokenizer_of
+from surefoot.inference.exporting.exported import whole_model
+from surefoot.inference.model_loading import find_parts
 from surefoot.model.pretrained.companions import model_files, tokenizer_files
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from tiny import model
@@ -38,6 +40,36 @@ def test_the_rope_of_types_of_layers_has_the_names_of_transformers_4(tmp_path):
     assert stored["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     (tmp_path / "config.json").write_bytes(written)
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "kinds"),
+    [
+        ("granitemoehybrid", "layer_types", {"mamba", "attention"}),
+        ("zamba2", "layers_block_type", {"mamba", "hybrid"}),
+        ("qwen3_next", "layer_types", {"linear_attention", "full_attention"}),
+    ],
+)
+def test_kinds_of_layers_have_the_names_that_transformers_4_knows(name, key, kinds, tmp_path):
+    made = build(name)
+    written = model_files(made, None, ())["config.json"]
+    assert {*json.loads(written)[key]} == kinds
+    (tmp_path / "config.json").write_bytes(written)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert list(getattr(read, key)) == list(getattr(made.config, key))
+    made.save_pretrained(tmp_path / "base")  # in the names of 5
+    save_tokenizer(tokenizer(), tmp_path / "base")
+    _, small = whole_model(find_parts(tmp_path / "base"))
+    assert {*json.loads(small["config.json"])[key]} == kinds
+
+
+def test_an_infinite_limit_is_left_to_the_default_since_transformers_4_cannot_read_it(tmp_path):
+    made = build("mamba2")
+    written = model_files(made, None, ())["config.json"]
+    assert b"Infinity" not in written
+    (tmp_path / "config.json").write_bytes(written)
+    limit = AutoConfig.from_pretrained(tmp_path).time_step_limit
+    assert tuple(limit) == tuple(made.config.time_step_limit) == (0.0, float("inf"))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.disk.companions import companions_of
 from ...checkpoint.sources.copying import DtypeName, cast, copy
 from ...checkpoint.sources.source import TensorSource
-from ...model.pretrained.positions import ROPE, old_rope
+from ...model.pretrained.positions import ROPE, old_layers, old_rope
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...recipe.run_checkpoint import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
@@ -150,10 +150,10 @@ def whole_model(
         whole = _scored(parts, whole, head, trust_remote_code)
     source = cast(whole.source, dtype)
     stored = read_config(parts.model / "config.json")
-    rope = old_rope(stored.get(ROPE), str(stored.get("model_type")))
+    old = {**old_rope(stored.get(ROPE), str(stored.get("model_type"))), **old_layers(stored)}
     small = {
         **companions_of(parts.model, parts.tokenizer),
-        **configs(parts.model, source, {**rope, **whole.changes}, whole.stop_token_ids),
+        **configs(parts.model, source, {**old, **whole.changes}, whole.stop_token_ids),
         **files,
     }
     return source, small

@@ -105,6 +105,8 @@ def _whole_config(config: PretrainedConfig) -> dict[str, Any]:
     stored = json.loads(config.to_json_string(use_diff=True))
     if config.attribute_map.get(_EXPERTS) in stored:  # where transformers 4 has this name
         stored[_EXPERTS] = stored[config.attribute_map[_EXPERTS]]
+    if stored.get("time_step_limit") == [0.0, {"__float__": "Infinity"}]:
+        del stored["time_step_limit"]  # the default of 4 and 5, in words that 4 does not read
     return with_old_rope(config.to_dict(), stored)
 
 

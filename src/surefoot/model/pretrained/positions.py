@@ -36,6 +36,8 @@ _MOST, _MOST_LAYERS = 1 << 24, 1 << 12
 _LAYERS = re.compile(r"layers?$|^depth$")
 POSITIONS, ROPE = "max_position_embeddings", "rope_parameters"
 _SCALED = ("gpt_oss", "apertus")  # whose default in transformers 4 is rescaled
+_OLD_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
+_RENAMED_LAYERS = {"granitemoehybrid": "layer_types", "zamba2": "layers_block_type"}
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -149,11 +151,20 @@ def with_old_rope(config: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
     """``stored``, what a ``config.json`` is to say, with the rotary embeddings of ``config`` also
     as transformers 4 reads them: alone, ``rope_parameters`` are nothing to it, and the model
     computes with the defaults. Newer versions read both, which say the same."""
-    found = {**stored, **old_rope(config.get(ROPE), str(config.get("model_type")))}
+    rope = old_rope(config.get(ROPE), str(config.get("model_type")))
+    found = {**stored, **rope, **old_layers(stored)}
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and isinstance(stored.get("text_config"), Mapping):
         found["text_config"] = with_old_rope(inner, stored["text_config"])
     return found
+
+
+def old_layers(stored: Mapping[str, Any]) -> dict[str, object]:
+    """The kinds of layers as transformers 4 calls them, where ``stored`` has those of 5, which
+    reads both; 4 opens no model with the new ones."""
+    key = _RENAMED_LAYERS.get(str(stored.get("model_type")), "")
+    kinds = stored.get(key)
+    return {key: [_OLD_LAYERS.get(k, k) for k in kinds]} if isinstance(kinds, list) else {}
 
 
 def old_rope(rope: object, model_type: str) -> dict[str, object]:
