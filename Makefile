@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Empty means written: hundreds of processes read what the first one has compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check proof lock newest architectures gpu interop docs clean
+.PHONY: demo test check proof same lock newest architectures gpu interop docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,11 @@ test: $(STAMP)  ## everything but the long proofs
 proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
 	$(BIN)/pytest -n 2 -m proof
+
+BASE ?= HEAD
+
+same: $(STAMP)  ## losses, weights, exports and token cache equal to those of commit BASE, to the bit
+	$(BIN)/python tests/same_as.py $(BASE)
 
 # One known torch, so that figures and bits can be compared; everything else is the newest that fits.
 TORCH ?= 2.13.0

@@ -1,16 +1,22 @@
 """What is loaded before it is needed: counted in modules, as seconds depend on the machine."""
 
+import ast
 import functools
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
 from project import Project
+from source_trees import SRC, TREES
 
 MARK = "loaded: "
+DOTTED = r"surefoot(\.\w+)+(:\w+)?"
+NO_MODULES = {"surefoot.json", "surefoot.id"}  # a file beside an upload, a tag of MLflow
 
 
 def loaded_after(*parts):
@@ -40,10 +46,41 @@ except SystemExit as error:
     assert not loaded & (HEAVY | {"pydantic", "ruamel.yaml", "rich"})
 
 
-def test_a_recipe_is_read_without_torch():
-    # Its sections hold torch's types in their methods; whoever has a typo in one need not wait.
-    (loaded,) = loaded_after("import surefoot.recipe.recipe")
-    assert not loaded & (HEAVY | {"rich"})
+@pytest.mark.parametrize(
+    "module",
+    [
+        "surefoot.recipe.recipe",  # whoever has a typo in a recipe need not wait
+        "surefoot.checkpoint.background.writer",  # a second process on every machine that trains
+        "surefoot.cli.ckpt.ls",
+        "surefoot.cli.runs.ls",
+        "surefoot.cli.watch",
+        "surefoot.board.server",
+        "surefoot.remote.uploader",
+    ],
+)
+def test_this_process_needs_no_torch(module):
+    (loaded,) = loaded_after(f"import {module}")
+    assert not loaded & {"torch", "transformers", "peft", "datasets", "matplotlib"}
+
+
+def test_every_name_of_ours_in_a_string_is_there():
+    """What mypy and the imports do not see: ``"-m", "surefoot.x"`` and lazy exports."""
+    names = {
+        node.value
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and re.fullmatch(DOTTED, str(node.value))
+    }
+    assert "surefoot.checkpoint.background.writer" in names
+    for name in names - NO_MODULES:
+        module, _, member = name.partition(":")
+        assert find_spec(module), name
+        assert not member or hasattr(import_module(module), member), name
+    for file in TREES:
+        if "lazy_getattr(" in (text := file.read_text()) and file.name == "__init__.py":
+            package = import_module(".".join(("surefoot", *file.parent.relative_to(SRC).parts)))
+            for name in package.__all__:
+                assert getattr(package, name) is not None, (text[:80], name)
 
 
 def test_a_wrong_recipe_is_refused_before_what_trains_is_loaded(tmp_path):

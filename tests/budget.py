@@ -1,0 +1,69 @@
+"""How much code every room has, beside its budget: ``python tests/budget.py`` prints the table.
+
+Code is what is neither blank nor a comment nor a docstring, in every file of ``src`` that a reader
+has to know: Python, and the tables, templates and pages beside it.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+import tomllib
+from pathlib import Path
+
+PROJECT = Path(__file__).parent.parent
+SOURCE = PROJECT / "src" / "surefoot"
+BUDGET = Path(__file__).with_name("budget.toml")
+SUFFIXES = (".py", ".js", ".css", ".yaml", ".jinja", ".html")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+NO_CODE += (tokenize.ENCODING, tokenize.ENDMARKER)
+
+
+def rooms():
+    """Name of a room to its ``places`` (folders and modules), ``goal`` and ``ceiling`` (lines)."""
+    return tomllib.loads(BUDGET.read_text())["rooms"]
+
+
+def entered():
+    """The most modules that a ``run`` of two steps enters, one ``step`` of it and one ``save``."""
+    return tomllib.loads(BUDGET.read_text())["entered"]
+
+
+def counted(source=SOURCE):
+    """Room to the lines of code that it has; a file belongs to the longest place that names it."""
+    places = {place: name for name, room in rooms().items() for place in room["places"]}
+    found = dict.fromkeys(rooms(), 0)
+    for file in sorted(source.rglob("*")):
+        if file.suffix in SUFFIXES and file.is_file():
+            path = file.relative_to(source)
+            names = [str(path.with_suffix("")), *map(str, path.parents)]
+            found[next(places[n] for n in names if n in places)] += code_lines(file)
+    return found
+
+
+def code_lines(file):
+    """The lines of a file that are code."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return sum(bool(line.strip()) for line in text.splitlines())
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(code)
+
+
+def table(source=SOURCE):
+    """One line a room: what it has, its goal and its ceiling."""
+    found, lines = counted(source), [f"{'room':<12}{'code':>8}{'goal':>8}{'ceiling':>9}"]
+    for name, room in rooms().items():
+        lines.append(f"{name:<12}{found[name]:>8}{room['goal']:>8}{room['ceiling']:>9}")
+    goal, ceiling = (sum(room[key] for room in rooms().values()) for key in ("goal", "ceiling"))
+    lines.append(f"{'in all':<12}{sum(found.values()):>8}{goal:>8}{ceiling:>9}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(*map(Path, sys.argv[1:])))

@@ -1,0 +1,80 @@
+"""How large the house may be: code by room, and the modules that a run enters."""
+
+import sys
+import threading
+
+import budget
+from project import Project
+from surefoot.recipe import recipe as recipes
+from surefoot.run.training_run import run
+from surefoot.training.callback import TrainerCallback
+
+
+def test_no_room_has_more_code_than_its_ceiling():
+    found = budget.counted()
+    over = {name for name, room in budget.rooms().items() if found[name] > room["ceiling"]}
+    assert not over, f"\n{budget.table()}\nover its ceiling: {sorted(over)}"
+
+
+class Trace(TrainerCallback):
+    """The modules of ours whose functions are called: in the whole run, a step, a save."""
+
+    def __init__(self):
+        self.whole, self.step, self.save = set(), set(), set()
+        self.parts = [self.whole]
+
+    def called(self, frame, event, argument):
+        if event == "call":
+            name = frame.f_code.co_filename
+            for part in self.parts:
+                part.add(name)
+
+    def on_step_begin(self, args, state, control):
+        self.parts = [self.whole, self.step]
+
+    def on_step_end(self, args, state, control):
+        self.parts = [self.whole, self.save] if state.global_step == 2 else [self.whole]
+
+    def on_save(self, args, state, control):
+        self.parts = [self.whole]
+
+    def counts(self):
+        own = str(budget.SOURCE)
+        parts = {"run": self.whole, "step": self.step, "save": self.save}
+        return {k: len({n for n in found if n.startswith(own)}) for k, found in parts.items()}
+
+
+def test_a_run_a_step_and_a_save_enter_no_more_modules_than_before(tmp_path):
+    project = Project(tmp_path, train={"max_steps": 2}, checkpoint={"save_steps": 2})
+
+    trace = Trace()
+    threading.setprofile(trace.called)
+    sys.setprofile(trace.called)
+    try:
+        run(recipes.load(project.recipe), callbacks=[trace])
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    found, ceilings = trace.counts(), budget.entered()
+    assert {key: count for key, count in found.items() if count > ceilings[key]} == {}, found
+
+
+def test_reading_a_recipe_opens_the_recipe(tmp_path):
+    project = Project(tmp_path)
+    recipes.load(project.recipe)  # what Python itself opens, it opens once
+    opened = Opened()
+    sys.addaudithook(opened.note)
+    recipes.load(project.recipe)
+    opened.is_noting = False  # a hook stays to the end of the process
+    assert opened.names == [str(project.recipe)]
+
+
+class Opened:
+    """The files that this process opens."""
+
+    def __init__(self):
+        self.is_noting, self.names = True, []
+
+    def note(self, event, arguments):
+        if self.is_noting and event == "open":
+            self.names.append(str(arguments[0]))
