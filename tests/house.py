@@ -13,6 +13,7 @@ PICTURE = PROJECT / "docs" / "img" / "house.svg"
 
 # A module may import from its own folder and from lower rows; folders on one row are strangers.
 ROWS = [
+    ["plugins"],
     ["cli"],
     ["serve"],
     ["inference", "forecast", "board"],
@@ -25,6 +26,7 @@ ROWS = [
     ["data", "model", "parallel", "generate", "checkpoint", "optim"],
     ["schema"],
     ["storage", "geometry"],
+    ["extensions"],
     ["errors", "log", "batch", "lazy_exports"],
     ["terminal_text"],
 ]

@@ -41,10 +41,11 @@ TORCH_FREE = (
 BEHIND_THE_DOOR = ("board", "serve", "recipe", "cli/runs", "cli/watch", "cli/rollouts")
 BEHIND_THE_DOOR += ("callbacks/follower", "callbacks/launches", "callbacks/training_process")
 BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
-BEHIND_THE_DOOR += ("sweep/files", "sweep/trial_process")
+BEHIND_THE_DOOR += ("sweep/files", "sweep/trial_process", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
 KNOW_THE_RECIPE = {"recipe", "run", "sweep", "inference", "forecast", "board", "serve", "cli"}
+KNOW_THE_RECIPE |= {"plugins"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs
 COMMON = {"full"}  # names that are more than a variant's: the layout of a checkpoint, for one

@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoint.sample import Holder, same_bits
+from surefoot.checkpoint.converting.targets import TARGETS
 from surefoot.checkpoint.converting.targets.dcp import write_dcp
 from surefoot.checkpoint.layouts import LAYOUTS
 from surefoot.checkpoint.layouts.detection import detect_layout
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_distributed
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.saving.preparation import save
@@ -20,7 +19,9 @@ from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, re
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box
 from surefoot.geometry.mesh import Mesh
-from surefoot.inference.exporting.conversion import TARGETS, convert
+from surefoot.inference.exporting.conversion import convert
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.writing.rank_files import write_distributed
 from surefoot.schema import settings
 
 TENSORS = {

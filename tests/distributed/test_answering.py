@@ -10,8 +10,6 @@ import folders
 import ranks
 from counting import Counting
 from spread import save
-from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
@@ -24,6 +22,8 @@ from surefoot.inference.responses import generations
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files
 from test_startup import begun, head

@@ -8,18 +8,18 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
-from surefoot.checkpoint.layouts.mindspore.naming.names import AttentionHeads, to_mindspore
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.joined import JoinedSource
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.inference.exporting.conversion import convert
-from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE
+from surefoot.plugins.mindspore.naming.names import AttentionHeads, to_mindspore
+from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.target import MindSporeFolder
+from surefoot.plugins.mindspore.writing.rank_files import write_full
 from test_startup import begun, contents, data
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -8,14 +8,14 @@ import torch
 from checkpoint.layouts.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from folders import save_adapter, save_model
 from spread import trainer
-from surefoot.checkpoint.layouts.mindspore.naming.names import to_huggingface
-from surefoot.checkpoint.layouts.mindspore.writing.rank_files import write_full
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.interchange import detect_trainer
-from surefoot.interchange.from_mindspore import load_mindspore_checkpoint
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
+from surefoot.plugins.mindspore.naming.names import to_huggingface
+from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.writing.rank_files import write_full
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}

@@ -8,15 +8,15 @@ import torch
 from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
-from surefoot.checkpoint.converting.targets.mindspore import MindSporeFolder
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.inference.exporting.conversion import convert
 from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta
-from surefoot.recipe.from_mindformers.conversion import convert as convert_recipe
+from surefoot.plugins.mindspore.recipe.conversion import convert as convert_recipe
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run

@@ -1,7 +1,8 @@
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.recipe.from_mindformers.conversion import convert, convert_file
+from surefoot.plugins.mindspore.recipe.conversion import convert
+from surefoot.recipe.conversion import convert_any
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
@@ -57,7 +58,7 @@ context:
 def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(RecipeError, match=said):
-        convert_file(tmp_path / "file.yaml")
+        convert_any([str(tmp_path / "file.yaml")])
 
 
 def test_training_from_another_programs_file_says_whose_it_is(tmp_path):

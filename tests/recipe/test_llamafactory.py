@@ -15,6 +15,7 @@ from transformers import Seq2SeqTrainingArguments, get_scheduler
 
 from surefoot.data.data_order import hold_out
 from surefoot.errors import RecipeError
+from surefoot.plugins.mindspore.recipe.conversion import IMPORTER
 from surefoot.recipe.conversion import convert_any
 from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
 from surefoot.recipe.from_llamafactory.arguments.argument import Combined, NoEffect, Refused, Same
@@ -23,7 +24,6 @@ from surefoot.recipe.from_llamafactory.conversion import translate
 from surefoot.recipe.from_llamafactory.opening import find_command, find_translation
 from surefoot.recipe.from_llamafactory.rules import RULES
 from surefoot.recipe.from_llamafactory.templates import TEMPLATES
-from surefoot.recipe.other_yaml import MINDFORMERS
 from surefoot.recipe.recipe import Recipe, load, load_translation
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
@@ -219,7 +219,7 @@ def test_a_recipe_and_a_file_of_mindspore_are_not_taken_for_theirs(tmp_path):
     text = "model: {path: x}\ndata: {datasets: [d]}\ntrain: {output_dir: x}\nstage: sft\n"
     (tmp_path / "recipe.yaml").write_text(text)
     assert find_translation([str(tmp_path / "recipe.yaml")]) is None
-    assert not set(MINDFORMERS) & ARGUMENTS.keys()
+    assert not set(IMPORTER.known_by) & ARGUMENTS.keys()
 
 
 V1_FILES = (

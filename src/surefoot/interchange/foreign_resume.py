@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from ..checkpoint.layouts.detection import detect_layout
-from ..checkpoint.layouts.mindspore.layout import MindSpore
 from ..errors import CheckpointError, RecipeError
+from ..extensions import Extended
 from ..storage import files
 from ..training.trainer import Trainer
-from .from_mindspore import load_mindspore_checkpoint
 from .from_trainer import check_trainer_checkpoint, load_trainer_checkpoint
 from .trainer_folder import is_trainer_checkpoint
 
@@ -58,28 +57,8 @@ class HuggingFaceTrainer:
         load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
 
 
-@dataclass(frozen=True)
-class MindSporeTransformers:
-    """MindSpore Transformers."""
-
-    needs_base: ClassVar[bool] = False
-
-    def recognise(self, folder: Path) -> bool:
-        """Whether it is a folder of MindSpore."""
-        return MindSpore().recognise(folder)
-
-    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
-        """Nothing shows before the model is there."""
-
-    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
-        """``base`` tells heads and shapes; there are no pickles."""
-        load_mindspore_checkpoint(folder, trainer, base=base)
-
-
-TRAINERS: Mapping[str, ForeignTrainer] = {
-    "trainer": HuggingFaceTrainer(),
-    "mindspore": MindSporeTransformers(),
-}
+TRAINER = HuggingFaceTrainer()
+TRAINERS: Mapping[str, ForeignTrainer] = Extended("trainers", {})
 
 
 def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import RecipeError
+from ..schema import Problem, settings
+from .document import Document
 from .files import SUFFIXES, read_text
 from .from_llamafactory.conversion import Translation
 from .from_llamafactory.opening import find_translation
-from .from_mindformers.conversion import ConvertedFile, convert_file
 from .from_trainers.conversion import translate_from
-from .other_yaml import check_recipe, sources_of
+from .importers import IMPORTERS, ConvertedFile, importer_of
+from .other_yaml import check_recipe, refuse_v1, sources_of
 from .overrides import override
 from .recipe import Recipe, load_translation, translated_document
 from .yaml import emit, parse
@@ -32,7 +35,12 @@ def convert_any(words: Sequence[str], source: str | None = None) -> ConvertedFil
         document = parse(read_text(path), words[0])
         return _converted(translate_from(source, document), words[1:])
     if (found := find_translation(words)) is None:
-        return convert_file(path, words[1:])
+        document = parse(read_text(path), words[0])
+        refuse_v1(document)
+        importer = importer_of(document)
+        if importer is None:
+            raise _unknown(document)
+        return importer.convert(document, words[1:])
     return _converted(*found)
 
 
@@ -40,3 +48,22 @@ def _converted(translation: Translation, overrides: Sequence[str]) -> ConvertedF
     load_translation(translation, overrides)  # which rejects what no recipe can have
     document = override(Recipe, translated_document(translation), overrides)
     return ConvertedFile(emit(document.data), list(translation.notes()))
+
+
+def _unknown(document: Document) -> RecipeError:
+    """The error for a file of no known program."""
+    found = document.data if isinstance(document.data, dict) else {}
+    if {"model", "data", "train"} & found.keys() <= settings(Recipe).keys() and "stage" in found:
+        return document.error(
+            [
+                Problem(
+                    (), "this is a recipe already; `surefoot recipe show` prints all its settings"
+                )
+            ]
+        )
+    others = "".join(
+        f", nor {one.title}': it has none of the keys {', '.join(one.known_by[:5])}"
+        for one in IMPORTERS.values()
+    )
+    message = f"neither LLaMA-Factory's YAML, which has model_name_or_path{others}"
+    return document.error([Problem((), message)])

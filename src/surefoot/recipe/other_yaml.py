@@ -11,12 +11,8 @@ from .document import Document
 from .from_llamafactory.arguments import ARGUMENTS
 from .from_llamafactory.arguments.argument import Argument, Combined, NoEffect, Refused, Same
 from .from_trainers.arguments import SOURCES
+from .importers import Importer, importer_of
 
-# At least one of these is in every file of MindSpore Transformers that runs anything.
-MINDFORMERS = (
-    *("run_mode", "runner_config", "runner_wrapper", "parallel_config", "train_dataset"),
-    *("load_ckpt_format", "auto_trans_ckpt", "pretrained_model_dir", "use_parallel"),
-)
 # Programs whose files are not converted, by keys that are in nobody else's.
 UNCONVERTED = {
     "actor_rollout_ref": "verl",
@@ -169,11 +165,11 @@ def check_recipe(document: Document) -> None:
     if not isinstance(found, dict):
         return
     refuse_v1(document)
-    for message in _foreign(found):
+    for message in _foreign(found, importer_of(document)):
         raise document.error([Problem((), message)])
 
 
-def _foreign(found: Mapping[str, object]) -> Iterator[str]:
+def _foreign(found: Mapping[str, object], importer: Importer | None) -> Iterator[str]:
     inner = chain.from_iterable(value for value in found.values() if isinstance(value, Mapping))
     for key in dict.fromkeys((*found, *inner)):
         if key in UNCONVERTED:
@@ -181,9 +177,8 @@ def _foreign(found: Mapping[str, object]) -> Iterator[str]:
             yield f"this is a file of {title}, not a recipe; a recipe has model, data, stage, train"
     if {"model", "data", "train"} <= found.keys():
         return
-    if "stage" not in found and any(key in found for key in MINDFORMERS):
-        title = "MindSpore Transformers' YAML"
-        yield f"this is {title}; `surefoot recipe convert` prints it as a recipe"
+    if "stage" not in found and importer is not None:
+        yield f"this is a file of {importer.title}; `surefoot recipe convert` prints it as a recipe"
     if sources := sources_of(found):
         titles = [SOURCES[name].title for name in sources]
         of = titles[0] if len(titles) == 1 else "TRL, of transformers' Trainer or of LLaMA-Factory"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
-from ..checkpoint.layouts.detection import has_manifest
-from ..checkpoint.layouts.mindspore.reading.ranks import step_of as rank_step
+from ..checkpoint.layouts.detection import has_manifest, names_save
 from ..checkpoint.reading.latest import (
     recover_latest,
     refuse_foreign,
@@ -282,7 +281,7 @@ def _steps(folder: RunFolder) -> set[int]:
 
 def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
     if not is_address(resume):
-        is_step = rank_step(Path(resume).name) is not None and size_of(Path(resume)) is not None
+        is_step = size_of(Path(resume)) is not None and names_save(Path(resume))
         if not is_step and not is_folder(Path(resume)):
             raise CheckpointError(f"checkpoint.resume: no checkpoint folder {resume}")
         if not is_step and has_manifest(Path(resume)):

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..layouts.mindspore.mindspore_model import MindSporeHints
-from ..layouts.mindspore.naming.names import FamilyName
 from ..sources.copying import DtypeName, Progress
 from ..sources.source import TensorSource
 
@@ -33,8 +31,8 @@ class Hints:
 
     base: str | None = None
     trust_pickle: bool = False
-    names: str | None = None
-    strategy: Path | None = None
+    reading: Mapping[str, object] = field(default_factory=dict)
+    """The options of the folder's layout, by name."""
 
 
 class Origin(Protocol):
@@ -49,8 +47,8 @@ class Origin(Protocol):
         """The folder of the base that the user named."""
 
     @property
-    def mindspore(self) -> MindSporeHints:
-        """What the user said of a folder of MindSpore."""
+    def reading(self) -> Mapping[str, object]:
+        """The options of its layout that the user named."""
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
@@ -91,17 +89,10 @@ class WeightsTarget:
     trust_pickle: bool = False
     """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
 
-    names: FamilyName | None = None
-    """What MindSpore Transformers calls the weights, in DST or, with --to huggingface, in SRC;
-    keep: as they are."""
-
-    strategy: Path | None = None
-    """MindSpore's strategy files of SRC, if not beside its ranks."""
-
     @property
     def hints(self) -> Hints:
         """What it says of the folder to convert."""
-        return Hints(None, self.trust_pickle, self.names, self.strategy)
+        return Hints(None, self.trust_pickle)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,13 @@ Looking into a folder needs no torch. ``opening`` opens its weights as tensor so
 
 from collections.abc import Mapping
 
+from ...extensions import Extended
 from .dcp import DCP
 from .huggingface import HuggingFace
 from .layout import Layout
-from .mindspore.layout import MindSpore
 from .native import Native
 from .peft import PEFT
 
-LAYOUTS: Mapping[str, Layout] = {
-    layout.name: layout for layout in (Native(), PEFT(), HuggingFace(), DCP(), MindSpore())
-}
+LAYOUTS: Mapping[str, Layout] = Extended(
+    "layouts", {layout.name: layout for layout in (Native(), PEFT(), HuggingFace(), DCP())}
+)

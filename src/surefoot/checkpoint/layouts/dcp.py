@@ -21,6 +21,7 @@ class DCP(Layout):
 
     name = "dcp"
     title = "PyTorch DCP"
+    written_by = ""
 
     def recognise(self, folder: Path) -> bool:
         """Whether it has files ``shard-00001-model-00001-of-00001.safetensors`` alone."""

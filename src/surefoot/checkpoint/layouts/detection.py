@@ -25,7 +25,6 @@ from ..sources.weights import (
 )
 from . import LAYOUTS
 from .layout import Layout
-from .mindspore.reading.ranks import old_file
 
 # Reads pickles as tensors only, joins the shards, and writes what every tool can read.
 _CONVERT = (
@@ -88,6 +87,19 @@ def open_weights(folder: Path) -> FolderWeights:
         return replace(weights, tensors={new: weights.tensors[old] for new, old in names.items()})
 
 
+def names_save(path: Path) -> bool:
+    """Whether the name of a file selects one save of the folder that contains it."""
+    return any(layout.names_save(path) for layout in LAYOUTS.values())
+
+
+def model_near(folder: Path) -> Path | None:
+    """The folder with the ``config.json`` of the model whose weights ``folder`` has, if any."""
+    layout = detect_layout(folder)
+    if layout is not None:
+        return layout.model_near(folder)
+    return folder if files.exists(folder / "config.json") else None
+
+
 def is_deepspeed(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of DeepSpeed, or contains some. By names alone."""
     names = files.names_in(folder)
@@ -110,11 +122,8 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if detect_layout(path) is not None]:
         return f"{folder}: contains no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
-    if old := old_file(folder):
-        return (
-            f"{old}: MindSpore's older format, which is not supported; convert it with "
-            "mindspore.ckpt_to_safetensors"
-        )
+    if told := [why for layout in LAYOUTS.values() if (why := layout.why_not(folder))]:
+        return told[0]
     whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
     if is_deepspeed(folder):
         whose = "a checkpoint of DeepSpeed, whose files are pickles"

@@ -39,6 +39,9 @@ class Layout(ABC):
     title: ClassVar[str]
     """For people."""
 
+    written_by: ClassVar[str] = "Trainer"
+    """Who writes runs of it, in ``ckpt ls``."""
+
     has_manifest: ClassVar[bool] = False
     """Whether hashes, states and the parent are in a manifest: a Surefoot checkpoint."""
 
@@ -78,6 +81,18 @@ class Layout(ABC):
     def small_file(self, folder: Path, name: str) -> bytes | None:
         """The content of a file beside the weights; None if there is none."""
         return read_small(folder, name)
+
+    def why_not(self, folder: Path) -> str | None:
+        """Why a folder that looks like one of its kind cannot be read; None if none does."""
+        return None
+
+    def names_save(self, path: Path) -> bool:
+        """Whether the name of a file selects one save of the folder that contains it."""
+        return False
+
+    def model_near(self, folder: Path) -> Path | None:
+        """The folder with the ``config.json`` of a model: ``folder``, or one around it."""
+        return folder if files.exists(folder / "config.json") else None
 
     def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
         """The saves of a training in one folder; none if every save has a folder of its own."""

@@ -22,6 +22,7 @@ class Native(Layout):
 
     name = "native"
     title = "Surefoot"
+    written_by = ""
     has_manifest = True
     has_adapter_config = True
     is_assembled = True

@@ -8,23 +8,26 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
+from ...extensions import Extended
 from ...storage import files
 from ..disk import tensorfile
 from ..disk.folder import open_checkpoint
 from ..sources.source import FolderSource, TensorSource, read_whole
 from ..sources.weights import FolderWeights, TensorLocation, places, tensors_in
-from .detection import detect_layout, has_manifest, is_sequence_classification, open_weights
+from .detection import (
+    detect_layout,
+    expect_layout,
+    has_manifest,
+    is_sequence_classification,
+    open_weights,
+)
 from .huggingface import has_model
-from .mindspore.layout import MindSpore
-from .mindspore.mindspore_model import MindSporeHints, as_huggingface
 from .sequence_classification import as_language_model
 
-# Views of what is stored, for layouts with names of their own; ``model`` as in ``open_named``.
-_VIEWS: Mapping[str, Callable[[TensorSource, Path, Path | None], TensorSource]] = {
-    MindSpore.name: lambda source, path, model: as_huggingface(
-        source, path, MindSporeHints(base=model)
-    )
-}
+# Open a folder under Hugging Face's names, for layouts with names of their own; the second is as
+# ``model`` in ``open_named``, the third has the options of ``reading``.
+Opener = Callable[[Path, Path | None, Mapping[str, object]], TensorSource]
+_OPENERS: Mapping[str, Opener] = Extended("openers", {})
 
 
 def open_folder(path: Path | str) -> TensorSource:
@@ -33,15 +36,26 @@ def open_folder(path: Path | str) -> TensorSource:
 
 
 def open_named(
-    path: Path | str, model: Path | None = None, *, is_checked: bool = False
+    path: Path | str,
+    model: Path | None = None,
+    *,
+    is_checked: bool = False,
+    options: Mapping[str, object] | None = None,
 ) -> TensorSource:
     """The same under Hugging Face's names. ``model``: their model's folder, if not around them;
-    ``is_checked`` as in ``FolderSource``."""
-    weights = open_weights(Path(path))
-    source, view = FolderSource(weights, is_checked), _VIEWS.get(weights.layout)
+    ``is_checked`` as in ``FolderSource``; ``options`` of its layout for reading it."""
+    if has_opener(Path(path)):
+        return _OPENERS[expect_layout(Path(path)).name](Path(path), model, options or {})
+    source = FolderSource(open_weights(Path(path)), is_checked)
     if is_sequence_classification(Path(path)):
         return as_language_model(source, Path(path))
-    return source if view is None else view(source, Path(path), model)
+    return source
+
+
+def has_opener(folder: Path) -> bool:
+    """Whether the layout of ``folder`` has names of its own, and options for reading them."""
+    layout = detect_layout(folder)
+    return layout is not None and layout.name in _OPENERS
 
 
 def open_role(folder: Path, role: str) -> TensorSource | None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from ...checkpoint.layouts.mindspore.reading.ranks import step_of
+from ...checkpoint.layouts.detection import names_save
 from ...storage.address import Address, is_address
 
 
 class CheckpointPath(click.Path):
-    """An existing folder, or a URL; a file in MindSpore's ``rank_0`` selects one of its steps."""
+    """An existing folder, or a URL; a file may select one save of its folder."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, file_okay=False, path_type=Path)
@@ -20,7 +20,7 @@ class CheckpointPath(click.Path):
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> Path | Address:
         """The folder, or the address."""
-        if step_of(Path(value).name) is not None and Path(value).is_file():
+        if Path(value).is_file() and names_save(Path(value)):
             return Path(value)
         if not is_address(value):
             found: Path = super().convert(value, param, ctx)  # type: ignore[assignment]

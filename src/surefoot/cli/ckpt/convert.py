@@ -37,17 +37,19 @@ def convert(
 
     given = {name: value for name, value in options.items() if value}
     kind = kind or _usual(given)
+    options_of_source = _reading(kind, given)
     try:
         to = _target(kind, given)
         with reading("converting", None) as advance:
-            done = write(local(checkpoint), target, to, advance)
+            done = write(local(checkpoint), target, to, advance, options_of_source)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
     _report(target, kind, done, as_json=as_json)
 
 
 def _usual(given: dict[str, object]) -> str:
-    from ...inference.exporting.conversion import TARGETS, USUAL
+    from ...checkpoint.converting.targets import TARGETS
+    from ...inference.exporting.conversion import USUAL
 
     if "layout" not in given and "mesh" not in given:
         names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"
@@ -55,8 +57,18 @@ def _usual(given: dict[str, object]) -> str:
     return USUAL
 
 
+def _reading(kind: str, given: dict[str, Any]) -> dict[str, object]:
+    """Take from ``given`` what is an option of SRC, and none of the target."""
+    from ...checkpoint.converting.targets import READING, TARGETS
+    from ...schema import settings
+
+    of_source = {name for cls in READING.values() for name in settings(cls)}
+    taken = of_source - settings(TARGETS[kind]).keys()
+    return {name: given.pop(name) for name in list(given) if name in taken}
+
+
 def _target(kind: str, given: dict[str, Any]) -> Target:
-    from ...inference.exporting.conversion import TARGETS
+    from ...checkpoint.converting.targets import TARGETS
     from ...schema import settings
 
     known = settings(TARGETS[kind])

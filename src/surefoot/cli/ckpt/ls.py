@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...checkpoint.layouts import LAYOUTS
 from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...storage.address import Address
 from ..table import (
@@ -93,7 +94,7 @@ def _columns(lines: list[CheckpointLine], newest: CheckpointLine | None) -> dict
         "size": [in_bytes(line.num_bytes) for line in lines],
         "on disk": [in_bytes(line.disk_bytes) if shares and line.step else "" for line in lines],
         "kind": [line.kind or "" for line in lines],
-        "layout": [_OTHERS.get(line.layout or "", "") for line in lines],
+        "layout": [_written_by(line.layout) for line in lines],
         "loss": [number(line.loss) for line in lines],
         "eval loss": [number(line.eval_loss) for line in lines],
         "parent": [(line.parent or "").removeprefix("checkpoint-") for line in lines],
@@ -102,7 +103,9 @@ def _columns(lines: list[CheckpointLine], newest: CheckpointLine | None) -> dict
     return found | {"state": [_state(line, newest) for line in lines]}
 
 
-_OTHERS = {"huggingface": "Trainer", "peft": "Trainer", "mindspore": "MindSpore"}
+def _written_by(layout: str | None) -> str:
+    """Who writes runs of this layout, if not we."""
+    return "" if layout is None else LAYOUTS[layout].written_by
 
 
 def _shares(line: CheckpointLine) -> bool:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from ...checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
 from ...geometry.mesh import Mesh
 from ...schema import Setting, settings
-from ..option_text import parse_mesh, parse_parallel_config
+from ..option_text import parse_mesh
 
 # Fields of several settings, which are one text on the command line.
-_PARSERS: Mapping[Any, Callable[[str], object]] = {
-    Mesh: parse_mesh,
-    ParallelConfig: parse_parallel_config,
-}
-_METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]", ParallelConfig: "NAME=N[,NAME=N]"}
+_PARSERS: Mapping[Any, Callable[[str], object]] = {Mesh: parse_mesh}
+_METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]"}
 
 
 class TargetCommand(click.Command):
@@ -30,10 +26,11 @@ class TargetCommand(click.Command):
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The options of the targets come between its own and the last."""
-        from ...inference.exporting.conversion import TARGETS
+        from ...checkpoint.converting.targets import READING, TARGETS
 
         own = super().get_params(ctx)
-        made = [_to(TARGETS), *map(option, all_settings(TARGETS).values())]
+        known = all_settings([*TARGETS.values(), *READING.values()])
+        made = [_to(TARGETS), *map(option, known.values())]
         first = sum(isinstance(param, click.Argument) for param in own)
         return [*own[:first], *made, *own[first:]]
 
@@ -48,10 +45,10 @@ def _said(cls: type) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "")
 
 
-def all_settings(targets: Mapping[str, type]) -> dict[str, Setting]:
+def all_settings(targets: Iterable[type]) -> dict[str, Setting]:
     """The fields of all targets by name; of equal names the first."""
     found: dict[str, Setting] = {}
-    for cls in targets.values():
+    for cls in targets:
         for name, setting in settings(cls).items():
             found.setdefault(name, setting)
     return found
@@ -63,7 +60,8 @@ def option(setting: Setting) -> click.Option:
     hint = _without_none(setting.hint)
     if hint is bool:
         return click.Option([flag], is_flag=True, default=None, help=help_text)
-    return click.Option([flag], type=_type(hint), metavar=_METAVARS.get(hint), help=help_text)
+    metavar = "NAME=N[,NAME=N]" if hasattr(hint, "from_text") else _METAVARS.get(hint)
+    return click.Option([flag], type=_type(hint), metavar=metavar, help=help_text)
 
 
 def _without_none(hint: Any) -> Any:
@@ -83,7 +81,8 @@ def _type(hint: Any) -> click.ParamType[Any] | type:
 
 def parsed(setting: Setting, value: Any) -> object:
     """What was given for a field, in the field's type. Raises ``CheckpointError``."""
-    parse = _PARSERS.get(_without_none(setting.hint))
+    hint = _without_none(setting.hint)
+    parse = getattr(hint, "from_text", None) or _PARSERS.get(hint)
     return value if parse is None else parse(value)
 
 

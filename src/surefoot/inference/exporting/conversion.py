@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from ...checkpoint.converting.origin import Done, Hints, Target, WholeModel
-from ...checkpoint.converting.targets import TARGETS as CHECKPOINT_TARGETS
-from ...checkpoint.layouts.mindspore.layout import MindSpore
-from ...checkpoint.layouts.mindspore.mindspore_model import MindSporeHints, open_model
+from ...checkpoint.layouts.opening import has_opener, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, silent
 from ...checkpoint.sources.source import TensorSource
 from ...interchange.source import open_source
 from ..model_loading import ModelFolders, find_parts
 from ..model_location import locate
 from .exported import whole_model
-from .trainer_target import TrainerCheckpoint
 
-TARGETS: Mapping[str, type[Target]] = {**CHECKPOINT_TARGETS, "trainer": TrainerCheckpoint}
 USUAL = "surefoot"  # where only a layout or mesh is named
 
 
@@ -36,9 +32,9 @@ class FolderToConvert:
         return None if self.given.base is None else locate(self.given.base).folder
 
     @property
-    def mindspore(self) -> MindSporeHints:
-        """For a folder of MindSpore."""
-        return MindSporeHints(self.given.strategy, self.given.names, self.base)
+    def reading(self) -> Mapping[str, object]:
+        """The options of its layout that the user named."""
+        return self.given.reading
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
@@ -50,8 +46,8 @@ class FolderToConvert:
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
-        if MindSpore().recognise(self.folder):
-            return open_model(self.folder, self.mindspore)
+        if has_opener(self.folder):
+            return open_named(self.folder, self.base, options=self.given.reading)
         return open_source(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(self, dtype: DtypeName | None = None) -> WholeModel:
@@ -62,9 +58,16 @@ class FolderToConvert:
         return WholeModel(weights, small, self._parts.model, batch)
 
 
-def convert(folder: Path, target: Path, to: Target, progress: Progress = silent) -> Done:
+def convert(
+    folder: Path,
+    target: Path,
+    to: Target,
+    progress: Progress = silent,
+    reading: Mapping[str, object] | None = None,
+) -> Done:
     """Write ``folder`` as ``to`` says into the new folder ``target``, from file to file: no model
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
-    mean nothing for this folder."""
-    return to.write(FolderToConvert(folder, to.hints), target, progress)
+    mean nothing for this folder. ``reading`` has options of the folder's layout."""
+    given = replace(to.hints, reading=reading or {})
+    return to.write(FolderToConvert(folder, given), target, progress)

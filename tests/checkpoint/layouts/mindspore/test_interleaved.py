@@ -2,14 +2,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.layouts.mindspore.naming.interleaved import (
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.geometry.box import Box
+from surefoot.plugins.mindspore.naming.interleaved import (
     DeinterleavedSource,
     InterleavedSource,
     Pick,
     RowGroup,
 )
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
-from surefoot.geometry.box import Box
 
 
 @st.composite

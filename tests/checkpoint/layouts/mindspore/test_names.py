@@ -1,7 +1,11 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.layouts.mindspore.naming.names import (
+from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.errors import CheckpointError
+from surefoot.geometry.box import Box
+from surefoot.model.pretrained.weights import FullWeights
+from surefoot.plugins.mindspore.naming.names import (
     FAMILIES,
     AttentionHeads,
     family_of,
@@ -10,10 +14,6 @@ from surefoot.checkpoint.layouts.mindspore.naming.names import (
     to_mindspore,
     usual,
 )
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
-from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
-from surefoot.model.pretrained.weights import FullWeights
 from tiny import model
 
 HEADS = AttentionHeads(4, 2)

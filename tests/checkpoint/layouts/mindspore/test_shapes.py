@@ -3,8 +3,8 @@ import torch
 from safetensors.torch import save_file
 
 from surefoot.checkpoint.disk.tensorfile import open_path
-from surefoot.checkpoint.layouts.mindspore.strategy.shapes import infer_strategy
 from surefoot.errors import CheckpointError
+from surefoot.plugins.mindspore.strategy.shapes import infer_strategy
 
 WQ, WO, NORM = (f"model.layers.0.attention.{n}.weight" for n in ("wq", "wo", "norm"))
 EMBEDDING = "model.tok_embeddings.embedding_weight"

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.layouts.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
 from surefoot.errors import CheckpointError
 from surefoot.geometry.box import Box, is_covered_once
+from surefoot.plugins.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
 
 
 def boxes(layout, shape):

@@ -5,13 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.layouts.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
-from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import (
-    dump_strategy,
-    open_strategy,
-)
-from surefoot.checkpoint.layouts.mindspore.strategy.wire import fields, integer, message, packed
 from surefoot.errors import CheckpointError
+from surefoot.plugins.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
+from surefoot.plugins.mindspore.strategy.strategy_files import dump_strategy, open_strategy
+from surefoot.plugins.mindspore.strategy.wire import fields, integer, message, packed
 
 LAYOUTS = {
     "wq": TensorLayout((2, 2), ((0, -1),), ALL_COPIES, 2),

@@ -5,18 +5,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.layouts.mindspore.layout import open_mindspore_state
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import open_strategy
-from surefoot.checkpoint.layouts.mindspore.writing.rank_files import (
-    Naming,
-    write_distributed,
-    write_full,
-)
 from surefoot.checkpoint.sources.copying import described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
+from surefoot.plugins.mindspore.layout import open_mindspore_state
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.strategy.strategy_files import open_strategy
+from surefoot.plugins.mindspore.writing.rank_files import Naming, write_distributed, write_full
 
 from .real import rank_file, read
 

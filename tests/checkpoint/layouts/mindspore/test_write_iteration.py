@@ -3,11 +3,11 @@ import json
 import pytest
 import torch
 
-from surefoot.checkpoint.layouts.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.checkpoint.layouts.mindspore.strategy.strategy_files import open_strategy
-from surefoot.checkpoint.layouts.mindspore.writing.iteration_files import write_iteration
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
+from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.strategy.strategy_files import open_strategy
+from surefoot.plugins.mindspore.writing.iteration_files import write_iteration
 
 from .real import read
 from .test_opened import assert_true, every

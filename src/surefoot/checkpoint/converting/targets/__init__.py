@@ -1,22 +1,26 @@
 """What ``ckpt convert --to NAME`` writes. To add one: write its file, add its line.
 
-Targets that need more than checkpoints are added where they are at home, for one the Hugging Face
-Trainer's in ``interchange/``.
+Targets that need more than checkpoints, for one the Hugging Face Trainer's, come from plugins.
 """
 
 from collections.abc import Mapping
 
+from ....extensions import Extended
 from ..origin import Target
 from .dcp import DCPFolder
 from .huggingface import HuggingFaceModel
-from .mindspore import MindSporeFolder
 from .peft import PEFTAdapter
 from .surefoot import SurefootCheckpoint
 
-TARGETS: Mapping[str, type[Target]] = {
-    "surefoot": SurefootCheckpoint,
-    "huggingface": HuggingFaceModel,
-    "peft": PEFTAdapter,
-    "dcp": DCPFolder,
-    "mindspore": MindSporeFolder,
-}
+TARGETS: Mapping[str, type[Target]] = Extended(
+    "targets",
+    {
+        "surefoot": SurefootCheckpoint,
+        "huggingface": HuggingFaceModel,
+        "peft": PEFTAdapter,
+        "dcp": DCPFolder,
+    },
+)
+
+READING: Mapping[str, type] = Extended("reading", {})
+"""Options for reading a folder, by its layout: a dataclass each."""

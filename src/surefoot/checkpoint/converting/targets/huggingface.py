@@ -9,8 +9,7 @@ from ....errors import ModelError
 from ....storage import files
 from ...disk.atomic_folder import new_folder, write_small
 from ...disk.commit import named
-from ...layouts.detection import detect_layout
-from ...layouts.mindspore.reading.ranks import model_near
+from ...layouts.detection import detect_layout, model_near
 from ...sources.copying import Progress, cast, copy
 from ..model_files import companions, named_as, refuse_adapter
 from ..origin import Done, ModelTarget, Origin

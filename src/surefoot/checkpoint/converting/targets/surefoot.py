@@ -10,8 +10,7 @@ from typing import Literal
 from ....geometry.mesh import Mesh
 from ...disk.commit import named
 from ...disk.manifest import Kind
-from ...layouts.detection import detect_layout
-from ...layouts.mindspore.reading.ranks import model_near
+from ...layouts.detection import detect_layout, model_near
 from ...sources.copying import Progress, cast
 from ...sources.source import TensorSource
 from ..model_files import adapter_files, companions, named_as, refuse_adapter
@@ -48,7 +47,7 @@ class SurefootCheckpoint(ModelTarget):
         if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
             setting = self._write_weights(origin, target, mesh, progress)
             return Done(notes, f"weights only: start a run from them with model.{setting}={target}")
-        self._refuse_hints()
+        self._refuse_hints(origin)
         reshard(
             origin.folder,
             target,
@@ -59,9 +58,10 @@ class SurefootCheckpoint(ModelTarget):
         )
         return Done(notes, f"resume from it with checkpoint.resume={target}")
 
-    def _refuse_hints(self) -> None:
-        for name in ("base", "names", "strategy", "trust_pickle"):
-            if getattr(self, name):
+    def _refuse_hints(self, origin: Origin) -> None:
+        given = {"base": self.base, **origin.reading, "trust_pickle": self.trust_pickle}
+        for name, value in given.items():
+            if value:
                 raise OptionError(
                     f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, "
                     "which contains all that is needed"

@@ -1,0 +1,9 @@
+"""What Surefoot knows of the Hugging Face Trainer, by name."""
+
+from ..extensions import Plugin
+
+PLUGIN = Plugin(
+    name="trainer",
+    trainers={"trainer": f"{__package__}.foreign_resume:TRAINER"},
+    targets={"trainer": "surefoot.inference.exporting.trainer_target:TrainerCheckpoint"},
+)

@@ -1,0 +1,194 @@
+"""Models to and from MindSpore Transformers: its names, and the files of its ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.disk.folder import open_checkpoint
+from ...checkpoint.disk.tensorfile import open_path
+from ...checkpoint.disk.trainer_state import NAME as TRAINER_STATE
+from ...checkpoint.layouts.detection import has_manifest, open_weights
+from ...checkpoint.reading.contents import open_contents
+from ...checkpoint.sources.joined import JoinedSource
+from ...checkpoint.sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
+from ...checkpoint.sources.weights import FolderWeights
+from ...errors import CheckpointError
+from ...storage import files
+from .layout import MindSpore, open_mindspore_state
+from .naming.names import (
+    KEEP,
+    AttentionHeads,
+    FamilyName,
+    family_of,
+    heads_near,
+    heads_of,
+    to_huggingface,
+    to_mindspore,
+    usual,
+)
+from .reading.opening import form_of, progress_of, role_of
+from .reading.ranks import rank_files, step_of
+from .strategy.shapes import Shapes
+from .writing.rank_files import Naming
+
+logger = logging.getLogger(__name__)
+_ROLES = ("model", "optimizer", "state")
+_NUMBERS = ("epoch_num", "step_num", "loss_scale", "global_batch_size")  # of common.json
+_MOMENTS = {"adam_m.": "exp_avg", "adam_v.": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class MindSporeHints:
+    """Information that a folder of MindSpore's may lack."""
+
+    strategy: Path | None = None  # files, if they are not beside the ranks
+    names: str | None = None  # the family of names; None: as the names look
+    base: Path | None = None  # the same model as Hugging Face has it
+
+
+NOTHING_MORE = MindSporeHints()
+
+
+def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
+    """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
+    with files.raising(CheckpointError, f"cannot read {folder}"):
+        shapes = _shapes(folder, theirs) if theirs.base is not None else None
+        found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
+        told = progress_of(folder) if form_of(folder) == "iteration" else {}
+    source = FolderSource(FolderWeights(MindSpore.name, folder, found))
+    numbers = {
+        name: torch.tensor(told[name])
+        for name in _NUMBERS
+        if isinstance(told.get(name), int | float) and name not in found
+    }
+    return JoinedSource([("", source), ("", TensorsInMemory(numbers))]) if numbers else source
+
+
+def open_model(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
+    """The weights in a folder of MindSpore's, under Hugging Face's names."""
+    return as_huggingface(by_role(open_state(folder, theirs))["model"], folder, theirs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Options for reading a folder of MindSpore."""
+
+    names: FamilyName | None = None
+    """What MindSpore Transformers calls the weights in SRC; keep: as they are."""
+
+    strategy: Path | None = None
+    """MindSpore's strategy files of SRC, if not beside its ranks."""
+
+
+def open_named(folder: Path, base: Path | None, options: Mapping[str, object]) -> TensorSource:
+    """The weights in a folder, under Hugging Face's names, as the lists of plugins open it."""
+    return open_model(folder, hints_of(options, base))
+
+
+def hints_of(options: Mapping[str, object], base: Path | None) -> MindSporeHints:
+    """The options for reading a folder, with what names its model."""
+    read = Reading(**options)  # type: ignore[arg-type]
+    return MindSporeHints(read.strategy, read.names, base)
+
+
+def by_role(source: TensorSource) -> dict[str, TensorSource]:
+    """MindSpore's tensors, separated into model, optimizer and state."""
+    names: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
+    for name, shape in source.shapes().items():
+        names[role_of(name, shape)][name] = name
+    return {role: Renamed(source, own) for role, own in names.items()}
+
+
+def as_huggingface(
+    source: TensorSource, folder: Path, theirs: MindSporeHints = NOTHING_MORE
+) -> TensorSource:
+    """``source``, which came from ``folder``, under Hugging Face's names."""
+    family = theirs.names or family_of(source.shapes())
+    if family in (None, KEEP):
+        return source
+    return to_huggingface(source, family or "", heads_near(folder, theirs.base))
+
+
+def as_mindspore(
+    source: TensorSource, family: str | None, heads: AttentionHeads | None
+) -> TensorSource:
+    """Weights and moments with Hugging Face's names under a family's; None: the usual one."""
+    if family == KEEP:
+        return source
+    return to_mindspore(source, family or usual(source.shapes()), heads)
+
+
+def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
+    """The full shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
+    if theirs.base is None or form_of(folder) != "ranks":
+        return None
+    base = FolderSource(open_weights(theirs.base))
+    names: dict[str, tuple[int, ...]] = {}
+    for path in rank_files(folder):
+        with open_path(path) as file:
+            names |= {name: entry.shape for name, entry in file.header.entries.items()}
+    family = theirs.names or family_of(names)
+    if family in (None, KEEP):
+        return base.shapes()
+    return to_mindspore(base, family or "", heads_of(theirs.base)).shapes()
+
+
+def naming_of(folder: Path) -> Naming:
+    """The names of the files of ranks that come from ``folder``: after the step it was saved at."""
+    if has_manifest(folder):
+        return Naming(step=open_checkpoint(folder).manifest.step)
+    if form_of(folder) == "ranks" and (step := step_of(rank_files(folder)[0].name)) is not None:
+        return Naming(step.prefix, step.epoch, step.step)
+    return Naming()
+
+
+def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:
+    """The moments in a run's checkpoint, with MindSpore's prefixes; none of an adapter."""
+    if not has_manifest(folder) or open_checkpoint(folder).manifest.is_adapter:
+        return []
+    stored = FolderSource(open_contents(folder, ("optimizer",)))
+    slots = tuple(f".{key}" for key in _MOMENTS.values())
+    owners = {
+        name.removeprefix("optimizer/").rpartition(".")[0]
+        for name in stored.shapes()
+        if name.startswith("optimizer/") and name.endswith(slots)
+    }
+    if odd := sorted(owners - model.shapes().keys()):
+        logger.warning(
+            "%s: the moments of %s belong to several tensors that are separate in files, so "
+            "they are not written; the result contains weights only",
+            *(folder, odd[0]),
+        )
+        return []
+    found: list[tuple[str, TensorSource]] = []
+    for prefix, key in _MOMENTS.items():
+        names = {name: f"optimizer/{name}.{key}" for name in model.shapes()}
+        known = {name: full for name, full in names.items() if full in stored.shapes()}
+        if known:
+            found.append((prefix, Renamed(stored, known)))
+    return found
+
+
+def numbers_of(folder: Path, global_batch_size: int | None) -> TensorsInMemory:
+    """The numbers of a Surefoot checkpoint with which MindSpore Transformers resumes."""
+    checkpoint = open_checkpoint(folder)
+    told: Mapping[str, Any] = {}
+    if TRAINER_STATE in checkpoint.manifest.files:
+        told = json.loads(checkpoint.small(TRAINER_STATE))
+    step, epoch = checkpoint.manifest.step, told.get("epoch")
+    found = {
+        "epoch_num": torch.tensor(int(epoch) if isinstance(epoch, int | float) else 0),
+        "step_num": torch.tensor(step),
+        "global_step": torch.tensor([step], dtype=torch.int32),
+        "loss_scale": torch.tensor(1.0),
+    }
+    if global_batch_size is not None:
+        found["global_batch_size"] = torch.tensor(global_batch_size)
+    return TensorsInMemory(found)

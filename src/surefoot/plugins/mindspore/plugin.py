@@ -1,0 +1,15 @@
+"""What Surefoot knows of MindSpore and MindSpore Transformers, by name."""
+
+from ...extensions import Plugin
+
+_HERE = __package__
+
+PLUGIN = Plugin(
+    name="mindspore",
+    layouts={"mindspore": f"{_HERE}.layout:LAYOUT"},
+    openers={"mindspore": f"{_HERE}.model:open_named"},
+    reading={"mindspore": f"{_HERE}.model:Reading"},
+    targets={"mindspore": f"{_HERE}.target:MindSporeFolder"},
+    trainers={"mindspore": f"{_HERE}.resume:TRAINER"},
+    importers={"mindspore": f"{_HERE}.recipe.conversion:IMPORTER"},
+)

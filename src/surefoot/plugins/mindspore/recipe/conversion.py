@@ -1,0 +1,250 @@
+"""Convert a YAML file of MindSpore Transformers to the settings of a recipe: one table, key by key.
+
+A key has an equivalent setting, needs none, or is rejected with the reason and an alternative.
+``data`` converts datasets; ``predict`` has the table for files with ``run_mode: predict``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ....recipe.document import Document
+from ....recipe.importers import ConvertedFile
+from ....recipe.overrides import override
+from ....recipe.prediction import Prediction
+from ....recipe.recipe import Recipe
+from ....recipe.yaml import emit
+from ..reading.ranks import model_near, root_of
+from .data import read_data
+from .keys import Converted, Found, KeyRule, RefusedKeyError, Together, apply, nothing, only, to
+from .predict import CONVERTER, SAFETENSORS, STRATEGY, UNCUT, convert_prediction, sizes
+
+_STAGES = {"train": "pt", "finetune": "sft"}
+_OWN_FILES = (
+    "checkpoints store weights and optimizer in separate files; `surefoot ckpt convert --to "
+    "huggingface` writes only the weights"
+)
+
+
+class MindFormers:
+    """MindSpore Transformers."""
+
+    title: ClassVar[str] = "MindSpore Transformers"
+    known_by: ClassVar[Sequence[str]] = (
+        *("run_mode", "runner_config", "runner_wrapper", "parallel_config", "train_dataset"),
+        *("load_ckpt_format", "auto_trans_ckpt", "pretrained_model_dir", "use_parallel"),
+    )
+
+    def convert(self, document: Document, overrides: Sequence[str]) -> ConvertedFile:
+        """The recipe, or what ``surefoot predict`` takes in its place."""
+        found = convert(document)
+        kind = Prediction if found.is_prediction else Recipe
+        text = emit(override(kind, Document(found.nested()), overrides).data)
+        names_data = any(each.startswith("data.datasets") for each in overrides)
+        notes = list(found.advice) if found.is_prediction or not names_data else []
+        if found.left:
+            notes.append(f"not used: {', '.join(found.left)}")
+        return ConvertedFile(text, notes)
+
+
+IMPORTER = MindFormers()
+
+
+def convert(document: Document) -> Converted:
+    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``. Raises
+    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
+    told = document.data
+    if isinstance(told, dict) and told.get("run_mode") == "predict":
+        return convert_prediction(document)
+    done = apply(document, _RULES, _TOGETHER)
+    assert isinstance(told, dict)
+    read_data(told, done)
+    return done
+
+
+def _run_mode(value: Any) -> Found:
+    if value in _STAGES:
+        return {"stage": _STAGES[value]}
+    if value == "eval":
+        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
+    raise RefusedKeyError(f"{value!r}: expected train, finetune, predict or eval")
+
+
+def _integrated(value: Any) -> Found:
+    return {"checkpoint.layout": "full" if value else "distributed"}
+
+
+def _async(value: Any) -> Found:
+    return {"checkpoint.async_save": bool(value)}
+
+
+def _seconds(value: Any) -> Found:
+    return {"checkpoint.save_minutes": value / 60} if value else {}
+
+
+def _parallel(told: Mapping[str, Any]) -> Found:
+    """Ranks and batch size: data-parallel ranks shard the optimizer, or hold replicas."""
+    config = told.get("parallel_config") or {}
+    runner, parallel = told.get("runner_config") or {}, told.get("parallel") or {}
+    data, model, stages = sizes(config)
+    found: dict[str, object] = {}
+    if data * model * stages > 1:
+        found["parallel.num_processes"] = data * model * stages
+        found["parallel.tp"] = model
+        is_sharded = bool(parallel.get("enable_parallel_optimizer"))
+        found["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
+        found |= {} if is_sharded else {"parallel.dp_shard": 1}
+        found |= {"parallel.pp": stages} if stages > 1 else {}
+        if config.get("use_seq_parallel") and model > 1:
+            found["parallel.sequence_parallel"] = True
+    if isinstance(batch := runner.get("batch_size"), int):
+        windows = (runner.get("gradient_accumulation_steps") or 1) * (
+            config.get("micro_batch_num") or 1 if stages > 1 else 1
+        )
+        found["train.micro_batch_size"] = batch
+        found["train.global_batch_size"] = batch * data * windows
+    return found
+
+
+def _start(told: Mapping[str, Any]) -> Found:
+    """The initial model, and whether to resume."""
+    weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
+    resume = told.get("resume_training") or False
+    is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
+    if resume and weights:
+        if not model and not is_model:
+            raise RefusedKeyError(
+                f"resume_training: {weights!r} has no config.json beside its weights; name "
+                "their model with pretrained_model_dir"
+            )
+        start = weights if is_model else model
+        return {"model.path": start, "checkpoint.resume": _saved_at(weights, resume)}
+    if isinstance(resume, str):
+        return {"checkpoint.resume": resume}
+    if weights and model and not is_model:
+        raise RefusedKeyError(
+            f"{weights!r} has no config.json beside its weights; convert both to one model "
+            f"first: surefoot ckpt convert {weights} MODEL --to huggingface --base {model}"
+        )
+    path = weights or model
+    return {"model.path": path} if path else {}
+
+
+def _saved_at(weights: str, resume: str | bool) -> str:
+    """The checkpoint to resume from: the latest step, or that of a file's name."""
+    if not isinstance(resume, str):
+        return weights
+    name = re.sub(r"_rank_\d+", "_rank_0", resume)
+    name = name if name.endswith(".safetensors") else f"{name}.safetensors"
+    return str(root_of(Path(weights)) / "rank_0" / name)
+
+
+def _schedule(told: Mapping[str, Any]) -> Found:
+    """The learning rate and its schedule."""
+    section = told.get("lr_schedule") or {}
+    rate = section.get("learning_rate") or (told.get("optimizer") or {}).get("learning_rate")
+    found: dict[str, object] = {}
+    if kind := section.get("type"):
+        if kind not in _SCHEDULES:
+            raise RefusedKeyError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
+        found["schedule"] = _SCHEDULES[kind]
+    if isinstance(rate, int | float) and rate > 0:
+        found["learning_rate"] = rate
+        if end := section.get("lr_end"):
+            found["min_lr_ratio"] = end / rate
+    ratio, steps = section.get("warmup_ratio"), section.get("warmup_steps")
+    found |= {"warmup_ratio": ratio} if ratio is not None else {}
+    found |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
+    found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
+    if section.get("total_steps") not in (None, -1):
+        raise RefusedKeyError(
+            f"total_steps {section['total_steps']}: a schedule always runs over the steps of "
+            "the run; leave it at -1, and set train.max_steps"
+        )
+    return {f"optim.adamw.{name}": value for name, value in found.items()}
+
+
+def _betas(value: Any) -> Found:
+    if not isinstance(value, list) or len(value) != 2:
+        raise RefusedKeyError(f"expected two numbers, got {value!r}")
+    return {"optim.adamw.beta1": value[0], "optim.adamw.beta2": value[1]}
+
+
+_SCHEDULES = {
+    "CosineWithWarmUpLR": "cosine",
+    "LinearWithWarmUpLR": "linear",
+    "ConstantWarmUpLR": "constant",
+    "WarmUpStableDecayLR": "wsd",
+}
+_TOGETHER: Together = (
+    (("parallel_config",), _parallel),
+    (("load_checkpoint",), _start),
+    (("lr_schedule",), _schedule),
+)
+_MONITOR = "callbacks.CheckpointMonitor."
+_RULES: dict[str, KeyRule] = {
+    "run_mode": _run_mode,
+    "seed": to("train.seed", int),
+    "output_dir": to("train.output_dir", str),
+    "load_checkpoint": nothing,  # with pretrained_model_dir and resume_training: _start
+    "pretrained_model_dir": nothing,
+    "resume_training": nothing,
+    "load_ckpt_format": SAFETENSORS,
+    "auto_trans_ckpt": nothing,  # any layout is cut for any processes, always
+    "remove_redundancy": nothing,  # the files say it
+    "src_strategy_path_or_dir": STRATEGY,
+    "use_parallel": nothing,  # parallel_config says it
+    "only_save_strategy": only((False, None), "compilation is not needed"),
+    "resume_by_last_timestamp_ckpt": only(
+        (False, None), "the latest valid checkpoint is used, by its step"
+    ),
+    "ignore_data_skip": only((False, None), "a run always resumes with the next example"),
+    "data_skip_steps": only((0, None), "a run always resumes with the next example"),
+    **{f"parallel_config.{name}": nothing for name in ("data_parallel", "model_parallel")},
+    **{f"parallel_config.{n}": nothing for n in ("pipeline_stage", "micro_batch_num")},
+    **UNCUT,
+    "parallel_config.use_seq_parallel": nothing,
+    "parallel_config.gradient_aggregation_group": nothing,
+    "parallel_config.vocab_emb_dp": nothing,  # files of any layout are read
+    "parallel.enable_parallel_optimizer": nothing,
+    "runner_config.epochs": to("train.num_epochs", int),
+    "runner_config.batch_size": to("train.micro_batch_size", int),
+    "runner_config.gradient_accumulation_steps": nothing,
+    "runner_config.sink_mode": nothing,
+    "runner_config.sink_size": nothing,
+    "optimizer.type": only(
+        ("AdamW", "FusedAdamWeightDecay", "FP32StateAdamWeightDecay"), "only AdamW is supported"
+    ),
+    "optimizer.betas": _betas,
+    "optimizer.eps": to("optim.adamw.epsilon"),
+    "optimizer.weight_decay": to("optim.adamw.weight_decay"),
+    "optimizer.learning_rate": nothing,  # lr_schedule's wins: _schedule
+    **{f"lr_schedule.{n}": nothing for n in ("type", "learning_rate", "lr_end", "decay_ratio")},
+    **{f"lr_schedule.{n}": nothing for n in ("warmup_ratio", "warmup_steps", "total_steps")},
+    "lr_schedule.warmup_lr_init": only((0, None), "the warmup begins at the first step's share"),
+    "train_dataset.data_loader": nothing,  # read_data
+    "callbacks.MFLossMonitor.per_print_times": to("train.log_steps", int),
+    f"{_MONITOR}save_checkpoint_steps": to("checkpoint.save_steps", int),
+    f"{_MONITOR}save_checkpoint_seconds": _seconds,
+    f"{_MONITOR}keep_checkpoint_max": to("checkpoint.keep", int),
+    f"{_MONITOR}keep_checkpoint_per_n_minutes": only(
+        (0, None), "use checkpoint.keep_every (steps) or keep_hours instead"
+    ),
+    f"{_MONITOR}prefix": nothing,  # folders are called checkpoint-STEP
+    f"{_MONITOR}checkpoint_format": only(
+        ("safetensors",), f"checkpoints are safetensors; for older ones, {CONVERTER}"
+    ),
+    f"{_MONITOR}remove_redundancy": nothing,  # a slice is written once, always
+    f"{_MONITOR}integrated_save": _integrated,
+    f"{_MONITOR}async_save": _async,
+    f"{_MONITOR}save_network_params": only((False, None), _OWN_FILES),
+    f"{_MONITOR}save_trainable_params": only((False, None), _OWN_FILES),
+    f"{_MONITOR}directory": only((None, ""), "checkpoints are always in output_dir"),
+    f"{_MONITOR}exception_save": only(
+        (False, None),
+        "SIGTERM and Ctrl-C always save; a failure resumes from the latest checkpoint",
+    ),
+}
