@@ -27,7 +27,8 @@ ROWS = [
     ["schema"],
     ["storage", "geometry"],
     ["extensions"],
-    ["errors", "log", "batch", "lazy_exports"],
+    ["batch", "lazy_exports"],
+    ["errors", "log"],
     ["terminal_text"],
 ]
 WIDTH, HEIGHT, GAP, LINE = 1240, 46, 8, 17  # pixels

@@ -1,25 +1,28 @@
-"""What plugins add to Surefoot's lists: layouts, targets, importers, trainers, commands.
+"""What plugins add to the lists of Surefoot: stages, optimizers, layouts, targets, commands.
 
 A plugin is one light module that names what it adds by strings, ``"package.module:name"``. A string
-is imported when its entry is used, so that a plugin costs nothing until then. Ours are listed here,
-those of others in the entry point group ``surefoot.plugins``.
+is imported when its entry is used, so that a plugin costs nothing until then. The bundled ones are
+listed here, those of other packages in the entry point group ``surefoot.plugins``. A plugin that is
+broken takes nothing with it: its entries are missing, and ``surefoot plugins`` says why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from .errors import SurefootError
 
 GROUP = "surefoot.plugins"
-BUILT_IN = ("surefoot.plugins.mindspore.plugin:PLUGIN", "surefoot.interchange.plugin:PLUGIN")
+BUNDLED = ("surefoot.plugins.mindspore.plugin:PLUGIN", "surefoot.interchange.plugin:PLUGIN")
 T = TypeVar("T")
 Named = Mapping[str, str]  # what a list calls it -> "package.module:name"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,21 @@ class Plugin:
     """What one plugin adds to the lists."""
 
     name: str
+
+    stages: Named = field(default_factory=dict)
+    """Values of ``stage`` in a recipe: a ``Stage``."""
+
+    methods: Named = field(default_factory=dict)
+    """Values of ``method``: a ``Method``."""
+
+    optimizers: Named = field(default_factory=dict)
+    """Values of ``optim``: an ``Optimizer``."""
+
+    callbacks: Named = field(default_factory=dict)
+    """Items of ``train.callbacks``: a ``TrainerCallback`` that is a dataclass of its settings."""
+
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Commands of ``surefoot``: what it does, and where its ``click.Command`` is."""
 
     layouts: Named = field(default_factory=dict)
     """Kinds of folders of weights: a ``Layout``."""
@@ -46,56 +64,138 @@ class Plugin:
     importers: Named = field(default_factory=dict)
     """Programs whose files become recipes: an ``Importer``."""
 
-    callbacks: Named = field(default_factory=dict)
-    """Callbacks of a recipe: a ``Callback``."""
+    def lists(self) -> dict[str, dict[str, str]]:
+        """What it adds: list -> name -> place, without the lists to which it adds nothing."""
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        places = {name: place for name, (_, place) in self.commands.items()}
+        return {kind: dict(named) for kind, named in {**found, "commands": places}.items() if named}
 
-    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Commands of ``surefoot``: what it does, and the ``click.Command``."""
+
+@dataclass(frozen=True)
+class Installed:
+    """A plugin that is here, and loads or does not."""
+
+    name: str
+    source: str  # "bundled", or the package and its version
+    plugin: Plugin  # without entries if it does not load
+    problem: str | None = None
 
 
 @cache
-def plugins() -> tuple[Plugin, ...]:
-    """All plugins, ours first. Raises ``SurefootError``: one cannot be imported."""
-    installed = entry_points(group=GROUP)
-    found = [*map(imported, BUILT_IN), *(imported(entry.value) for entry in installed)]
-    return tuple(found)
+def installed() -> tuple[Installed, ...]:
+    """All plugins, the bundled ones first."""
+    others = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
+    return (*map(_bundled, BUNDLED), *map(_foreign, others))
+
+
+def _bundled(place: str) -> Installed:
+    plugin = imported(place)
+    return Installed(plugin.name, "bundled", plugin)
+
+
+def _foreign(entry: EntryPoint) -> Installed:
+    source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
+    try:
+        plugin = imported(entry.value)
+        if not isinstance(plugin, Plugin):
+            raise SurefootError(f"{entry.value} is no surefoot.extensions.Plugin")
+    except SurefootError as error:
+        return Installed(entry.name, source, Plugin(name=entry.name), str(error))
+    return Installed(entry.name, source, plugin)
 
 
 def imported(place: str) -> Any:
-    """What ``"package.module:name"`` names. Raises ``SurefootError``, which says who asked."""
+    """What ``"package.module:name"`` names. Raises ``SurefootError``: importing it fails."""
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a stranger's module can raise anything
         raise SurefootError(
-            f"the plugin {place} cannot be imported ({error}); reinstall or remove the package "
-            f"{module.partition('.')[0]}"
+            f"the plugin's {place} cannot be imported ({type(error).__name__}: {error}); mend or "
+            f"remove the package {module.partition('.')[0]}"
         ) from error
 
 
-class Extended(Mapping[str, T], Generic[T]):
-    """Our own entries, in their order, then those of plugins, each imported when it is used."""
+@dataclass(frozen=True)
+class Entry:
+    """What one plugin adds to one list under one name."""
 
-    def __init__(
-        self, kind: str, own: Mapping[str, T], made: Callable[[Any], T] | None = None
-    ) -> None:
-        self._kind, self._own, self._made = kind, own, made
+    name: str
+    place: str
+    owner: Installed
+
+
+def entries(kind: str) -> dict[str, Entry]:
+    """What the plugins add to a list; of two of one name, the first."""
+    found = dict[str, Entry]()
+    for owner in installed():
+        for name, place in owner.plugin.lists().get(kind, {}).items():
+            found.setdefault(name, Entry(name, place, owner))
+    return found
+
+
+class Extended(Mapping[str, T], Generic[T]):
+    """The core's own entries, in their order, then those of plugins, each imported when it is used.
+
+    Where all are looked at, one that cannot be imported is left out with a warning; asked for by
+    its name, it raises ``SurefootError``.
+    """
+
+    def __init__(self, kind: str, own: dict[str, T]) -> None:
+        self.own = own  # also what a program that imports Surefoot adds
+        self._kind = kind
         self._imported: dict[str, T] = {}
+        self._broken: set[str] = set()
 
     def __getitem__(self, name: str) -> T:
-        if name in self._own:
-            return self._own[name]
+        if name in self.own:
+            return self.own[name]
         if name not in self._imported:
-            value = imported(self._places()[name])
-            self._imported[name] = value if self._made is None else self._made(value)
+            self._imported[name] = imported(entries(self._kind)[name].place)
         return self._imported[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in entries(self._kind)
+
     def __iter__(self) -> Iterator[str]:
-        yield from self._own
-        yield from (name for name in self._places() if name not in self._own)
+        yield from self.own
+        yield from (name for name in entries(self._kind) if self._is_sound(name))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def _places(self) -> Named:
-        return {n: p for plugin in plugins() for n, p in getattr(plugin, self._kind).items()}
+    def _is_sound(self, name: str) -> bool:
+        """Whether it is the entry of that name, and can be imported."""
+        if name not in self._broken:
+            try:
+                if name in self.own:
+                    raise SurefootError("Surefoot itself has one of this name")
+                self[name]
+            except SurefootError as error:
+                self._broken.add(name)
+                logger.warning("%s of a plugin's %s is left out: %s", name, self._kind, error)
+        return name not in self._broken
+
+
+def problems(own: Mapping[str, Collection[str]]) -> dict[tuple[str, str, str], str]:
+    """Why an entry is missing, by its plugin, list and name. It imports every entry. ``own``: the
+    names that Surefoot itself has in a list, which a plugin cannot take."""
+    found = {}
+    for each in installed():
+        for kind, named in each.plugin.lists().items():
+            for name, place in named.items():
+                if why := _why_missing(entries(kind)[name], each, place, own.get(kind, ())):
+                    found[each.name, kind, name] = why
+    return found
+
+
+def _why_missing(first: Entry, owner: Installed, place: str, own: Collection[str]) -> str | None:
+    if first.name in own:
+        return "Surefoot itself has one of this name"
+    if first.owner is not owner:
+        return f"the plugin {first.owner.name} has one of this name"
+    try:
+        imported(place)
+    except SurefootError as error:
+        return str(error)
+    return None

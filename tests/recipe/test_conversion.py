@@ -63,7 +63,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
 
 def test_training_from_another_programs_file_says_whose_it_is(tmp_path):
     (tmp_path / "file.yaml").write_text(FILE)
-    with pytest.raises(RecipeError, match="MindSpore Transformers' YAML; `surefoot recipe conv"):
+    with pytest.raises(
+        RecipeError, match="a file of MindSpore Transformers; `surefoot recipe conv"
+    ):
         load(tmp_path / "file.yaml")
 
 

@@ -11,7 +11,7 @@ import traceback
 import click
 from click.shell_completion import CompletionItem
 
-from .. import __version__
+from .. import __version__, extensions
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..log import configure
 from ..storage.os_errors import explain
@@ -47,6 +47,7 @@ COMMANDS = {
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
     "recipe": "Show a recipe in full, convert one, or print the JSON schema of recipes.",
     "env": "Report versions, devices, memory and disk.",
+    "plugins": "List what plugins add, where each comes from, and what does not load.",
     "version": "Print the version.",
 }
 
@@ -96,6 +97,10 @@ def _of_llamafactory(args: list[str]) -> list[str]:
     return list(found.words)
 
 
+def _is_a_plugins(name: str) -> bool:
+    return name in extensions.entries("commands")
+
+
 class Commands(click.Group):
     """A group that knows its commands' names and help without importing them."""
 
@@ -105,8 +110,11 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command."""
-        if cmd_name in self.commands or cmd_name not in COMMANDS:
+        if cmd_name in self.commands:
             return super().get_command(ctx, cmd_name)
+        if cmd_name not in COMMANDS:
+            entry = extensions.entries("commands").get(cmd_name)
+            return extensions.imported(entry.place) if entry else None
         module = importlib.import_module(f".{cmd_name}", __package__)
         values = vars(module).values()
         return next(v for v in values if isinstance(v, click.Command) and v.name == cmd_name)
@@ -121,7 +129,7 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
         args = _of_llamafactory(args)
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args[0] not in COMMANDS and not (args[0].startswith("-") or _is_a_plugins(args[0])):
             if args[0] in SYNONYMS:
                 hint = f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]}?"
                 raise click.NoSuchCommand(args[0], hint, ctx=ctx)
@@ -132,6 +140,8 @@ class Commands(click.Group):
         """The table."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        with formatter.indentation():
+            formatter.write("\n  `surefoot plugins` lists those of packages that you installed.\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Accept --verbose anywhere on the line."""

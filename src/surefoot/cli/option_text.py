@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from ..errors import CheckpointError
 from ..geometry.mesh import Mesh
-from ..schema.pairs import pairs
+from ..schema.named_values import pairs
 
 _MESH = "for example dp_shard=4,tp=2"
 

@@ -1,5 +1,8 @@
 """The ways of tuning weights. To add one: write its file, add its line."""
 
+from typing import Any
+
+from ..extensions import Extended
 from .badam import BAdam
 from .badam_ratio import BAdamRatio
 from .freeze import Freeze
@@ -9,13 +12,16 @@ from .llama_pro import LLaMAPro
 from .lora import LoRA
 from .oft import OFT
 
-METHODS = {
-    "full": Full,
-    "freeze": Freeze,
-    "lora": LoRA,
-    "oft": OFT,
-    "badam": BAdam,
-    "badam_ratio": BAdamRatio,
-    "lisa": LISA,
-    "llama_pro": LLaMAPro,
-}
+METHODS: Extended[type[Any]] = Extended(
+    "methods",
+    {
+        "full": Full,
+        "freeze": Freeze,
+        "lora": LoRA,
+        "oft": OFT,
+        "badam": BAdam,
+        "badam_ratio": BAdamRatio,
+        "lisa": LISA,
+        "llama_pro": LLaMAPro,
+    },
+)

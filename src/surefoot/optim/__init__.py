@@ -1,5 +1,8 @@
 """Optimizers and learning-rate schedules. To add an optimizer: write its file, add its line."""
 
+from typing import Any
+
+from ..extensions import Extended
 from .adamw import AdamW
 from .variants.adafactor import Adafactor
 from .variants.adam_mini import AdamMini
@@ -13,17 +16,20 @@ from .variants.lion import Lion
 from .variants.muon import Muon
 from .variants.schedule_free import ScheduleFree
 
-OPTIMIZERS = {
-    "adamw": AdamW,
-    "adamw_bf16": AdamWBf16,
-    "adamw_8bit": AdamW8bit,
-    "adamw_4bit": AdamW4bit,
-    "muon": Muon,
-    "lion": Lion,
-    "ademamix": AdEMAMix,
-    "adafactor": Adafactor,
-    "adam_mini": AdamMini,
-    "apollo": Apollo,
-    "galore": GaLore,
-    "schedule_free": ScheduleFree,
-}
+OPTIMIZERS: Extended[type[Any]] = Extended(
+    "optimizers",
+    {
+        "adamw": AdamW,
+        "adamw_bf16": AdamWBf16,
+        "adamw_8bit": AdamW8bit,
+        "adamw_4bit": AdamW4bit,
+        "muon": Muon,
+        "lion": Lion,
+        "ademamix": AdEMAMix,
+        "adafactor": Adafactor,
+        "adam_mini": AdamMini,
+        "apollo": Apollo,
+        "galore": GaLore,
+        "schedule_free": ScheduleFree,
+    },
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from rich.console import Console
 
 from ..callbacks.console import Screen
@@ -13,10 +15,13 @@ from ..callbacks.plot import Plot
 from ..callbacks.tensorboard import FOLDER as TENSORBOARD
 from ..callbacks.tensorboard import TensorBoard
 from ..callbacks.warm_up import WarmUp
+from ..errors import RecipeError
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
+from ..schema import variant_name
 from ..training.callback import TrainerCallback
 from ..training.control.triggers import IntervalCallback, Trigger
+from ..training.section import CALLBACKS
 
 
 def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
@@ -31,6 +36,11 @@ def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCall
     ]
     if section.early_stopping_patience is not None:
         members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
+    for callback in section.callbacks:
+        if not isinstance(callback, TrainerCallback):
+            name = variant_name(CALLBACKS, callback)
+            raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
+        members.append(copy(callback))  # what a run changes is its own
     if not world.is_main:
         return members
     members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]

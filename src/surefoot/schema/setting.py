@@ -85,6 +85,8 @@ class Setting:
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         if self.each is not None:
+            if not self.each.choices:
+                return "a list of what plugins add; none is installed"
             names = "a list of any of " + ", ".join(self.each.choices)
             of_text = self.each.of_text
             return f"{names}; a text is the {of_text[1]} of a {of_text[0]}" if of_text else names

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
-from ..schema import Unset
+from ..extensions import Extended
+from ..schema import Unset, Variants
 from ..storage.address import Address, default_cache
 from ..storage.hubs.names import is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 
+CALLBACKS: Extended[type[Any]] = Extended("callbacks", {})  # dataclasses, each a TrainerCallback
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow", "swanlab"]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LEAST = {"max_steps": 1, "log_steps": 1, "eval_steps": 1, "early_stopping_patience": 1}
@@ -100,6 +102,9 @@ class TrainSection:
     """Stop after this many evaluations without a better metric."""
     early_stopping_threshold: float = 0.0
     """By how much a metric must be better to count for early stopping."""
+    callbacks: tuple[Annotated[object, Variants(CALLBACKS)], ...] = ()
+    """Callbacks that installed plugins add, called after those of Surefoot; ``surefoot plugins``
+    lists them."""
     report_to: Annotated[tuple[TrackerName, ...], BeforeValidator(_trackers)] = ()
     """Trackers in addition to ``metrics.jsonl``. ``wandb`` needs
     ``pip install 'surefoot[wandb]'``, and so on; ``none`` is the same as none of them.

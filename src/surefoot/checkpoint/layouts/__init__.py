@@ -4,8 +4,6 @@ Looking into a folder needs no torch. ``opening`` opens its weights as tensor so
 ``converting/targets`` writes such folders.
 """
 
-from collections.abc import Mapping
-
 from ...extensions import Extended
 from .dcp import DCP
 from .huggingface import HuggingFace
@@ -13,6 +11,6 @@ from .layout import Layout
 from .native import Native
 from .peft import PEFT
 
-LAYOUTS: Mapping[str, Layout] = Extended(
+LAYOUTS: Extended[Layout] = Extended(
     "layouts", {layout.name: layout for layout in (Native(), PEFT(), HuggingFace(), DCP())}
 )

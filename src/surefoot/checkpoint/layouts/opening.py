@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -24,9 +25,18 @@ from .detection import (
 from .huggingface import has_model
 from .sequence_classification import as_language_model
 
-# Open a folder under Hugging Face's names, for layouts with names of their own; the second is as
-# ``model`` in ``open_named``, the third has the options of ``reading``.
-Opener = Callable[[Path, Path | None, Mapping[str, object]], TensorSource]
+Options = Mapping[str, object]  # of a layout's ``reading``
+
+
+class Opener(Protocol):
+    """Opens a folder of a layout with names of its own."""
+
+    def __call__(
+        self, folder: Path, base: Path | None, options: Options | None, *, is_checked: bool
+    ) -> TensorSource:
+        """As ``open_named``."""
+
+
 _OPENERS: Mapping[str, Opener] = Extended("openers", {})
 
 
@@ -40,12 +50,13 @@ def open_named(
     model: Path | None = None,
     *,
     is_checked: bool = False,
-    options: Mapping[str, object] | None = None,
+    options: Options | None = None,
 ) -> TensorSource:
     """The same under Hugging Face's names. ``model``: their model's folder, if not around them;
     ``is_checked`` as in ``FolderSource``; ``options`` of its layout for reading it."""
     if has_opener(Path(path)):
-        return _OPENERS[expect_layout(Path(path)).name](Path(path), model, options or {})
+        opener = _OPENERS[expect_layout(Path(path)).name]
+        return opener(Path(path), model, options, is_checked=is_checked)
     source = FolderSource(open_weights(Path(path)), is_checked)
     if is_sequence_classification(Path(path)):
         return as_language_model(source, Path(path))

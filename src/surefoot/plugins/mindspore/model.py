@@ -77,7 +77,7 @@ def open_model(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSou
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadingOptions:
     """Options for reading a folder of MindSpore."""
 
     names: FamilyName | None = None
@@ -87,14 +87,20 @@ class Reading:
     """MindSpore's strategy files of SRC, if not beside its ranks."""
 
 
-def open_named(folder: Path, base: Path | None, options: Mapping[str, object]) -> TensorSource:
-    """The weights in a folder, under Hugging Face's names, as the lists of plugins open it."""
+def open_named(
+    folder: Path, base: Path | None, options: Mapping[str, object] | None, *, is_checked: bool
+) -> TensorSource:
+    """The weights in a folder, under Hugging Face's names, as the lists of plugins open it. Without
+    ``options``, ``base`` says no shapes, only how many heads there are."""
+    if options is None:
+        source = FolderSource(open_weights(folder), is_checked)
+        return as_huggingface(source, folder, MindSporeHints(base=base))
     return open_model(folder, hints_of(options, base))
 
 
 def hints_of(options: Mapping[str, object], base: Path | None) -> MindSporeHints:
     """The options for reading a folder, with what names its model."""
-    read = Reading(**options)  # type: ignore[arg-type]
+    read = ReadingOptions(**options)  # type: ignore[arg-type]
     return MindSporeHints(read.strategy, read.names, base)
 
 

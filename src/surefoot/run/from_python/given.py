@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ...extensions import Extended
 from ...methods import METHODS
 from ...network.method import Method
 from ...optim import OPTIMIZERS
@@ -21,7 +22,7 @@ from .models import PLACEHOLDER, with_model
 from .rows import Rows, with_rows
 from .stages import StageParts, register
 
-VARIANTS: Mapping[str, tuple[dict[str, Any], type]] = {
+VARIANTS: Mapping[str, tuple[Extended[type[Any]], type]] = {
     "stage": (STAGES, Stage),
     "method": (METHODS, Method),
     "optim": (OPTIMIZERS, Optimizer),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...batch import Batch, Loss, LossFunction, Outputs, OutputSpec
 from ...errors import RecipeError, RunError
+from ...extensions import Extended
 from ...schema import is_section
 from ...storage.files import digest
 from ...training.stage import POLICY, Stage, as_measured
@@ -94,7 +95,7 @@ def _hash(function: Callable[..., object]) -> str:
         return digest(repr(getattr(function, "__qualname__", type(function))).encode())
 
 
-def register(name: str, value: object, choices: dict[str, Any], protocol: type) -> None:
+def register(name: str, value: object, choices: Extended[type[Any]], protocol: type) -> None:
     """Make the class of ``value``, an instance of a stage, say, known under its name, unless it is
     known. Raises ``RecipeError`` if that name is another class's, or if it lacks members of
     ``protocol``."""
@@ -110,4 +111,4 @@ def register(name: str, value: object, choices: dict[str, Any], protocol: type) 
             f"{name}: the class {cls.__name__} has no {', '.join(missing)}; add what "
             f"{protocol.__module__}.{protocol.__name__} declares"
         )
-    choices[cls.__name__] = cls
+    choices.own[cls.__name__] = cls

@@ -12,7 +12,7 @@ from .huggingface import HuggingFaceModel
 from .peft import PEFTAdapter
 from .surefoot import SurefootCheckpoint
 
-TARGETS: Mapping[str, type[Target]] = Extended(
+TARGETS: Extended[type[Target]] = Extended(
     "targets",
     {
         "surefoot": SurefootCheckpoint,

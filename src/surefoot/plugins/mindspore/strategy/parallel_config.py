@@ -14,7 +14,7 @@ from math import prod
 
 from ....checkpoint.disk.header import num_bytes
 from ....errors import CheckpointError, counted
-from ....schema.pairs import pairs
+from ....schema.named_values import pairs
 from .slicing import ALL_COPIES, TensorLayout
 from .strategy_files import Layouts
 
