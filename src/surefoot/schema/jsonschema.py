@@ -62,7 +62,7 @@ def _variant(choices: Mapping[str, type]) -> dict[str, Any]:
         "minProperties": 1,
         "maxProperties": 1,
     }
-    return {"anyOf": [{"enum": settled}, named]} if settled else named
+    return {"anyOf": [{"enum": settled}, named] if settled else [named]}
 
 
 def _plain(hint: object) -> dict[str, Any]:
