@@ -13,30 +13,15 @@ from spread import CLOSE, learn, trainer
 from surefoot.batch import IGNORE_INDEX, Loss, OutputSpec
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import collate_pairs
-from surefoot.generate.servers import Engine
 from surefoot.parallel.world import ALONE
-from surefoot.training.stage import as_loaded, as_measured, no_columns, no_problems, no_remarks
+from surefoot.training.stage import Stage
 
 
 @dataclass(frozen=True)
-class Prefer:
+class Prefer(Stage):
     """Chosen answers are to be likelier than rejected ones."""
 
     spec: ClassVar = OutputSpec(("logps",))
-    eval_spec: ClassVar = spec
-    uses_template: ClassVar = True
-    encoding: ClassVar = ""
-    heads: ClassVar = ()
-    kept_by: ClassVar = "item"
-    auxiliary: ClassVar = {}
-    passes: ClassVar = 1
-    mini_batches: ClassVar = 1
-    sampler: ClassVar = Engine()
-    precompute = no_columns
-    prepare = as_loaded
-    metrics = as_measured
-    remarks = no_remarks
-    problems = no_problems
 
     def collate(self, features, *, packing):
         return collate_pairs(features, packing=packing)

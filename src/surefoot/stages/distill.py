@@ -21,10 +21,8 @@ from ..schema.locations import ModelPath
 from ..training.stage import (
     AuxiliaryModel,
     Prepared,
+    Stage,
     StageContext,
-    as_measured,
-    no_columns,
-    no_remarks,
 )
 from .rules import check_sampler, check_temperature
 from .sft import SFT
@@ -37,7 +35,7 @@ TEACHER = "teacher"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distill:
+class Distill(Stage):
     """Train a student on the full next-token distributions of a teacher with the same tokenizer:
     on the responses of the dataset, on the student's own, or both (GKD, arXiv:2306.13649).
 
@@ -45,17 +43,7 @@ class Distill:
     of a batch never exist at once. The loss is a sum over the tokens of responses.
     """
 
-    uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = SFT.encoding
-    heads: ClassVar[Sequence[str]] = ()
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    precompute = no_columns
-    metrics = as_measured
-    remarks = no_remarks
 
     teacher: ModelPath | None = None
     """The teacher, a folder or a hub id, with the same tokenizer. Unset: the model before the first

@@ -12,13 +12,12 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.pairs import collate_pairs
 from ..data.text.ranking import encode_pairs
-from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
-from ..training.stage import AuxiliaryModel, StageContext, as_loaded, as_measured, no_remarks
+from ..training.stage import AuxiliaryModel, Stage, StageContext
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ LossType = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO:
+class DPO(Stage):
     """Train on preference pairs (arXiv:2305.18290): make the chosen response more likely than the
     rejected one, relative to a reference model, which by default is the model before the first
     step.
@@ -60,21 +59,7 @@ class DPO:
     difference between the policy's and the reference's log-probability of a response.
     """
 
-    uses_template: ClassVar[bool] = True
-    encoding: ClassVar[str] = ""
-    heads: ClassVar[Sequence[str]] = ()
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
     spec: ClassVar[OutputSpec] = LOGPS
-    eval_spec: ClassVar[OutputSpec] = LOGPS
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    max_new_tokens: ClassVar[int] = 0
-    sampler: ClassVar[Sampler] = Engine()
-    prepare = as_loaded
-    metrics = as_measured
-    remarks = no_remarks
 
     beta: float = 0.1
     """Scale of the log-ratios: a small value lets the model move far from the reference. For

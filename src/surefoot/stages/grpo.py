@@ -29,10 +29,8 @@ from ..training.stage import (
     POLICY,
     AuxiliaryModel,
     Prepared,
+    Stage,
     StageContext,
-    as_measured,
-    no_columns,
-    no_remarks,
 )
 from .rules import check_sampler, check_temperature, without_effect
 
@@ -47,7 +45,7 @@ TOKEN_COLUMNS = ("old", REFERENCE, "advantages", "kept", "sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO:
+class GRPO(Stage):
     """Train on the policy's own responses by the reward of each, compared with the other responses
     to the same prompt (arXiv:2402.03300).
 
@@ -57,14 +55,7 @@ class GRPO:
     REINFORCE++ are other settings of ``surrogate``, ``advantage`` and ``average_over``.
     """
 
-    uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "1"
-    heads: ClassVar[Sequence[str]] = ()
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
-    precompute = no_columns
-    metrics = as_measured
-    remarks = no_remarks
 
     reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
     """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of

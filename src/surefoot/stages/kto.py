@@ -13,12 +13,11 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label
-from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
-from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext, as_measured
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, Stage, StageContext
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ LEAST_RATIO, MOST_RATIO = 1.0, 4 / 3  # of weight times number, of desirable and
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTO:
+class KTO(Stage):
     """Train on answers that are marked desirable or undesirable (arXiv:2402.01306), by how much
     likelier the model makes each than a reference does: the model as it was before the first step.
 
@@ -50,18 +49,8 @@ class KTO:
     sizes or seeds add some.
     """
 
-    uses_template: ClassVar[bool] = True
-    encoding: ClassVar[str] = ""
-    heads: ClassVar[Sequence[str]] = ()
     kept_by: ClassVar[Literal["item", "window"]] = "window"
     spec: ClassVar[OutputSpec] = LOGPS
-    eval_spec: ClassVar[OutputSpec] = LOGPS
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    max_new_tokens: ClassVar[int] = 0
-    sampler: ClassVar[Sampler] = Engine()
-    metrics = as_measured
 
     beta: float = 0.1
     """Scale of the log-ratios: a small value lets the model move far from the reference."""

@@ -36,10 +36,8 @@ from ..training.stage import (
     POLICY,
     AuxiliaryModel,
     Prepared,
+    Stage,
     StageContext,
-    as_measured,
-    no_columns,
-    no_remarks,
 )
 from .rules import check_sampler, check_temperature, without_effect
 
@@ -79,7 +77,7 @@ class _Response:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO:
+class PPO(Stage):
     """Train on the policy's own responses (arXiv:1707.06347, for language models arXiv:1909.08593):
     a reward for each response at its end, a penalty for moving away from the reference at each
     token, and a value head on the policy that predicts what is still to come.
@@ -90,15 +88,8 @@ class PPO:
     memory: with a new adapter the base under it, otherwise a copy of the trained weights.
     """
 
-    uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    precompute = no_columns
-    metrics = as_measured
-    remarks = no_remarks
 
     reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
     """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import Batch, Loss, Outputs, OutputSpec
 from ..data.encoded import Dropped, Encoded
 from ..data.example import Example
 from ..data.section import DataSection
-from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
-from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
-from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_remarks
+from ..training.stage import Stage
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -26,26 +24,12 @@ CALLS = Dropped("calls functions, which only a chat template can render (stage: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PT:
+class PT(Stage):
     """Train on whole texts, split into pieces of at most ``data.cutoff_len`` tokens; no chat
     template."""
 
     uses_template: ClassVar[bool] = False
-    encoding: ClassVar[str] = ""
-    heads: ClassVar[Sequence[str]] = ()
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
-    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    max_new_tokens: ClassVar[int] = 0
-    sampler: ClassVar[Sampler] = Engine()
-    collate = staticmethod(packed_or_padded)
-    precompute = no_columns
-    prepare = as_loaded
     metrics = with_perplexity
-    remarks = no_remarks
 
     label_smoothing_factor: float = 0.0
     """Label smoothing: the target probability of each token is ``1 - factor``, and the rest is

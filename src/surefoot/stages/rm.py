@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import SCORES, Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Dropped, Encoded, Truncated
@@ -16,11 +16,10 @@ from ..data.text.collation import with_columns
 from ..data.text.pairs import collate_pairs, join, split
 from ..data.text.ranking import encode_pairs, up_to_last_label
 from ..errors import DataError
-from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives import preferences
-from ..training.stage import AuxiliaryModel, as_loaded, as_measured, no_columns, no_remarks
+from ..training.stage import Stage
 from .rules import without_effect
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ NO_END = Dropped(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RM:
+class RM(Stage):
     """Train a reward model on preference pairs: ``-log sigmoid(r_chosen - r_rejected)`` (Bradley
     and Terry; arXiv:2203.02155).
 
@@ -43,23 +42,9 @@ class RM:
     or as in ``model.path`` if that is a reward model. The loss is a sum over pairs.
     """
 
-    uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
     spec: ClassVar[OutputSpec] = SCORES
-    eval_spec: ClassVar[OutputSpec] = SCORES
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    max_new_tokens: ClassVar[int] = 0
-    sampler: ClassVar[Sampler] = Engine()
-    auxiliary: ClassVar[Mapping[str, AuxiliaryModel]] = {}
-    precompute = no_columns
-    prepare = as_loaded
-    metrics = as_measured
-    remarks = no_remarks
 
     center_rewards_coefficient: float = 0.0
     """Weight of ``(r_chosen + r_rejected)^2``, which keeps the rewards near 0 (arXiv:2312.09244).

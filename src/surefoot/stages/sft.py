@@ -10,9 +10,7 @@ from ..batch import Batch, Divergence, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
-from ..data.text.collation import collate as packed_or_padded
 from ..data.text.ranking import not_to_imitate
-from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..training.objectives.losses import (
@@ -21,7 +19,7 @@ from ..training.objectives.losses import (
     weighted_likelihood,
     with_perplexity,
 )
-from ..training.stage import AuxiliaryModel, as_loaded, no_columns, no_remarks
+from ..training.stage import AuxiliaryModel, Stage
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
@@ -31,25 +29,12 @@ REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT:
+class SFT(Stage):
     """Train on the responses of conversations; prompts are masked (see
     ``data.train_on_prompt``)."""
 
-    uses_template: ClassVar[bool] = True
     encoding: ClassVar[str] = "2"  # drops undesirable rows
-    heads: ClassVar[Sequence[str]] = ()
-    kept_by: ClassVar[Literal["item", "window"]] = "item"
-    min_window: ClassVar[int] = 1
-    passes: ClassVar[int] = 1
-    mini_batches: ClassVar[int] = 1
-    group_size: ClassVar[int] = 1
-    max_new_tokens: ClassVar[int] = 0
-    sampler: ClassVar[Sampler] = Engine()
-    collate = staticmethod(packed_or_padded)
-    precompute = no_columns
-    prepare = as_loaded
     metrics = with_perplexity
-    remarks = no_remarks
 
     loss_type: Literal["cross_entropy", "dft", "eaft", "asft"] = "cross_entropy"
     """``cross_entropy`` counts all tokens alike. ``dft`` (arXiv:2508.05629) weighs each by the

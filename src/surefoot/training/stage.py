@@ -7,6 +7,7 @@ micro-batch and no device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
@@ -15,8 +16,9 @@ from ..batch import Batch, Features, Loss, Outputs, OutputSpec
 from ..data.encoded import Encoded
 from ..data.example import Example
 from ..data.section import DataSection
+from ..data.text.collation import collate as packed_or_padded
 from ..generate.section import GenerateSection
-from ..generate.servers.server import Sampler
+from ..generate.servers.server import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import FunctionPath
@@ -43,6 +45,7 @@ Rollouts: TypeAlias = "Sequence[Rollout]"
 Events: TypeAlias = "Sequence[Event]"
 Replies: TypeAlias = "list[Message | None]"
 OnError = Literal["stop", "skip"]
+ENGINE = Engine()
 POLICY = "policy"  # the role of the model that the recipe trains
 
 
@@ -96,77 +99,94 @@ class StageContext(Protocol):
         the role of its name."""
 
 
-class Stage(Protocol):
-    """One training objective. Its fields are its settings in the recipe."""
+class Stage(ABC):
+    """One training objective: what differs from here. Its fields are its settings in the recipe."""
 
-    uses_template: ClassVar[bool]  # whether its examples are conversations
-    encoding: ClassVar[str]  # version of what ``encode`` makes, in the key of cached datasets
-    heads: ClassVar[Sequence[str]]  # outputs that need a head of their own, added to the policy
-    kept_by: ClassVar[Literal["item", "window"]]  # what the columns of ``precompute`` depend on
+    uses_template: ClassVar[bool] = True  # whether its examples are conversations
+    encoding: ClassVar[str] = ""  # version of what ``encode`` makes, in the key of cached datasets
+    heads: ClassVar[Sequence[str]] = ()  # outputs that need a head of their own, on the policy
+    kept_by: ClassVar[Literal["item", "window"]] = "item"  # what ``precompute`` depends on
 
     @property
     def min_window(self) -> int:
         """Examples that ``prepare`` must be given together."""
+        return 1
 
     @property
+    @abstractmethod
     def spec(self) -> OutputSpec:
         """The outputs of the policy that the loss reads."""
 
     @property
     def eval_spec(self) -> OutputSpec:
         """The same in an evaluation, which may measure more."""
+        return self.spec
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """Models beside the policy, by role."""
+        return {}
 
     @property
     def passes(self) -> int:
         """How often a prepared window is trained on."""
+        return 1
 
     @property
     def mini_batches(self) -> int:
         """Optimizer steps of each pass."""
+        return 1
 
     @property
     def group_size(self) -> int:
         """Examples that ``prepare`` makes of each one that was loaded."""
+        return 1
 
     @property
     def max_new_tokens(self) -> int:
         """Tokens that it adds to each of them at most."""
+        return 0
 
     @property
     def sampler(self) -> Sampler:
         """Where the policy's responses are sampled in training."""
+        return ENGINE
 
+    @abstractmethod
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Turn examples into token lists: one entry per example, its features or why it was
         dropped. The same whatever its settings are."""
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Turn token lists into one micro-batch, without columns that do not exist yet."""
+        return packed_or_padded(features, packing=packing)
 
     def precompute(self, context: StageContext, examples: Sequence[Features]) -> Sequence[Features]:
         """Examples with the columns that auxiliary models compute before the first step. They are
         cached on disk: by item if they do not depend on other examples, or by global window."""
+        return examples
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """What to train on of a global window: rollouts, advantages, metrics of the window."""
+        return Prepared(examples)
 
+    @abstractmethod
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """What to minimize on one micro-batch, for the trained model of a role. Pure: no model is
         called here."""
 
     def metrics(self, means: Mapping[str, float]) -> Mapping[str, float]:
         """The metrics of an evaluation, from its mean ``loss`` and the means of related metrics."""
+        return means
 
     def remarks(self, examples: EncodedDataset) -> Iterator[str]:
         """What is unusual about the examples to train on, and what to do about it; logged when a
         run starts."""
+        return iter(())
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Settings of other sections that this stage does not support."""
+        return iter(())
 
 
 def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
@@ -179,33 +199,3 @@ def longest_row(stage: Stage, encoded: int, cutoff_len: int) -> int:
     what it generates: where examples are compared in windows, of the prompt of one with the
     response of another."""
     return min(cutoff_len, encoded * (2 if stage.kept_by == "window" else 1))
-
-
-# What stages share, to be assigned: ``prepare = as_loaded``.
-
-
-def no_columns(
-    _self: object, _context: StageContext, examples: Sequence[Features]
-) -> Sequence[Features]:
-    """Nothing is computed before the first step."""
-    return examples
-
-
-def as_loaded(_self: object, _context: StageContext, examples: Sequence[Features]) -> Prepared:
-    """A window is trained on as it was loaded."""
-    return Prepared(examples)
-
-
-def as_measured(_self: object, means: Mapping[str, float]) -> Mapping[str, float]:
-    """An evaluation reports its means."""
-    return means
-
-
-def no_remarks(_self: object, _examples: EncodedDataset) -> Iterator[str]:
-    """All examples are usual."""
-    return iter(())
-
-
-def no_problems(_self: object, _data: DataSection, _parallel: ParallelSection) -> Iterator[Problem]:
-    """Supports everything."""
-    return iter(())

@@ -12,7 +12,7 @@ from ...errors import RecipeError, RunError
 from ...extensions import Extended
 from ...schema import is_section
 from ...storage.files import digest
-from ...training.stage import POLICY, Stage, as_measured
+from ...training.stage import POLICY, Stage
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class StageParts:
         spec, eval_spec = stage.spec, stage.eval_spec
         if self.loss is not None:
             spec = eval_spec = _spec(self.loss_outputs)
-            members["metrics"] = as_measured  # no perplexity of another loss
+            members["metrics"] = Stage.metrics  # no perplexity of another loss
         if self.metrics is not None:
             names = dict.fromkeys((*eval_spec.outputs, *MEASURED))
             eval_spec = replace(eval_spec, outputs=tuple(names))
