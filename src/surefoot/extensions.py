@@ -137,7 +137,7 @@ def entries(kind: str) -> dict[str, Entry]:
 class Extended(Mapping[str, T], Generic[T]):
     """The core's own entries, in their order, then those of plugins, each imported when it is used.
 
-    Where all are looked at, one that cannot be imported is left out with a warning; asked for by
+    Where all are looked at, one that cannot be imported is skipped with a warning; asked for by
     its name, it raises ``SurefootError``.
     """
 
@@ -173,7 +173,7 @@ class Extended(Mapping[str, T], Generic[T]):
                 self[name]
             except SurefootError as error:
                 self._broken.add(name)
-                logger.warning("%s of a plugin's %s is left out: %s", name, self._kind, error)
+                logger.warning("%s of a plugin's %s is skipped: %s", name, self._kind, error)
         return name not in self._broken
 
 

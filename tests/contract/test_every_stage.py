@@ -52,6 +52,8 @@ def test_a_variant_is_a_frozen_dataclass_whose_fields_are_documented(name):
     assert variant.__dataclass_params__.frozen
     assert variant.__doc__
     assert all(setting.doc for setting in settings(variant).values())
+    # A field without a default would take the property of its name in the base for one.
+    assert not any(isinstance(setting.default, property) for setting in settings(variant).values())
 
 
 def codec():

@@ -294,7 +294,7 @@ class Halved(SFT):
 
 
 def test_a_stage_of_ones_own_is_given_as_an_instance(project, usual, tmp_path, monkeypatch):
-    monkeypatch.setitem(STAGES, "Halved", None)
+    monkeypatch.setitem(STAGES.own, "Halved", None)
     del STAGES["Halved"]  # as before the test, and again after it
     found = surefoot.train(project, **settings(tmp_path, log_steps=1), stage=Halved(share=1.0))
     assert_same(found.model, usual.model)
@@ -350,8 +350,8 @@ class LastLayer(Full):
 def test_an_optimizer_or_method_of_ones_own_trains_and_resumes(
     project, usual, tmp_path, monkeypatch, name, choices, made
 ):
-    monkeypatch.setitem(choices, type(made).__name__, None)
-    del choices[type(made).__name__]  # as before the test, and again after it
+    monkeypatch.setitem(choices.own, type(made).__name__, None)
+    del choices.own[type(made).__name__]  # as before the test, and again after it
     changes = {name: made} | ({"optim.adamw.schedule": "constant"} if name == "method" else {})
     whole = surefoot.train(project, **settings(tmp_path / "whole"), **changes)
     surefoot.train(project, **settings(tmp_path, max_steps=2), **changes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .groups import Named, parameter_groups
-from .learning_rate import LearningRate, check_learning_rate, check_shares
+from .learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from .optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 from .parameter_kind import ParameterKinds
 from .rules import modules as rules
@@ -26,6 +26,8 @@ class AdamW(LearningRate):
         "exp_avg": LIKE_PARAMETER,
         "exp_avg_sq": LIKE_PARAMETER,
     }
+
+    schedule_over = schedule_of
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

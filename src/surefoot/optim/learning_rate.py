@@ -13,7 +13,7 @@ from .schedules import Schedule, ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """What all optimizers have."""
+    """What all optimizers have. An optimizer inherits these fields, and nothing else."""
 
     is_entrywise: ClassVar[bool] = False
     splits_matrices: ClassVar[bool] = False  # must know which matrices are fused in a parameter
@@ -44,10 +44,6 @@ class LearningRate:
     offload_state: bool = False
     """Keep the state in main memory: for each update, that of some parameters at a time is copied
     to the GPU and back. Not for sharded parameters; without effect on a CPU."""
-
-    def schedule_over(self, total_steps: int) -> Schedule:
-        """The learning-rate schedule of a run of ``total_steps``."""
-        return schedule_of(self, total_steps)
 
 
 def check_learning_rate(settings: LearningRate) -> None:

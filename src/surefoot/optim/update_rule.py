@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .groups import Named, parameter_groups
-from .learning_rate import LearningRate
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
 from .rules import modules as rules
@@ -15,15 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from .rules.rule_optimizer import Update
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuleOptimizer(LearningRate):
-    """An optimizer that says how one parameter is updated, and nothing else."""
-
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        return build_from_rule(self, named, layouts)  # type: ignore[arg-type]
 
 
 class UpdateRule(Optimizer, Protocol):

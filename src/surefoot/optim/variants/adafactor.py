@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def _of_dims(declared: StateTensor, *, is_vector: bool) -> StateTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adafactor(RuleOptimizer):
+class Adafactor(LearningRate):
     """Factored second moments (arXiv:1804.04235), as in torch.optim.Adafactor: the state of an
     m x n matrix is m + n numbers."""
 
@@ -32,6 +32,9 @@ class Adafactor(RuleOptimizer):
         "col_var": _of_dims(reduced(-2), is_vector=False),
         "variance": _of_dims(LIKE_PARAMETER, is_vector=True),
     }
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

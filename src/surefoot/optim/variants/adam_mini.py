@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamMini(RuleOptimizer):
+class AdamMini(LearningRate):
     """AdamW with one second moment for each attention head of queries and keys, each row of other
     matrices, each token of embeddings and head, and each vector (arXiv:2406.16793). AdamW's
     learning rates fit."""
@@ -28,6 +28,9 @@ class AdamMini(RuleOptimizer):
         "exp_avg": LIKE_PARAMETER,
         "exp_avg_sq": reduced(-1),
     }
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdEMAMix(RuleOptimizer):
+class AdEMAMix(LearningRate):
     """AdamW whose update also has an average over thousands of gradients (arXiv:2409.03137)."""
 
     is_entrywise: ClassVar[bool] = True
@@ -26,6 +26,9 @@ class AdEMAMix(RuleOptimizer):
         "exp_avg_slow": LIKE_PARAMETER,
         "exp_avg_sq": LIKE_PARAMETER,
     }
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

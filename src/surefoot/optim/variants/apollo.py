@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import SCALAR, StateTensor
 from ..projected_state import large_dim, small_dim, state_of_rank
 from ..rules import modules as rules
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,12 @@ GROWTH = 1.01  # of the norm of an update, at most (Fira, arXiv:2410.01623)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apollo(RuleOptimizer):
+class Apollo(LearningRate):
     """Adam with moments of a random projection, for the matrices inside layers (arXiv:2412.05270);
     AdamW for all else. APOLLO-Mini is ``{rank: 1, scaling: tensor, scale: 128}``."""
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

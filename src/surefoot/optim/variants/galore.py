@@ -10,20 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import StateTensor
 from ..projected_state import projector_of_rank, state_of_rank
 from ..rules import modules as rules
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaLore(RuleOptimizer):
+class GaLore(LearningRate):
     """Adam in a low-rank space of the gradient, for the matrices inside layers (arXiv:2403.03507);
     AdamW for all else."""
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

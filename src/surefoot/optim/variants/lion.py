@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..update_rule import RuleOptimizer
+from ..update_rule import build_from_rule
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion(RuleOptimizer):
+class Lion(LearningRate):
     """Sign of the momentum (arXiv:2302.06675). Its learning rate is 3 to 10 times smaller than
     AdamW's, its weight decay as much larger."""
 
@@ -24,6 +24,9 @@ class Lion(RuleOptimizer):
         "step": SCALAR,
         "exp_avg": LIKE_PARAMETER,
     }
+
+    schedule_over = schedule_of
+    build = build_from_rule
 
     weight_decay: float = 0.0
     """Decay of matrices per step, times the learning rate."""

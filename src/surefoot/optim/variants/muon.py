@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..groups import Named, parameter_groups
-from ..learning_rate import LearningRate, check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
 from ..parameter_kind import ParameterKinds, check_kinds, layout_of
 from ..rules import modules as rules
@@ -37,6 +37,7 @@ class Muon(LearningRate):
         "exp_avg_sq": of_others(LIKE_PARAMETER),
     }
 
+    schedule_over = schedule_of
     splits_matrices: ClassVar[bool] = True
 
     weight_decay: float = 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..groups import Named, parameter_groups
-from ..learning_rate import LearningRate, check_learning_rate, check_shares
+from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
 from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
 from ..parameter_kind import ParameterKinds
 from ..rules import modules as rules
@@ -37,6 +37,8 @@ class ScheduleFree(LearningRate):
         "weight_sum": SCALAR,
         "largest_rate": SCALAR,
     }
+
+    schedule_over = schedule_of
 
     schedule: ScheduleName = "constant"
     """Shape of the learning rate after warmup; anything but ``constant`` defeats the purpose."""
