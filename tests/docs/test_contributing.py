@@ -21,7 +21,7 @@ def confident(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "confident", None)
     del sys.modules["confident"]  # as before the test, and again after it
     module = importlib.import_module("confident")
-    monkeypatch.setitem(STAGES, "confident", module.Confident)
+    monkeypatch.setitem(STAGES.own, "confident", module.Confident)
     return module.Confident
 
 

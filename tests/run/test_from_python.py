@@ -295,7 +295,7 @@ class Halved(SFT):
 
 def test_a_stage_of_ones_own_is_given_as_an_instance(project, usual, tmp_path, monkeypatch):
     monkeypatch.setitem(STAGES.own, "Halved", None)
-    del STAGES["Halved"]  # as before the test, and again after it
+    del STAGES.own["Halved"]  # as before the test, and again after it
     found = surefoot.train(project, **settings(tmp_path, log_steps=1), stage=Halved(share=1.0))
     assert_same(found.model, usual.model)
     assert load(tmp_path / "run/recipe.yaml").stage == Halved(share=1.0)
