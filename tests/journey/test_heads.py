@@ -53,7 +53,7 @@ class Valued(SFT):
 
 @pytest.fixture(autouse=True)
 def _stage(monkeypatch):
-    monkeypatch.setitem(STAGES, "valued", Valued)
+    monkeypatch.setitem(STAGES.own, "valued", Valued)
 
 
 @dataclass
@@ -118,7 +118,7 @@ def whole(tmp_path_factory):
     """One run a method that nothing has ended; the last checkpoint of each."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STAGES, "valued", Valued)
+        patch.setitem(STAGES.own, "valued", Valued)
         for name, method in METHODS.items():
             found[name] = project(tmp_path_factory.mktemp(name), **method)
             assert in_child(lambda name=name: surefoot.train(found[name].recipe)) == 0
