@@ -17,7 +17,6 @@ from ..errors import RunError
 from .app import create_app
 from .host_names import hosts_of
 
-PORT = 7860
 MAX_OPEN = 512  # connections at a time; a page has up to six
 MOST_WAITING = 256  # of them, that have not asked anything yet
 SECONDS_FOR_HEADERS = 20.0

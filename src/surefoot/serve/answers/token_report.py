@@ -84,3 +84,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) ->
 def _letters() -> Mapping[str, int]:
     """The bytes by the letters with which byte-level tokenizers write them."""
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def usage_of(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """Tokens of prompts, each counted once, and of all responses, with the tokens that end them."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }

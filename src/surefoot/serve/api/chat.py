@@ -20,8 +20,7 @@ from ...generate.requests import Request
 from ..answers.conversations import ChatPrompt, prompt_of
 from ..answers.forced import ResponseFormat, ToolChoice, grammar_of
 from ..answers.response_text import ResponseText, TextPiece
-from ..answers.token_report import chat_entry
-from ..answers.usage import usage_of
+from ..answers.token_report import chat_entry, usage_of
 from ..body import WITHOUT_EFFECT, post, read
 from ..running.models import ServedModel
 from ..sampling import Reported, SamplingBody, rows_for

@@ -18,8 +18,7 @@ from ...generate.live import RowSettings, Token
 from ...generate.requests import Request
 from ..answers.echo import Echo, echoes_of
 from ..answers.prompt_ids import num_prompts, prompts_of
-from ..answers.token_report import completion_logprobs
-from ..answers.usage import usage_of
+from ..answers.token_report import completion_logprobs, usage_of
 from ..body import Prompts, post, read
 from ..errors import ApiError
 from ..running.models import ServedModel
