@@ -186,6 +186,8 @@ def test_a_row_is_read_as_training_recognizes_it(name, more, tmp_path):
 
 def test_a_dataset_that_the_run_has_lost_is_named(tmp_path, caplog):
     section = DataSection(datasets=(DatasetReference("mine"),), dataset_dir=tmp_path)
+    read_prompts(write(tmp_path / "q.txt", "Hi"), section)
+    assert not caplog.text  # no row is read
     read_prompts(write(tmp_path / "q.jsonl", {"prompt": "Hi"}), section)
     assert "dataset 'mine' of the run is not in" in caplog.text
 

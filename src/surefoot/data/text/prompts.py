@@ -57,7 +57,8 @@ def read_prompts(path: Path, section: DataSection | None = None) -> list[Prompt]
     Raises ``DataError``: the file is missing or contains no prompt, or a line or row is invalid.
     """
     try:
-        found = list(_prompts(path, Catalog(section).forms() if section else ()))
+        is_rows = path.suffix.lower() in (*_TABLES, *_LINES)
+        found = list(_prompts(path, Catalog(section).forms() if section and is_rows else ()))
     except OSError as error:
         raise DataError(f"{path}: prompts cannot be read: {error.strerror}") from None
     if not found:
