@@ -64,8 +64,9 @@ def bench(
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
-    loaded = load(recipe, overrides)
+    loaded = resolved(load(recipe, overrides))
     from ..forecast.bench.fastest import as_data, find_fastest, settings
     from ..forecast.bench.single_rank import alone
 

@@ -23,8 +23,11 @@ def download(recipe: Path, overrides: tuple[str, ...]) -> None:
     OVERRIDES are dotted fields such as model.hub=modelscope.
     """
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    loaded = resolved(
+        load(recipe, overrides)
+    )  # what is wrong with it is said before the slow imports
     with loading():
         from ..data.rows.catalog import Catalog
         from ..recipe.recipe_data import find_base

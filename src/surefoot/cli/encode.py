@@ -24,8 +24,9 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
     from ..recipe.recipe import load
     from ..recipe.recipe_data import encode_datasets, find_base
     from ..run.policy import build_codec
+    from ..run.resolving import resolved
 
-    loaded = load(recipe, overrides)
+    loaded = resolved(load(recipe, overrides))
     codec = build_codec(loaded, find_base(loaded, weights=False))
     for line in encode_datasets(loaded, codec).lines():
         click.echo(visible(line))

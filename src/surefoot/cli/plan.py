@@ -113,10 +113,11 @@ def plan(
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
     if num_processes is not None:
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
-    loaded = load(recipe, overrides)
+    loaded = resolved(load(recipe, overrides))
     with loading():
         from ..forecast.estimate.memory_estimate import as_data, make_plan
         from ..forecast.estimate.rank_memory import machine_for

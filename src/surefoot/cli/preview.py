@@ -62,8 +62,11 @@ def preview(
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    loaded = resolved(
+        load(recipe, overrides)
+    )  # what is wrong with it is said before the slow imports
     with loading():
         from ..inference.pages.example_page import preview_page, write_page
         from ..inference.preview import as_data, preview_data

@@ -42,8 +42,11 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
     OVERRIDES are dotted fields such as stage.grpo.group_size=4.
     """
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    loaded = resolved(
+        load(recipe, overrides)
+    )  # what is wrong with it is said before the slow imports
     with loading():
         from ..inference.reward_check import check_rewards
     found = check_rewards(loaded, samples)

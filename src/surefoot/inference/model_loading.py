@@ -35,6 +35,7 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import find_base, open_codec
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
+from ..run.resolving import resolved
 from ..storage.model_folder import is_adapter
 from .model_location import ModelLocation, locate
 
@@ -203,6 +204,7 @@ def open_start(
             f"{world.size}; leave it unset, and shard the weights"
         )
     with world.main_first():
+        recipe = resolved(recipe)
         folder = find_base(recipe)
     codec = open_codec(recipe, folder)
     parts = ModelFolders(folder, recipe.model.adapter, folder, recipe)

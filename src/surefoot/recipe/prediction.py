@@ -12,13 +12,14 @@ from ..checkpoint.layouts.detection import is_sequence_classification
 from ..generate.section import GenerateSection
 from ..parallel.section import ParallelSection
 from ..schema import Problem
+from ..schema.locations import ModelPath
 from ..storage import files
 from .document import Document
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
 from .recipe import Recipe
 from .recipe import load as load_recipe
-from .recipe_paths import bases, locate_model
+from .recipe_paths import bases
 from .yaml import parse
 
 _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with training must have
@@ -76,7 +77,9 @@ def load(
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")
     told = {name: getattr(found.model, name) for name in names}
-    places = {n: locate_model(value, base_of(("model", n))) for n, value in told.items() if value}
+    places = {
+        n: ModelPath(value).located(base_of(("model", n))) for n, value in told.items() if value
+    }
     model: PredictModel = replace(found.model, **places)  # type: ignore[arg-type]
     return replace(found, model=model)
 

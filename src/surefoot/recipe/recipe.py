@@ -6,7 +6,7 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -22,18 +22,18 @@ from ..optim import OPTIMIZERS
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants
-from ..schema.locations import locate
+from ..schema.locations import ModelPath, locate
 from ..stages import STAGES
 from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import ADAPTER, read_adapter, read_text, recipe_in
+from .files import read_text, recipe_in
 from .from_llamafactory.conversion import Translation, is_llamafactory
 from .from_llamafactory.opening import translate_document
 from .other_yaml import HABITS, check_recipe, names
 from .overrides import Overrides, override, put
-from .recipe_paths import BaseOf, adapter_in, bases, locate_model, with_locations
+from .recipe_paths import BaseOf, bases, with_locations
 from .yaml import emit, parse
 
 
@@ -137,46 +137,17 @@ def _build(document: Document, base: Path) -> Recipe:
     problems += recipe.stage.problems(recipe.data, recipe.parallel)
     if problems:
         raise document.error(problems)
-    return with_adapter_settings(_with_places(recipe, bases(document, base)), document.error)
-
-
-def with_adapter_settings(
-    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
-) -> Recipe:
-    """The recipe with the method's settings of the adapter that it continues, if there is one.
-    Raises ``fail(problems)`` if it sets others itself."""
-    adapter = None if recipe.model.adapter is None else read_adapter(recipe.model.adapter)
-    if adapter is None:
-        return recipe
-    try:
-        found = replace(recipe, method=recipe.method.continued(adapter))
-    except (ValueError, TypeError) as error:
-        said = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
-        raise fail([Problem(("model", "adapter"), said)]) from None
-    usual = replace(recipe, method=type(recipe.method)())
-    own = {change.path for change in changes(recipe, usual)}
-    problems = [
-        Problem(
-            tuple(change.path.split(".")),
-            f"{change.old}, but {change.new} in model.adapter ({recipe.model.adapter}); leave it "
-            "out to continue with the adapter's",
-        )
-        for change in changes(recipe, found)
-        if change.path in own
-    ]
-    if problems:
-        raise fail(problems)
-    return found
+    return _with_places(recipe, bases(document, base))
 
 
 def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     """The recipe with absolute paths, so that it means the same wherever it is read again."""
     recipe = with_locations(recipe, base_of)
     model, data, train = recipe.model, recipe.data, recipe.train
-    path = locate_model(model.path, base_of(("model", "path")))
-    adapter = model.adapter and adapter_in(locate(model.adapter, base_of(("model", "adapter"))))
+    path = ModelPath(model.path).located(base_of(("model", "path")))
+    adapter = model.adapter and locate(model.adapter, base_of(("model", "adapter")))
     below = base_of(("model", "frozen_adapters"))
-    frozen = tuple(adapter_in(locate(one, below)) for one in model.frozen_adapters)
+    frozen = tuple(locate(one, below) for one in model.frozen_adapters)
     datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import schema
-from ..checkpoint.disk.commit import named
-from ..errors import CheckpointError
 from ..schema import Keys
 from ..schema.locations import DatasetReference, FilePath, FunctionPath, ModelPath
-from ..storage import files
 from .document import Document
-from .files import ADAPTER, CONFIG
-from .run_checkpoint import checkpoint_of
 
 BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
 
@@ -24,30 +19,6 @@ def bases(document: Document, base: Path) -> BaseOf:
     """``base``, the folder of the recipe, for what the recipe says; the current folder for what an
     override says, so that a shell completes the path that is meant."""
     return lambda path: Path.cwd() if path in document.overridden else base
-
-
-def locate_model(name: str, base: Path) -> str:
-    """A model's folder made absolute, of a run its checkpoint; a path that is no folder is not
-    changed: it is a hub id."""
-    found = str(ModelPath(name).located(base))
-    folder = Path(found)
-    if not folder.is_absolute() or not files.is_folder(folder) or (folder / CONFIG).is_file():
-        return found
-    try:
-        return str(checkpoint_of(folder)) if named(folder) else found
-    except CheckpointError:
-        return found  # which is refused when it is opened, as a folder that is no model
-
-
-def adapter_in(folder: Path) -> Path:
-    """The folder of an adapter: of a run, the checkpoint that its folder means."""
-    checkpoints = named(folder)
-    if not checkpoints or (folder / ADAPTER).is_file():
-        return folder
-    try:
-        return checkpoint_of(folder)
-    except CheckpointError:
-        return checkpoints[-1]  # which says what is wrong with it when it is opened
 
 
 def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
@@ -65,9 +36,7 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
 
 
 def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
-    if isinstance(value, ModelPath):
-        return ModelPath(locate_model(value, base_of(path)))
-    if isinstance(value, FunctionPath | FilePath | DatasetReference):
+    if isinstance(value, ModelPath | FunctionPath | FilePath | DatasetReference):
         return value.located(base_of(path))
     if isinstance(value, tuple):  # set as one, with all below
         return tuple(_located(item, lambda _: base_of(path), path) for item in value)

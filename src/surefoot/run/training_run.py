@@ -20,7 +20,7 @@ from ..model.pretrained.loading import device
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes
-from ..recipe.recipe import Recipe, load, read, with_adapter_settings
+from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled
 from ..storage.files import raising, read_json, write_aside
 from ..training.callback import TrainerCallback
@@ -44,6 +44,7 @@ from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .out_of_memory import explain_out_of_memory
+from .resolving import resolved
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
@@ -115,6 +116,7 @@ def run(
         code_of(recipe)  # what is missing is an error before anything is loaded
         world.on_main(lambda: try_rewards(recipe))
         with world.main_first():  # which may download
+            recipe = resolved(recipe)
             recipe = settled(recipe, find_base(recipe, weights=False))
         return _run(recipe, world, callbacks, trust_pickle, parts, choose)
 
@@ -215,7 +217,7 @@ def read_recipe(
 ) -> Recipe:
     """The recipe to run, from any of its forms."""
     if isinstance(recipe, Recipe):
-        return read(recipe, overrides) if overrides else with_adapter_settings(recipe)
+        return read(recipe, overrides) if overrides else recipe
     if isinstance(recipe, Mapping):
         return read(recipe, overrides)
     return load(Path(recipe), overrides)

@@ -46,8 +46,11 @@ def check(
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
     from ...recipe.recipe import load
+    from ...run.resolving import resolved
 
-    loaded = load(recipe, overrides)  # what is wrong with it is said before the slow imports
+    loaded = resolved(
+        load(recipe, overrides)
+    )  # what is wrong with it is said before the slow imports
     with loading():
         from ...inference.data_check.check import check_data
         from ...recipe.recipe_data import find_base

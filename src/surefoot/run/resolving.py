@@ -1,0 +1,108 @@
+"""What a recipe means on this machine now: the checkpoint that a run's folder means, and the
+settings of an adapter that is continued. Reading a recipe opens none of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import schema
+from ..checkpoint.disk.commit import named
+from ..errors import CheckpointError
+from ..recipe.files import ADAPTER, CONFIG, read_adapter
+from ..recipe.recipe import Recipe, changes
+from ..recipe.run_checkpoint import checkpoint_of
+from ..schema import Problem
+from ..schema.locations import ModelPath
+from ..storage import files
+
+
+def resolved(
+    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
+) -> Recipe:
+    """The recipe with checkpoints in place of the folders of runs, and with the settings of the
+    adapter that it continues. Opens folders. Raises ``fail(problems)``."""
+    model = recipe.model
+    recipe = _with_models(recipe)
+    found = replace(
+        recipe.model,
+        path=located(model.path),
+        adapter=None if model.adapter is None else adapter_in(Path(model.adapter)),
+        frozen_adapters=tuple(adapter_in(Path(one)) for one in model.frozen_adapters),
+    )
+    return with_adapter_settings(replace(recipe, model=found), fail)
+
+
+def located(name: str) -> str:
+    """A model's folder, of a run its checkpoint; what is no folder is not changed: a hub id."""
+    folder = Path(name)
+    if not folder.is_absolute() or not files.is_folder(folder) or (folder / CONFIG).is_file():
+        return name
+    try:
+        return str(checkpoint_of(folder)) if named(folder) else name
+    except CheckpointError:
+        return name  # which is refused when it is opened, as a folder that is no model
+
+
+def adapter_in(folder: Path) -> Path:
+    """The folder of an adapter: of a run, the checkpoint that its folder means."""
+    checkpoints = named(folder)
+    if not checkpoints or (folder / ADAPTER).is_file():
+        return folder
+    try:
+        return checkpoint_of(folder)
+    except CheckpointError:
+        return checkpoints[-1]  # which says what is wrong with it when it is opened
+
+
+def _with_models(section: Any) -> Any:
+    """``section`` with the checkpoint of every run that one of its settings names as a model."""
+    changed = {}
+    cls: type = type(section)
+    for name in schema.settings(cls):
+        value = getattr(section, name)
+        found = _model(value)
+        if found is not value:
+            changed[name] = found
+    return replace(section, **changed) if changed else section
+
+
+def _model(value: Any) -> Any:
+    if isinstance(value, ModelPath):
+        found = located(value)
+        return value if found == value else ModelPath(found)
+    if isinstance(value, tuple):
+        items = tuple(map(_model, value))
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return _with_models(value) if schema.is_section(value) else value
+
+
+def with_adapter_settings(
+    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
+) -> Recipe:
+    """The recipe with the method's settings of the adapter that it continues, if there is one.
+    Raises ``fail(problems)`` if it sets others itself."""
+    adapter = None if recipe.model.adapter is None else read_adapter(recipe.model.adapter)
+    if adapter is None:
+        return recipe
+    try:
+        found = replace(recipe, method=recipe.method.continued(adapter))
+    except (ValueError, TypeError) as error:
+        said = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
+        raise fail([Problem(("model", "adapter"), said)]) from None
+    usual = replace(recipe, method=type(recipe.method)())
+    own = {change.path for change in changes(recipe, usual)}
+    problems = [
+        Problem(
+            tuple(change.path.split(".")),
+            f"{change.old}, but {change.new} in model.adapter ({recipe.model.adapter}); leave it "
+            "out to continue with the adapter's",
+        )
+        for change in changes(recipe, found)
+        if change.path in own
+    ]
+    if problems:
+        raise fail(problems)
+    return found
