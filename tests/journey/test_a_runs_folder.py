@@ -12,6 +12,7 @@ from surefoot.cli.main import main
 from surefoot.errors import ModelError
 from surefoot.inference import open_model
 from surefoot.recipe.recipe import load
+from surefoot.run.resolving import resolved
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +53,16 @@ def test_train_resumes_the_run_of_a_folder_wherever_it_is(run):
 
 def test_an_adapter_is_continued_from_the_folder_of_its_run(run, tmp_path):
     recipe = run.parent / "recipe.yaml"
-    found = load(recipe, [f"model.adapter={run}"])
+    found = resolved(load(recipe, [f"model.adapter={run}"]))
     assert found.model.adapter == run / "checkpoint-2", "the best, with which the run has ended"
     later = [f"model.adapter={run}", "train.output_dir=other"]
     text = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(text.replace("at_end: true", "at_end: false"))
-    assert load(recipe, later).model.adapter == run / "checkpoint-4"
+    assert resolved(load(recipe, later)).model.adapter == run / "checkpoint-4"
     (run / "checkpoint-4/adapter_model.safetensors").rename(tmp_path / "moved")
-    assert load(recipe, later).model.adapter == run / "checkpoint-2", "the latest valid one"
+    assert resolved(load(recipe, later)).model.adapter == run / "checkpoint-2", (
+        "the latest valid one"
+    )
     (tmp_path / "moved").rename(run / "checkpoint-4/adapter_model.safetensors")
     (run / "recipe.yaml").write_text(text)
 
@@ -73,7 +76,7 @@ def test_an_adapter_with_a_flipped_bit_is_passed_over_as_by_chat(run, tmp_path, 
     data[-1] ^= 64
     path.write_bytes(data)
     overrides = [f"model.adapter={tmp_path / 'run'}", "train.output_dir=other"]
-    found = load(run.parent / "recipe.yaml", overrides).model.adapter
+    found = resolved(load(run.parent / "recipe.yaml", overrides)).model.adapter
     assert found == tmp_path / "run/checkpoint-2" == open_model(tmp_path / "run").folder
     assert "checkpoint-4 is skipped: " in caplog.text
     assert "has changed since it was saved" in caplog.text
@@ -82,7 +85,7 @@ def test_an_adapter_with_a_flipped_bit_is_passed_over_as_by_chat(run, tmp_path, 
 def test_a_damaged_best_checkpoint_of_an_adapter_is_passed_over_and_said(run, tmp_path, caplog):
     best = run / "checkpoint-2/adapter_model.safetensors"
     best.rename(tmp_path / "moved")
-    found = load(run.parent / "recipe.yaml", [f"model.adapter={run}"]).model.adapter
+    found = resolved(load(run.parent / "recipe.yaml", [f"model.adapter={run}"])).model.adapter
     (tmp_path / "moved").rename(best)
     assert found == run / "checkpoint-4"
     assert "the best checkpoint, checkpoint-2, is damaged: using checkpoint-4" in caplog.text
@@ -101,7 +104,9 @@ def test_an_adapter_in_the_place_of_a_model_is_named(run, tmp_path):
 def test_the_folder_of_a_run_is_a_model_path_too(tmp_path):
     path = save_recipe(tmp_path, method="full")
     surefoot.train(path, **{"train.max_steps": 1, "train.output_dir": str(tmp_path / "run")})
-    found = load(path, [f"model.path={tmp_path / 'run'}"]).model.path
+    found = resolved(load(path, [f"model.path={tmp_path / 'run'}"])).model.path
     assert found == str(tmp_path / "run/checkpoint-1")
     (tmp_path / "run/checkpoint-1/manifest.json").unlink()
-    assert load(path, [f"model.path={tmp_path / 'run'}"]).model.path == str(tmp_path / "run")
+    assert resolved(load(path, [f"model.path={tmp_path / 'run'}"])).model.path == str(
+        tmp_path / "run"
+    )

@@ -13,6 +13,7 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe, dump, load, read
+from surefoot.run.resolving import resolved
 from surefoot.run.training_run import read_recipe
 
 SETTINGS = {
@@ -67,14 +68,16 @@ def recipe_of(folder, *, adapter="adapter", **lora):
 
 
 def test_every_setting_is_the_adapter_s(folder):
-    recipe = read(recipe_of(folder))
+    recipe = resolved(read(recipe_of(folder)))
     assert recipe.method == LoRA(**OURS)
     assert "rank: 6" in dump(recipe), "recorded as it is trained"
-    assert read(recipe_of(folder, **OURS)).method == LoRA(**OURS), "the same again is no conflict"
+    assert resolved(read(recipe_of(folder, **OURS))).method == LoRA(**OURS), (
+        "the same again is no conflict"
+    )
 
 
 def test_what_follows_from_the_rank_is_not_recorded_as_a_choice(folder):
-    method = read(recipe_of(folder, adapter="usual")).method
+    method = resolved(read(recipe_of(folder, adapter="usual"))).method
     assert (method.rank, method.alpha) == (16, None)
 
 
@@ -82,7 +85,7 @@ def test_what_follows_from_the_rank_is_not_recorded_as_a_choice(folder):
 def test_another_value_of_the_recipe_is_refused_where_it_stands(folder, setting):
     words = rf"^method\.lora\.{setting}: .*, but .* in model\.adapter .*leave it out"
     with pytest.raises(RecipeError, match=words):
-        read(recipe_of(folder, **{setting: OTHER[setting]}))
+        resolved(read(recipe_of(folder, **{setting: OTHER[setting]})))
 
 
 def test_a_recipe_made_in_python_adopts_them_too(folder):
@@ -91,12 +94,12 @@ def test_a_recipe_made_in_python_adopts_them_too(folder):
         **{name: getattr(plain, name) for name in ("data", "stage", "train", "method")},
         model=read(recipe_of(folder)).model,
     )
-    assert read_recipe(made, {}).method == LoRA(**OURS)
+    assert resolved(read_recipe(made, {})).method == LoRA(**OURS)
 
 
 def test_an_adapter_that_cannot_be_read_is_reported_when_it_is_opened(folder, tmp_path):
     path = save_recipe(tmp_path, model={"adapter": "nowhere"}, method={"lora": {"rank": 3}})
-    assert load(path).method == LoRA(rank=3)
+    assert resolved(load(path)).method == LoRA(rank=3)
 
 
 def opened(folder, adapter, method):

@@ -4,8 +4,7 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.recipe.files import read_text
-from surefoot.recipe.recipe_paths import locate_model
-from surefoot.schema.locations import locate
+from surefoot.schema.locations import ModelPath, locate
 
 
 @pytest.fixture
@@ -49,9 +48,9 @@ def test_a_relative_base_is_in_the_current_folder(base):
 
 
 def test_a_model_is_a_folder_or_a_hub_id(base):
-    assert locate_model("models/base", base) == str(base.parent / "here/models/base")
-    assert locate_model("Qwen/Qwen3-0.6B", base) == "Qwen/Qwen3-0.6B"
-    assert locate_model("", base) == ""
+    assert ModelPath("models/base").located(base) == str(base.parent / "here/models/base")
+    assert ModelPath("Qwen/Qwen3-0.6B").located(base) == "Qwen/Qwen3-0.6B"
+    assert ModelPath("").located(base) == ""
 
 
 def test_the_url_of_a_run_is_no_recipe_and_the_error_says_where_one_is():
