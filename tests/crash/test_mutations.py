@@ -21,7 +21,8 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.tensors import MetaTensors
 from surefoot.parallel.world import ALONE
-from surefoot.recipe.recipe import dump, load, read, with_adapter_settings
+from surefoot.recipe.recipe import dump, load, read
+from surefoot.run.resolving import with_adapter_settings
 
 WORDS = ["", "auto", "full", "lora", "all", "q_proj", "/", "..", "~", "é", "\0", "s3://b/r", "1e3"]
 VALUES = st.recursive(

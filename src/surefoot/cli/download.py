@@ -25,9 +25,8 @@ def download(recipe: Path, overrides: tuple[str, ...]) -> None:
     from ..recipe.recipe import load
     from ..run.resolving import resolved
 
-    loaded = resolved(
-        load(recipe, overrides)
-    )  # what is wrong with it is said before the slow imports
+    # What is wrong with it is said before the slow imports.
+    loaded = resolved(load(recipe, overrides))
     with loading():
         from ..data.rows.catalog import Catalog
         from ..recipe.recipe_data import find_base

@@ -64,9 +64,8 @@ def preview(
     from ..recipe.recipe import load
     from ..run.resolving import resolved
 
-    loaded = resolved(
-        load(recipe, overrides)
-    )  # what is wrong with it is said before the slow imports
+    # What is wrong with it is said before the slow imports.
+    loaded = resolved(load(recipe, overrides))
     with loading():
         from ..inference.pages.example_page import preview_page, write_page
         from ..inference.preview import as_data, preview_data

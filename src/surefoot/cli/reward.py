@@ -44,9 +44,8 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
     from ..recipe.recipe import load
     from ..run.resolving import resolved
 
-    loaded = resolved(
-        load(recipe, overrides)
-    )  # what is wrong with it is said before the slow imports
+    # What is wrong with it is said before the slow imports.
+    loaded = resolved(load(recipe, overrides))
     with loading():
         from ..inference.reward_check import check_rewards
     found = check_rewards(loaded, samples)

@@ -24,10 +24,10 @@ def resolved(
 ) -> Recipe:
     """The recipe with checkpoints in place of the folders of runs, and with the settings of the
     adapter that it continues. Opens folders. Raises ``fail(problems)``."""
-    model = recipe.model
     recipe = _with_models(recipe)
+    model = recipe.model
     found = replace(
-        recipe.model,
+        model,
         path=located(model.path),
         adapter=None if model.adapter is None else adapter_in(Path(model.adapter)),
         frozen_adapters=tuple(adapter_in(Path(one)) for one in model.frozen_adapters),

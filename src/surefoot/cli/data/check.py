@@ -48,9 +48,8 @@ def check(
     from ...recipe.recipe import load
     from ...run.resolving import resolved
 
-    loaded = resolved(
-        load(recipe, overrides)
-    )  # what is wrong with it is said before the slow imports
+    # What is wrong with it is said before the slow imports.
+    loaded = resolved(load(recipe, overrides))
     with loading():
         from ...inference.data_check.check import check_data
         from ...recipe.recipe_data import find_base
