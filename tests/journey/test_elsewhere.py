@@ -24,6 +24,20 @@ def steps(run):
     return [int(path.name.removeprefix("checkpoint-")) for path in checkpoints(run)]
 
 
+def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, caplog):
+    """Its recipe has settings that this version no longer has, in a section and in a variant."""
+    project = Project(tmp_path, train={"max_steps": 3}, method={"lora": {}})
+    surefoot.train(project.recipe)
+    kept = project.run / "recipe.yaml"
+    text = kept.read_text().replace("train:\n", "train:\n  hub: huggingface\n")
+    kept.write_text(text.replace("  lora:\n", "  lora:\n    once: 1\n"))
+    assert kept.read_text() != text
+    surefoot.train(project.recipe, train={"max_steps": 6})
+    assert steps(project.run) == [3, 6]
+    assert "this version has no method.lora.once, train.hub;" in caplog.text
+    assert list(losses(project.run)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_half_written_newest_folder_is_not_chosen_for_resume(tmp_path):
     """transformers#35782: the newest name wins, whatever is in it, and every restart fails."""
     project = Project(tmp_path, train={"max_steps": 6})

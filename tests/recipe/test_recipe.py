@@ -93,14 +93,6 @@ def test_what_is_left_out_has_its_default():
     assert recipe.checkpoint == CheckpointSection()
 
 
-@pytest.mark.parametrize("word", ["cut", "truncate"])
-def test_the_old_word_for_truncation_means_the_same(word):
-    recipe = read({**SMALL, "data": {"datasets": "d", "on_too_long": word}})
-    assert recipe == read(SMALL, [f"data.on_too_long={word}"]) == read(SMALL)
-    assert recipe.data.on_too_long == "truncate"
-    assert "on_too_long: truncate\n" in dump(recipe)
-
-
 def test_the_eight_lines_of_a_beginner_are_enough(recipe_file):
     load(recipe_file("model: {path: m}\ndata: {datasets: d}\nstage: sft\ntrain: {output_dir: x}"))
 

@@ -6,6 +6,7 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ from .other_yaml import HABITS, check_recipe, names
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, bases, with_locations
 from .yaml import emit, parse
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +70,31 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
+    if run is not None:
+        document = _of_this_version(document)
     check_recipe(document)
     if is_llamafactory(document.data):
         return load_translation(*translate_document(document, overrides))
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)
+
+
+def load_kept(file: Path) -> Recipe:
+    """The recipe that a run keeps in its folder. A run outlives the version that began it: settings
+    that this version does not have are dropped with a warning."""
+    return _build(_of_this_version(parse(read_text(file, follow=False), str(file))), file.parent)
+
+
+def _of_this_version(document: Document) -> Document:
+    data, dropped = schema.without_unknown(Recipe, document.data)
+    if dropped:
+        logger.warning(
+            "%s: this version has no %s; the run goes on without",
+            document.name,
+            ", ".join(map(schema.dotted, dropped)),
+        )
+    return replace(document, data=data)
 
 
 def load_text(text: str, name: str, base: Path) -> Recipe:
