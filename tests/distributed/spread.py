@@ -1,5 +1,6 @@
 """A small run put together as recipes are, on any number of ranks, and compared with one alone."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,9 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.auxiliary import open_ahead
-from surefoot.run.networks.auxiliary_networks import open_networks
+from surefoot.run.assembly import build_trainer
+from surefoot.run.columns import precompute
 from surefoot.run.policy import frozen_options, options_of
-from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
@@ -97,8 +97,6 @@ def trainer(
         world=world,
     )
     data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
-    ahead = open_ahead(recipe, {"policy": folder}, codec, data, world)
-    ahead.run(network)
 
     def opened(role):
         path = Path(recipe.stage.auxiliary[role].model or folder / "another")
@@ -108,7 +106,10 @@ def trainer(
         section = ModelSection(path=str(path))
         return open_network(path, section, None, world, frozen_options(recipe))
 
-    return assemble(recipe, codec, open_networks(recipe, network, opened), ahead, saver)
+    columns, networks = precompute(
+        recipe, data, {"policy": folder}, codec, world, lambda needs_start: network, opened
+    )
+    return build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
 
 
 def save_another(path, kind, changes):

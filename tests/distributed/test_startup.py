@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -33,9 +34,9 @@ from surefoot.network.meta import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
-from surefoot.run.auxiliary import open_ahead
+from surefoot.run.assembly import build_trainer
+from surefoot.run.columns import precompute
 from surefoot.run.policy import open_policy
-from surefoot.run.trainer_parts import assemble
 from surefoot.stages.sft import SFT
 from surefoot.storage import files
 from surefoot.training.saver import Saver
@@ -65,6 +66,12 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     tokenizer = folders.tokenizer(extra=tokens)
     codec = Codec(tokenizer, None, recipe.data)
     policy = open_policy(recipe, folder, tokenizer, world)
+    columns, networks = precompute(
+        recipe,
+        EncodedData(small.examples(), {}, EncodingReport(())),
+        {"policy": folder},
+        *(codec, world, lambda needs_start: policy, None),
+    )
     saver = Saver(
         output_dir=folder / "out",
         section=CheckpointSection(),
@@ -73,9 +80,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         steps={},
         world=world,
     )
-    examples = EncodedData(small.examples(), {}, EncodingReport(()))
-    ahead = open_ahead(recipe, {"policy": folder}, codec, examples, world)
-    made = assemble(recipe, codec, {"policy": policy}, ahead, saver)
+    made = build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
     may_share = packing and "shifted_attention_group" not in (model or {})
     assert policy.sharing.is_proven == may_share, "prompts may be shared"
     return made

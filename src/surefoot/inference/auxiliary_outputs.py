@@ -19,7 +19,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.auxiliary import columns_of, eval_set
+from ..run.columns import columns_of, eval_set
 from ..run.contexts import context_of
 from ..run.networks.auxiliary_networks import heads_of, refuse_other_tokens
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows

@@ -1,39 +1,70 @@
-"""A run from its recipe, in reading order."""
+"""A run from its recipe, in reading order: ``build``, and below it each part, in that order."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from .. import interchange
+from ..callbacks.console import Screen
+from ..callbacks.early_stop import EarlyStop
+from ..callbacks.jsonl import NAME as METRICS
+from ..callbacks.jsonl import Jsonl
+from ..callbacks.launches import NAME as LAUNCHES
+from ..callbacks.plot import NAME as PLOT
+from ..callbacks.plot import Plot
+from ..callbacks.tensorboard import FOLDER as TENSORBOARD
+from ..callbacks.tensorboard import TensorBoard
+from ..callbacks.warm_up import WarmUp
 from ..checkpoint.background.saver import SaveListener
+from ..checkpoint.disk.companions import tokenizer_of
 from ..checkpoint.reading.loading import load as load_checkpoint
+from ..data.text.codec import Codec
+from ..errors import RecipeError
 from ..model.malloc import keep_freed_memory
+from ..model.pretrained import companions
+from ..model.pretrained.base_identity import BaseModel
 from ..model.seeding import seed_everything, use_deterministic_kernels
+from ..network.network import Network
 from ..parallel.world import ALONE, World
-from ..recipe.recipe import Recipe
+from ..recipe.files import RUN_RECIPE
+from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
-from ..training.callback import TrainerCallback
+from ..schema import variant_name
+from ..training.callback import Callbacks, Context, TrainerCallback
+from ..training.control.log_accumulator import LogAccumulator
+from ..training.control.out_of_memory import MemoryGuard
+from ..training.control.triggers import IntervalCallback, Trigger
+from ..training.rollouts.kept import KeptRollouts
+from ..training.saver import Saver
+from ..training.section import CALLBACKS
+from ..training.stage import POLICY
+from ..training.state import TrainerControl, TrainerState
 from ..training.trainer import Trainer
+from ..training.windows import Windows, num_steps
 from . import data_loading
-from .auxiliary import open_ahead
 from .base_models import find_bases
 from .code_files import check_code, code_of
+from .columns import Columns, precompute
+from .contexts import build_evaluation, served_policy
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
-from .networks.auxiliary_networks import check_models
+from .networks.auxiliary_networks import check_models, open_auxiliary
 from .policy import (
     Around,
     build_codec,
+    build_learner,
     end_with_responses,
     open_policy,
     settle_packing,
 )
 from .prepared_model import compare_prepared
-from .recipe_callbacks import standard_callbacks
-from .saving import build_saver
-from .trainer_parts import assemble
 
 logger = logging.getLogger(__name__)
 
@@ -98,29 +129,34 @@ def build(
     seed_everything(recipe.train.seed)
     code |= bases.record() if trial is None and world.is_main else {}
     data, feeder = data_loading.open_data(recipe, codec, base, world)
-    ahead = open_ahead(recipe, bases.folders, codec, data, world)
-    if trial is not None:
-        ahead.blank()
-    ahead.run_without_policy()
-    is_new = start is None or ahead.needs_start
-    has_base = start is not None and start.has_base and recipe.method.saves_base_model
-    is_read = is_new or not has_base  # if no checkpoint has all values, or they are needed before
     longest = data_loading.longest_document(recipe, data)
-    policy = open_policy(
-        recipe, base, codec.tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
+    saved = start is not None and start.has_base and recipe.method.saves_base_model
+
+    def opened(needs_start: bool) -> Network:
+        is_new = start is None or needs_start
+        is_read = is_new or not saved  # if no checkpoint has all values, or they are needed before
+        tokenizer = codec.tokenizer
+        return open_policy(
+            recipe, base, tokenizer, world, is_read=is_read, is_new=is_new, longest=longest
+        )
+
+    beside = partial(
+        open_auxiliary, recipe, codec=codec, world=world, longest=longest, folders=bases.folders
     )
-    networks = ahead.networks(policy)
-    saver = build_saver(written, policy, codec, bases.policy, world)
-    end_with_responses(policy, codec)  # the files beside the weights have their own
+    columns, networks = precompute(
+        recipe, data, bases.folders, codec, world, opened, beside, is_blank=trial is not None
+    )
+    policy = networks[POLICY]
     saver = replace(
-        saver,
+        build_saver(written, policy, codec, bases.policy, world),
         resumed_from=None if start is None else start.folder,
         is_foreign=start is not None and start.writer is not None,
-        companions={**saver.companions, **code},
         listeners=listeners,
     )
+    saver = replace(saver, companions={**saver.companions, **code})
+    end_with_responses(policy, codec)  # the files beside the weights have their own
     members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
-    trainer = assemble(recipe, codec, networks, ahead, saver, members, feeder, trial=trial)
+    trainer = build_trainer(recipe, codec, networks, columns, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
         check_code(code, start.folder)
@@ -129,3 +165,114 @@ def build(
     compare_prepared(trainer.state.kernels, policy)
     trainer.callbacks.emit("on_init_end")
     return trainer
+
+
+def build_saver(
+    recipe: Recipe, policy: Network, codec: Codec, base: BaseModel, world: World
+) -> Saver:
+    """The saver of a run: the folder of its checkpoints, and their companions."""
+    own = tokenizer_of(Path(codec.tokenizer.name_or_path))
+    files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer, own)}
+    files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
+    layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
+    return Saver(
+        output_dir=recipe.train.folder,
+        section=replace(recipe.checkpoint, layout=layout),
+        kind=policy.weights.kind,
+        companions=files,
+        steps={
+            "log_steps": recipe.train.log_steps,
+            "eval_steps": recipe.train.eval_steps,
+            "save_steps": recipe.checkpoint.save_steps,
+        },
+        metric=recipe.train.metric_for_best_model,
+        greater=recipe.train.is_greater_better,
+        world=world,
+        beside=(METRICS, LAUNCHES, TENSORBOARD),
+    )
+
+
+def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
+    """The callbacks of the recipe, in the order in which they are called."""
+    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
+    members: list[TrainerCallback] = [
+        IntervalCallback(
+            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
+            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
+            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
+        )
+    ]
+    if section.early_stopping_patience is not None:
+        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
+    for callback in section.callbacks:
+        if not isinstance(callback, TrainerCallback):
+            name = variant_name(CALLBACKS, callback)
+            raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
+        members.append(copy(callback))  # what a run changes is its own
+    if not world.is_main:
+        return members
+    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if recipe.model.compile:
+        members.append(WarmUp())
+    if "tensorboard" in section.report_to:
+        members.append(TensorBoard(folder / TENSORBOARD))
+    return members
+
+
+def build_trainer(
+    recipe: Recipe,
+    codec: Codec,
+    networks: Mapping[str, Network],
+    columns: Columns,
+    saver: Saver,
+    members: Sequence[TrainerCallback],
+    feeder: AbstractContextManager[object],
+    *,
+    trial: Around | None = None,
+) -> Trainer:
+    """The loop over its parts; ``networks`` are the policy and those that stay beside it."""
+    section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
+    world, folder = saver.world, None if trial else section.folder
+    memory = replace(MemoryGuard.of(section, world), folder=folder)
+    served = None if trial else served_policy(recipe, policy, saver, world)
+    evaluation = replace(
+        build_evaluation(recipe, codec, networks, world, memory, served), kept=KeptRollouts(folder)
+    )
+    loader = data_loading.build_loader(recipe, columns.data, evaluation.collate, world)
+    windows = Windows(
+        loader,
+        stage,
+        evaluation.context,
+        columns.kept,
+        section.seed,
+        memory,
+        stage_state=evaluation.stage_state,
+    )
+    max_steps = num_steps(section, windows.steps_per_epoch)
+    state = TrainerState(
+        max_steps=max_steps,
+        num_train_epochs=section.num_epochs,
+        train_batch_size=section.fixed_micro_batch_size,
+        is_local_process_zero=world.is_local_main,
+        is_world_process_zero=world.is_main,
+        fitted=memory.sizes,
+    )
+    evaluation.version.state = state  # which its contexts read
+    learner, control = build_learner(recipe, policy, max_steps, trial), TrainerControl()
+    counts = loader.num_examples, windows.steps_per_epoch
+    args = Context(section, policy.module, learner, section.folder, *counts)
+    return Trainer(
+        section=section,
+        stage=stage,
+        learners={POLICY: learner},
+        windows=windows,
+        evals=columns.evals,
+        evaluation=evaluation,
+        saver=saver,
+        callbacks=Callbacks(args, state, control, members),
+        state=state,
+        control=control,
+        interval=LogAccumulator(state, policy.num_parameters),
+        world=world,
+        feeder=feeder,
+    )

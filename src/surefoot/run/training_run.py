@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -23,6 +23,7 @@ from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled
 from ..storage.files import raising, read_json, write_aside
+from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import TrainerCallback
 from ..training.trainer import Trainer
 from .assembly import Start
@@ -43,7 +44,6 @@ from .from_python.given import Given
 from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
-from .out_of_memory import explain_out_of_memory
 from .resolving import resolved
 
 logger = logging.getLogger(__name__)
@@ -187,6 +187,24 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         finish(trainer)
         trainer.saver.finish_uploads(state)
     return outcome_of(trainer)
+
+
+@contextmanager
+def explain_out_of_memory(trainer: Trainer) -> Iterator[None]:
+    """Convert a failed allocation of the loop to a ``RunError``. No checkpoint is lost by it: the
+    save in flight has its own copy, and has ended when the loop has."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        newest = trainer.saver.newest or "no checkpoint has been saved yet"
+        raise RunError(
+            f"train.micro_batch_size: step {trainer.state.global_step + 1} ran out of memory "
+            f"({allocator_message(error)}). Latest checkpoint: {newest}. Lower "
+            "train.micro_batch_size or set model.gradient_checkpointing: true, then run the same "
+            "command to resume; `surefoot plan` estimates the memory that a recipe needs"
+        ) from error
 
 
 def _is_finished(trainer: Trainer) -> bool:
