@@ -22,7 +22,7 @@ from inputs import make_qwen3
 
 EXPORT = """
 import sys
-from surefoot.inference.gguf.export import export_gguf
+from surefoot.plugins.gguf.export import export_gguf
 export_gguf(sys.argv[1], sys.argv[2], quantize=sys.argv[3])
 print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 """

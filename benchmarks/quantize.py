@@ -27,7 +27,7 @@ SCHEMES = {
 }
 EXPORT = """
 import random, sys
-from surefoot.inference.quantizing import export
+from surefoot.plugins.quantize import export
 path, out, algorithm, count, length = sys.argv[1:]
 length, rows = int(length), range(int(count))
 export.calibration_rows = lambda *_: [random.choices(range(1000), k=length) for _ in rows]
@@ -61,8 +61,8 @@ def divergence(folder: Path, run: Path) -> float:
 
 def quality(run: Path, group_sizes: list[int]) -> None:
     """A row for each scheme and algorithm."""
-    from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
     from surefoot.inference.receipts.verification import verify_export
+    from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
 
     print("| weights | algorithm | CPU s | perplexity | exact match | equal tokens | divergence |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

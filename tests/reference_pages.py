@@ -16,11 +16,11 @@ from gguf import GGML_QUANT_SIZES
 
 from surefoot.cli.main import COMMANDS, main
 from surefoot.data.text.families.family import TemplateFamily, families
-from surefoot.inference.gguf.architectures import ARCHITECTURES, GGUFArchitecture
-from surefoot.inference.gguf.formats import FORMATS, Format
-from surefoot.inference.gguf.vocabulary import PRE_TOKENIZERS
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.optimizer import bytes_per_element, can_shard
+from surefoot.plugins.gguf.architectures import ARCHITECTURES, GGUFArchitecture
+from surefoot.plugins.gguf.formats import FORMATS, Format
+from surefoot.plugins.gguf.vocabulary import PRE_TOKENIZERS
 from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
 from surefoot.recipe.from_llamafactory.arguments.argument import (
     Argument,

@@ -19,7 +19,12 @@ from typing import Any, Generic, TypeVar
 from .errors import SurefootError
 
 GROUP = "surefoot.plugins"
-BUNDLED = ("surefoot.plugins.mindspore.plugin:PLUGIN", "surefoot.interchange.plugin:PLUGIN")
+BUNDLED = (
+    "surefoot.plugins.mindspore.plugin:PLUGIN",
+    "surefoot.plugins.quantize.plugin:PLUGIN",
+    "surefoot.plugins.gguf.plugin:PLUGIN",
+    "surefoot.interchange.plugin:PLUGIN",
+)
 T = TypeVar("T")
 Named = Mapping[str, str]  # what a list calls it -> "package.module:name"
 logger = logging.getLogger(__name__)
@@ -57,6 +62,9 @@ class Plugin:
 
     targets: Named = field(default_factory=dict)
     """What ``ckpt convert --to`` writes: a ``Target``."""
+
+    exporters: Named = field(default_factory=dict)
+    """What ``export --to`` writes: an ``Exporter``."""
 
     trainers: Named = field(default_factory=dict)
     """Programs whose checkpoints a run can resume from: a ``ForeignTrainer``."""

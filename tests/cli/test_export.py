@@ -131,7 +131,7 @@ def test_options_of_another_target_are_refused(known, tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_cure(known, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("surefoot.inference.gguf")]:
+    for name in [name for name in sys.modules if name.startswith("surefoot.plugins.gguf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     done = run(known, tmp_path / "a.gguf", "--to", "gguf")

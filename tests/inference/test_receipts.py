@@ -18,13 +18,13 @@ from surefoot.cli.main import main
 from surefoot.data.text.pairs import with_chosen
 from surefoot.errors import ModelError
 from surefoot.inference import export
-from surefoot.inference.gguf.export import export_gguf
 from surefoot.inference.receipts import adapter_loading, artefact_loading, verification
 from surefoot.inference.receipts.adapter_loading import add_adapter
 from surefoot.inference.receipts.artefact_loading import without_bars
 from surefoot.inference.receipts.probes import Probe, compare, outputs_of
 from surefoot.inference.receipts.receipt import NAME, Artefact, identity_of, read_receipt
 from surefoot.inference.receipts.verification import Cost, verify_export
+from surefoot.plugins.gguf.export import export_gguf
 from surefoot.storage import files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")

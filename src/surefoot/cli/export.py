@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 import click
 
 from ..errors import ModelError, installation
-from .weight_options import trust_remote_code_option
-
-Progress = Callable[[int, int], None]  # gets the bytes written, and the total
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def num_bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """``5GB``, ``500MiB`` or a plain number as bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", value.strip().upper())
-    size = int(float(match[1]) * UNITS[match[2] or ""]) if match else 0
-    if size < 1:
-        raise click.BadParameter(f"expected a size such as 5GB or 500MB, got {value!r}", ctx, param)
-    return size
+from ..extensions import Extended
+from .exporter import DTYPE, MAX_SHARD_SIZE, Exporter, Progress, WriteModel
+from .weight_options import TRUST_REMOTE_CODE
 
 
-USUAL = {"gguf": "f16", "gguf-adapter": "f16", "compressed-tensors": "fp8"}
-GGUF = (
-    *("f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s"),
-    *("q5_0", "q4_0"),
+def _huggingface(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
+    from ..inference import export as write
+
+    return write(path, out, progress=progress, **given)
+
+
+EXPORTERS: Extended[Exporter] = Extended(
+    "exporters",
+    {
+        "huggingface": Exporter(
+            summary="a Hugging Face folder",
+            writer=f"{__name__}:_huggingface",
+            options=(
+                DTYPE,
+                MAX_SHARD_SIZE,
+                click.Option(
+                    ["--reward-head"],
+                    type=click.Choice(["score", "v_head", "adapter"]),
+                    default="score",
+                    show_default=True,
+                    help="Of a reward model: score in the layout of "
+                    "AutoModelForSequenceClassification, or a file with v_head beside a language "
+                    "model, as TRL and LLaMA-Factory read it; adapter writes a LoRA adapter that "
+                    "is not merged, with score, for AutoPeftModelForSequenceClassification. Of a "
+                    "model with the values of stage: ppo, v_head writes them, too.",
+                ),
+                TRUST_REMOTE_CODE,
+            ),
+        ),
+    },
 )
-SCHEMES = ("fp8", "fp8-block", "w8a8", "w4a16")
-TARGETS = {
-    "huggingface": ("dtype", "max_shard_size", "reward_head", "trust_remote_code"),
-    "compressed-tensors": ("quantize", "group_size", "algorithm", "dtype", "max_shard_size"),
-    "gguf": ("quantize",),
-    "gguf-adapter": ("quantize",),
-}
-"""What ``--to`` writes, and the options that not all have."""
-SERVERS = {
-    "compressed-tensors": (
-        "vllm serve {}",
-        "python -m sglang.launch_server --model-path {}",
-    ),
-}
-"""What serves it; printed."""
-PACKAGES = ("gguf", "compressed_tensors")
 
 
 @click.command("verify")
@@ -64,7 +64,7 @@ def verify_command(out: Path, checkpoint: str | None, base: str | None) -> None:
 
 
 class _Export(click.Command):
-    """``export PATH OUT``, and ``export verify OUT``."""
+    """``export PATH OUT`` with the options of every exporter, and ``export verify OUT``."""
 
     commands: ClassVar[Mapping[str, click.Command]] = {"verify": verify_command}
 
@@ -81,70 +81,45 @@ class _Export(click.Command):
         command = self.commands[args[0]]
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own, and after its arguments ``--to``, ``--quantize`` and those of the exporters."""
+        own = super().get_params(ctx)
+        first = sum(isinstance(param, click.Argument) for param in own)
+        theirs = [option for one in EXPORTERS.values() for option in one.options]
+        made = [_to(), _quantize(), *dict.fromkeys(theirs)]
+        return [*own[:first], *made, *own[first:]]
+
+
+def _to() -> click.Option:
+    summaries = "; ".join(f"{name}: {one.summary}" for name, one in EXPORTERS.items())
+    return click.Option(
+        ["--to"],
+        type=click.Choice(list(EXPORTERS)),
+        default="huggingface",
+        show_default=True,
+        help=f"What to write. {summaries}.",
+    )
+
+
+def _quantize() -> click.Option:
+    formats = {name: one.formats for name, one in EXPORTERS.items() if one.formats}
+    known = dict.fromkeys(one for names in formats.values() for one in names)
+    said = "; ".join(f"{name}: {', '.join(names)}" for name, names in formats.items())
+    text = f"Type of the weights; unset, the first that is named here. {said}."
+    return click.Option(["--quantize"], type=click.Choice(list(known)), help=text)
+
 
 @click.command(cls=_Export)
 @click.argument("path")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--to",
-    type=click.Choice(list(TARGETS)),
-    default="huggingface",
-    show_default=True,
-    help="A Hugging Face folder; one with quantized weights for vLLM and SGLang; one GGUF file for "
-    "llama.cpp and Ollama, with a Modelfile beside it; or a LoRA adapter, not merged, as a GGUF "
-    "file for a GGUF of its base.",
-)
-@click.option(
-    "--quantize",
-    type=click.Choice([*SCHEMES, *GGUF]),
-    help=f"Type of the weights: of compressed-tensors {', '.join(SCHEMES)} (unset, fp8); of a GGUF "
-    "file the others (unset, f16).",
-)
-@click.option(
-    "--group-size",
-    type=click.Choice(["32", "64", "128"]),
-    help="Inputs that share a scale, with --quantize w4a16; unset, 128.",
-)
-@click.option(
-    "--algorithm",
-    type=click.Choice(["rtn", "gptq"]),
-    default="rtn",
-    show_default=True,
-    help="How weights are rounded: to nearest; w4a16 and w8a8 also by GPTQ, on 128 rows of the "
-    "run's training data, which takes longer and usually loses less.",
-)
 @click.option("--base", help="The base model of an adapter, if it moved.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bfloat16", "float32", "float16"]),
-    help="Type of the weights; unset, as stored (for an adapter: as in its base).",
-)
-@click.option(
-    "--max-shard-size",
-    callback=num_bytes,
-    metavar="SIZE",
-    default="5GB",
-    show_default=True,
-    help="Largest weight file; bigger models are split as Hugging Face splits them.",
-)
-@click.option(
-    "--reward-head",
-    type=click.Choice(["score", "v_head", "adapter"]),
-    default="score",
-    show_default=True,
-    help="Of a reward model: score in the layout of AutoModelForSequenceClassification, or a file "
-    "with v_head beside a language model, as TRL and LLaMA-Factory read it; adapter writes a LoRA "
-    "adapter that is not merged, with score, for AutoPeftModelForSequenceClassification. Of a "
-    "model with the values of stage: ppo, v_head writes them, too.",
-)
-@trust_remote_code_option
 @click.option(
     "--verify/--no-verify",
     default=True,
     help="Open OUT with transformers, and compare it with the checkpoint (default). Skipped if "
     "the memory for the model in float32 is not there.",
 )
-def export(path: str, out: Path, verify: bool, **options: Any) -> None:
+def export(path: str, out: Path, verify: bool, to: str, **options: Any) -> None:
     """Write a model as a Hugging Face folder, with quantized weights, or as a GGUF file.
 
     PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
@@ -156,23 +131,26 @@ def export(path: str, out: Path, verify: bool, **options: Any) -> None:
 
     `surefoot export verify OUT` verifies it again.
     """
-    _refuse_others(click.get_current_context(), options["to"])
-    if out.suffix.lower() == ".gguf" and not options["to"].startswith("gguf"):
+    exporter = EXPORTERS[to]
+    _refuse_others(click.get_current_context(), to)
+    files = [name for name, one in EXPORTERS.items() if one.suffix == out.suffix.lower()]
+    if out.suffix and files and exporter.suffix != out.suffix.lower():
         raise click.UsageError(
-            f"{out} is the name of a GGUF file, and --to {options['to']} writes a folder; add "
-            "--to gguf, or choose another name"
+            f"{out} is the name of a file of --to {files[0]}, and --to {to} writes a folder; add "
+            f"--to {files[0]}, or choose another name"
         )
-    found = _with_bar(lambda progress: _write(path, out, options, progress))
+    found = _with_bar(lambda progress: _write(to, path, out, options, progress))
     click.echo(f"wrote {found}")
-    if command := SERVERS.get(options["to"]):
-        click.echo("".join(f"  {line.format(found)}\n" for line in command), nl=False, err=True)
+    click.echo(
+        "".join(f"  {line.format(found)}\n" for line in exporter.servers), nl=False, err=True
+    )
     if verify and options["trust_remote_code"]:
         click.echo("not verified: the code that comes with the model is not run for it", err=True)
     elif verify:
-        _verify_now(found, options["to"], options["base"])
+        _verify_now(found, options["base"], may_not_open=exporter.may_not_open)
 
 
-def _verify_now(out: Path, to: str, base: str | None) -> None:
+def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
     """Verify what was written, unless that cannot be done here; delete it if it is wrong."""
     from ..inference.receipts.artefact_loading import UnopenedError
     from ..inference.receipts.receipt import delete_artefact
@@ -193,7 +171,7 @@ def _verify_now(out: Path, to: str, base: str | None) -> None:
     try:
         _verify(out, None, base)
     except ModelError as error:
-        if to == "gguf":
+        if may_not_open:
             click.echo(f"not verified: {error}", err=True)  # its loader has fewer models
             return
         if isinstance(error, UnopenedError):
@@ -225,80 +203,43 @@ def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
     raise click.exceptions.Exit(1)
 
 
+def _names(exporter: Exporter) -> set[str]:
+    """The parameters of the command that mean something for it."""
+    found = {str(option.name) for option in exporter.options}
+    return found | {"quantize"} if exporter.formats else found
+
+
 def _refuse_others(ctx: click.Context, to: str) -> None:
     """Options that mean nothing for ``to`` are mistakes."""
-    meant = {name for target in TARGETS if target == to for name in TARGETS[target]}
-    for name in sorted({n for names in TARGETS.values() for n in names} - meant):
+    names = {target: _names(one) for target, one in EXPORTERS.items()}
+    for name in sorted(set[str]().union(*names.values()) - names[to]):
         if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
-            others = " and ".join(t for t, names in TARGETS.items() if name in names)
+            others = " and ".join(target for target in names if name in names[target])
             option = "--" + name.replace("_", "-")
             raise click.UsageError(f"{option} belongs to --to {others}; leave it out", ctx)
 
 
-def _write(path: str, out: Path, options: dict[str, Any], progress: Progress) -> Path:
-    to = options["to"]
-    given = {name: options[name] for name in (*TARGETS[to], "base")}
+def _write(to: str, path: str, out: Path, options: dict[str, Any], progress: Progress) -> Path:
+    exporter = EXPORTERS[to]
+    given = {name: options[name] for name in (*_names(exporter), "base")}
+    if exporter.formats:
+        given["quantize"] = chosen = given["quantize"] or exporter.formats[0]
+        if chosen not in exporter.formats:
+            expected = ", ".join(exporter.formats)
+            raise click.UsageError(
+                f"--quantize {chosen} is not written by --to {to}; expected one of {expected}"
+            )
     try:
-        return WRITERS[to](path, out, given, progress)
+        module, _, name = exporter.writer.partition(":")
+        writer: WriteModel = getattr(import_module(module), name)
+        return writer(path, out, given, progress)
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
+        if error.name is None or error.name != exporter.package:
             raise
         raise ModelError(
             f"--to {to} needs the package {error.name.replace('_', '-')}, which is not installed: "
             f"{installation(error.name)}"
         ) from None
-
-
-def _huggingface(path: str, out: Path, given: dict[str, Any], progress: Progress) -> Path:
-    from ..inference import export as write
-
-    return write(path, out, progress=progress, **given)
-
-
-def _compressed(path: str, out: Path, given: dict[str, Any], progress: Progress) -> Path:
-    from ..inference.quantizing.export import QuantizeOptions, export_quantized
-
-    quantize = _quantize("compressed-tensors", given.pop("quantize"), SCHEMES)
-    size = given.pop("group_size")
-    options = QuantizeOptions(None if size is None else int(size), given.pop("algorithm"))
-    return export_quantized(
-        path, out, quantize=quantize, options=options, progress=progress, **given
-    )
-
-
-def _gguf(path: str, out: Path, given: dict[str, Any], progress: Progress) -> Path:
-    from ..inference.gguf.export import export_gguf
-
-    quantize = _quantize("gguf", given["quantize"], GGUF)
-    return export_gguf(path, out, base=given["base"], quantize=quantize, progress=progress)
-
-
-def _gguf_adapter(path: str, out: Path, given: dict[str, Any], progress: Progress) -> Path:
-    from ..inference.gguf.export import export_gguf
-
-    quantize = _quantize("gguf-adapter", given["quantize"], GGUF)
-    return export_gguf(
-        path, out, base=given["base"], quantize=quantize, as_adapter=True, progress=progress
-    )
-
-
-def _quantize(to: str, found: str | None, known: tuple[str, ...]) -> str:
-    """One of those that ``to`` has. Raises ``UsageError``."""
-    if found is None:
-        return USUAL[to]
-    if found not in known:
-        raise click.UsageError(
-            f"--quantize {found} is not written by --to {to}; expected one of {', '.join(known)}"
-        )
-    return found
-
-
-WRITERS = {
-    "huggingface": _huggingface,
-    "compressed-tensors": _compressed,
-    "gguf": _gguf,
-    "gguf-adapter": _gguf_adapter,
-}
 
 
 def _with_bar(write: Callable[[Callable[[int, int], None]], Path]) -> Path:

@@ -90,7 +90,7 @@ def _of_this_version(document: Document) -> Document:
     data, dropped = schema.without_unknown(Recipe, document.data)
     if dropped:
         logger.warning(
-            "%s: this version has no %s; the run goes on without",
+            "%s: this version has no %s; the run continues without",
             document.name,
             ", ".join(map(schema.dotted, dropped)),
         )

@@ -52,7 +52,7 @@ from ..training.windows import Windows, num_steps
 from . import data_loading
 from .base_models import find_bases
 from .code_files import check_code, code_of
-from .columns import Columns, precompute
+from .columns import RunColumns, precompute
 from .contexts import build_evaluation, served_policy
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .networks.auxiliary_networks import check_models, open_auxiliary
@@ -223,7 +223,7 @@ def build_trainer(
     recipe: Recipe,
     codec: Codec,
     networks: Mapping[str, Network],
-    columns: Columns,
+    columns: RunColumns,
     saver: Saver,
     members: Sequence[TrainerCallback],
     feeder: AbstractContextManager[object],

@@ -40,7 +40,7 @@ OpenModel = Callable[[str], Network]  # by role
 
 
 @dataclass(frozen=True)
-class Columns:
+class RunColumns:
     """The examples of a run with all the columns that are computed before the first step."""
 
     data: TrainingData  # with those that are cached by item
@@ -58,7 +58,7 @@ def precompute(
     open_model: OpenModel,
     *,
     is_blank: bool = False,
-) -> tuple[Columns, dict[str, Network]]:
+) -> tuple[RunColumns, dict[str, Network]]:
     """Compute the columns that are not known yet, and open the networks of the run, by role.
 
     What needs no policy is computed before the policy is opened, so that the two are never in
@@ -93,14 +93,14 @@ def _joined(
     data: TrainingData,
     train: WindowSet | None,
     held_out: Mapping[str, WindowSet],
-) -> Columns:
+) -> RunColumns:
     if train is not None:
         data = data.changed(partial(with_items, found=found))
     evals = {
         name: EvaluationSet(examples, with_windows(held_out[name], found))
         for name, examples in data.evals.items()
     }
-    return Columns(data, NOTHING if train is None else with_windows(train, found), evals)
+    return RunColumns(data, NOTHING if train is None else with_windows(train, found), evals)
 
 
 def _train_set(recipe: Recipe, data: TrainingData, world: World) -> WindowSet | None:

@@ -5,7 +5,7 @@ import pytest
 from gguf import GGUFReader
 
 from surefoot.errors import ModelError
-from surefoot.inference.gguf.export import export_gguf
+from surefoot.plugins.gguf.export import export_gguf
 
 from ..gguf.test_model_file import fields, save, save_adapter, values
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
-from surefoot.inference.gguf.vocabulary import model_name, vocabulary_of
+from surefoot.plugins.gguf.vocabulary import model_name, vocabulary_of
 
 TEXTS = ["Hello, world! 12345", "What is the capital of France? Paris.", "  def f(x):\n\t你好 é"]
 
@@ -156,7 +156,7 @@ def test_other_kinds_of_tokenizers_are_refused():
 
 
 def test_an_unknown_pre_tokenizer_is_refused_or_near_enough(monkeypatch):
-    monkeypatch.setattr("surefoot.inference.gguf.vocabulary._TEXTS", 1000)
+    monkeypatch.setattr("surefoot.plugins.gguf.vocabulary._TEXTS", 1000)
     known = tiny_tokenizers.tokenizer("qwen")
     content = json.loads(known.backend_tokenizer.to_str())
     steps = content["pre_tokenizer"]["pretokenizers"]

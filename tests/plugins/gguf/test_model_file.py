@@ -22,7 +22,7 @@ import tiny_tokenizers
 from folders import CHATML, edit_json, save_adapter
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.inference import export
-from surefoot.inference.gguf.export import export_gguf
+from surefoot.plugins.gguf.export import export_gguf
 from surefoot.storage import files
 
 KINDS = {
@@ -319,7 +319,7 @@ def test_a_full_disk_leaves_nothing(models, after, tmp_path, monkeypatch):
 def test_rows_of_heads_and_experts_are_read_in_blocks(models, tmp_path, monkeypatch):
     for kind in ("llama", "qwen3_moe"):
         out = export_gguf(models(kind), tmp_path / f"{kind}.gguf", quantize="f32")
-        monkeypatch.setattr("surefoot.inference.gguf.tensors._CHUNK", 1000)
+        monkeypatch.setattr("surefoot.plugins.gguf.tensors._CHUNK", 1000)
         again = export_gguf(models(kind), tmp_path / f"{kind}-2.gguf", quantize="f32")
         first, second = values(out), values(again)
         assert all(np.array_equal(first[name], second[name]) for name in first)

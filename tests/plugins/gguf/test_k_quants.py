@@ -6,7 +6,7 @@ from gguf import GGMLQuantizationType as T
 from gguf import quants
 
 from surefoot.errors import CheckpointError
-from surefoot.inference.gguf.gguf_file import pack
+from surefoot.plugins.gguf.gguf_file import pack
 
 F = np.float32
 SIZES = {T.Q4_K: 144, T.Q5_K: 176, T.Q6_K: 210}

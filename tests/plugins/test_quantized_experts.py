@@ -22,13 +22,13 @@ from surefoot.model.pretrained.tokenizer import load_tokenizer
 
 pytest.importorskip("compressed_tensors")
 
-from surefoot.inference.quantizing import calibration
-from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
-from surefoot.inference.quantizing.inputs import matrices_of, statistics_of
-from surefoot.inference.quantizing.layerwise import open_layerwise
-from surefoot.inference.quantizing.linear_layers import find_linear_layers
-from surefoot.inference.quantizing.rows import calibration_rows
 from surefoot.inference.receipts.verification import verify_export
+from surefoot.plugins.quantize import calibration
+from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
+from surefoot.plugins.quantize.inputs import matrices_of, statistics_of
+from surefoot.plugins.quantize.layerwise import open_layerwise
+from surefoot.plugins.quantize.linear_layers import find_linear_layers
+from surefoot.plugins.quantize.rows import calibration_rows
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 GROUPS = QuantizeOptions(group_size=32)
@@ -66,7 +66,7 @@ def test_what_transformers_does_not_open_is_refused(name, tmp_path, monkeypatch)
     with pytest.raises(ModelError, match=f"has experts, .* open in {name}; use --quantize fp8"):
         export_quantized(base, tmp_path / "out", quantize=name)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("surefoot.inference.quantizing.export._WITHOUT_EXPERTS", ())
+    monkeypatch.setattr("surefoot.plugins.quantize.export._WITHOUT_EXPERTS", ())
     out = export_quantized(base, tmp_path / "out", quantize=name)
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         logits(out)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from ...cli.exporter import Progress
+from ...inference.model_loading import ModelFolders, find_parts, with_valid
 from ...recipe.run_checkpoint import Damaged
-from ..model_loading import ModelFolders, find_parts, with_valid
 from .adapter_file import write_adapter
 from .formats import FORMATS
 from .model_file import write_model
@@ -46,3 +48,13 @@ def export_gguf(
 
     with_valid(find, write)
     return target
+
+
+def to_gguf(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
+    """``export --to gguf``."""
+    return export_gguf(path, out, progress=progress, **given)
+
+
+def to_gguf_adapter(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
+    """``export --to gguf-adapter``."""
+    return export_gguf(path, out, as_adapter=True, progress=progress, **given)

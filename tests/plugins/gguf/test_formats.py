@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from gguf import GGMLQuantizationType
 
-from surefoot.cli.export import GGUF, USUAL
-from surefoot.inference.gguf.formats import FORMATS, LayerCounts, fitting, tensor_type
+from surefoot.plugins.gguf.exporters import GGUF
+from surefoot.plugins.gguf.formats import FORMATS, LayerCounts, fitting, tensor_type
 
 T = GGMLQuantizationType
 # As `llama_model_loader` prints them for Llama 2 7B (32 layers, an output of its own) in the files
@@ -74,5 +74,4 @@ def test_rows_that_do_not_fit_fall_back_as_in_llama_cpp(kind, columns, expected)
 
 
 def test_the_command_knows_all_formats():
-    assert set(GGUF) == set(FORMATS)
-    assert USUAL["gguf"] in FORMATS
+    assert set(GGUF.formats) == set(FORMATS)

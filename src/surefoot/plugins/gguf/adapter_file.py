@@ -21,14 +21,14 @@ from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError
 from ...geometry.box import Box
+from ...inference.exporting.base_model import meta_model
+from ...inference.exporting.merged_model import stop_token_ids
+from ...inference.model_loading import ModelFolders
+from ...inference.receipts.receipt import Artefact, receipt_path, write_receipt
 from ...model.adaptable import adapted
 from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...recipe.files import ADAPTER, read_text
-from ..exporting.base_model import meta_model
-from ..exporting.merged_model import stop_token_ids
-from ..model_loading import ModelFolders
-from ..receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of
 from .formats import Format, fitting
 from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files

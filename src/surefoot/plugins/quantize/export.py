@@ -6,23 +6,24 @@ Weights go from file to file rows by rows; memory does not grow with the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...checkpoint.converting.targets.huggingface import refuse_taken
 from ...checkpoint.disk.atomic_folder import new_folder, write_small
 from ...checkpoint.sources.copying import DtypeName, copy
 from ...checkpoint.sources.source import TensorSource
+from ...cli.exporter import Progress
 from ...errors import ModelError
+from ...inference.exporting.base_model import meta_model
+from ...inference.exporting.exported import counting, num_bytes, num_weights, whole_model
+from ...inference.model_loading import ModelFolders, find_parts, is_reward, with_valid
+from ...inference.receipts.card import card_text
+from ...inference.receipts.receipt import CARD, Artefact, write_receipt
 from ...recipe.run_checkpoint import Damaged
 from ...storage import files
-from ..exporting.base_model import meta_model
-from ..exporting.exported import counting, num_bytes, num_weights, whole_model
-from ..model_loading import ModelFolders, find_parts, is_reward, with_valid
-from ..receipts.card import card_text
-from ..receipts.receipt import CARD, Artefact, write_receipt
 from .calibration import Calibrator
 from .layerwise import open_layerwise
 from .linear_layers import LinearLayers, find_linear_layers
@@ -134,3 +135,11 @@ def _quantized(
     config["quantization_config"] = scheme.config(layers.ignored)
     small["config.json"] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     return QuantizedSource(whole, scheme, layers.names), small, layers
+
+
+def write_quantized(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
+    """``export --to compressed-tensors``."""
+    rest = dict(given)
+    size, algorithm = rest.pop("group_size"), rest.pop("algorithm")
+    options = QuantizeOptions(None if size is None else int(size), algorithm)
+    return export_quantized(path, out, options=options, progress=progress, **rest)

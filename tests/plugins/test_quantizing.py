@@ -14,11 +14,11 @@ import surefoot
 from folders import save_adapter, save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
-from surefoot.cli.export import SCHEMES
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.geometry.box import Box
 from surefoot.inference import export, open_model
+from surefoot.plugins.quantize.exporters import COMPRESSED_TENSORS
 
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import ModelCompressor
@@ -26,16 +26,16 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from transformers import CompressedTensorsConfig
 
 from surefoot.inference.held_out_set import held_out
-from surefoot.inference.quantizing import rows as calibration_data
-from surefoot.inference.quantizing.calibration import Calibrator
-from surefoot.inference.quantizing.export import QuantizeOptions, export_quantized
-from surefoot.inference.quantizing.gptq import DAMPING, output_error, round_by_gptq
-from surefoot.inference.quantizing.layerwise import open_layerwise, run
-from surefoot.inference.quantizing.linear_layers import find_linear_layers
-from surefoot.inference.quantizing.quantized_source import QuantizedSource
-from surefoot.inference.quantizing.schemes import PRESETS, scheme_of
 from surefoot.inference.receipts.verification import verify_export
 from surefoot.model.targets import layer_list
+from surefoot.plugins.quantize import rows as calibration_data
+from surefoot.plugins.quantize.calibration import Calibrator
+from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
+from surefoot.plugins.quantize.gptq import DAMPING, output_error, round_by_gptq
+from surefoot.plugins.quantize.layerwise import open_layerwise, run
+from surefoot.plugins.quantize.linear_layers import find_linear_layers
+from surefoot.plugins.quantize.quantized_source import QuantizedSource
+from surefoot.plugins.quantize.schemes import PRESETS, scheme_of
 from zoo.architectures import SETTINGS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
@@ -78,7 +78,7 @@ def in_memory(folder, name):
 
 
 def test_the_schemes_of_the_command_are_those_of_the_module():
-    assert tuple(PRESETS) == SCHEMES
+    assert tuple(PRESETS) == COMPRESSED_TENSORS.formats
 
 
 @pytest.mark.parametrize("name", PRESETS)
