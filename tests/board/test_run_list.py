@@ -68,7 +68,7 @@ def test_a_run_that_did_not_start_is_deleted_after_a_question(page, server, root
         page.click(answer, "dialog button")
         page.wait(f"return Boolean(document.querySelector('{key}')) === {str(is_there).lower()}")
         assert (root / "runs/gone").exists() == is_there
-    assert page.errors() == []
+    assert not [one for one in page.errors() if "favicon" not in one]
 
 
 def test_what_has_not_begun_cannot_be_resumed_or_talked_to(page, server):

@@ -22,6 +22,7 @@ class Prefer(Stage):
     """Chosen answers are to be likelier than rejected ones."""
 
     spec: ClassVar = OutputSpec(("logps",))
+    encode = None  # its examples are encoded already
 
     def collate(self, features, *, packing):
         return collate_pairs(features, packing=packing)

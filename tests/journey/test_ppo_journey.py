@@ -21,6 +21,7 @@ from surefoot.forecast.estimate.fake_tensors import HoldingOptions
 from surefoot.forecast.estimate.rank_memory import initial_values_size
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.run.resolving import resolved
 from surefoot.training.rewards.reward import by_name
 from surefoot.training.rollouts.rollout import DatasetRow, Rollout
 
@@ -70,7 +71,7 @@ def test_a_reward_model_scores_responses_as_predict_scores_them(trained, reward_
     output = tmp_path / "scores.jsonl"
     run("predict", reward_model.run, "--prompts", tmp_path / "chats.jsonl", "--output", output)
     expected = json.loads(output.read_text())["reward"]
-    trainer = build(load(trained.recipe, [f"train.output_dir={tmp_path / 'other'}"]))
+    trainer = build(resolved(load(trained.recipe, [f"train.output_dir={tmp_path / 'other'}"])))
     context, stage = trainer.evaluation.context((0, 0)), trainer.stage
     example = Example(messages=tuple(Message(role, text) for role, text in said))
     ((item,),) = trainer.evaluation.context((0, 0)).codec.encode_chats([example])
@@ -111,7 +112,7 @@ def test_a_plan_counts_what_computes_beside_the_policy(trained, reward_model):
     options = HoldingOptions("fp32", torch.float32)
 
     def sizes(*changes):
-        recipe = load(trained.recipe, changes)
+        recipe = resolved(load(trained.recipe, changes))
         policy = dry_run(recipe, base, AutoTokenizer.from_pretrained(base), options)
         beside = [p for other in policy.others for p in other.module.parameters()]
         found = initial_values_size(policy, 1), sum(4 * p.numel() for p in beside)

@@ -107,6 +107,7 @@ def _as_llamafactory(recipe: Path, overrides: tuple[str, ...], options: dict[str
     with its files."""
     from ..recipe.from_llamafactory.opening import find_translation
     from ..recipe.recipe import load_translation
+    from ..run.resolving import resolved
 
     if any(options[name] is not None for name in ("base", "dataset", "limit")):
         return False
@@ -115,7 +116,7 @@ def _as_llamafactory(recipe: Path, overrides: tuple[str, ...], options: dict[str
     translation, rest = found
     assert translation.after is not None
     model = options["model"] or (None if translation.trains else "base")
-    evaluate_after(load_translation(translation, rest), translation.after, model=model)
+    evaluate_after(resolved(load_translation(translation, rest)), translation.after, model=model)
     return True
 
 
@@ -132,11 +133,13 @@ def _of_recipe(
     from ..recipe.files import is_checkpoint
     from ..recipe.prediction import parallel_of
     from ..recipe.recipe import load
+    from ..run.resolving import resolved
 
     if options["model"] is None and is_checkpoint(recipe):
         options["model"] = str(recipe)
     parallel, others = parallel_of(overrides)
-    loaded = load(recipe, others)  # what is wrong with it is said before the slow imports
+    # What is wrong with it is said before the slow imports.
+    loaded = resolved(load(recipe, others))
     with loading():
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined

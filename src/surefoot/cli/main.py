@@ -11,7 +11,7 @@ import traceback
 import click
 from click.shell_completion import CompletionItem
 
-from .. import __version__, extensions
+from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
 from ..log import configure
 from ..storage.os_errors import explain
@@ -97,8 +97,12 @@ def _of_llamafactory(args: list[str]) -> list[str]:
     return list(found.words)
 
 
-def _is_a_plugins(name: str) -> bool:
-    return name in extensions.entries("commands")
+def _of_a_plugin(name: str) -> click.Command | None:
+    """The command that a plugin adds; the plugins are looked for where Surefoot has none."""
+    from ..extensions import entries, imported
+
+    entry = entries("commands").get(name)
+    return imported(entry.place) if entry else None
 
 
 class Commands(click.Group):
@@ -113,8 +117,7 @@ class Commands(click.Group):
         if cmd_name in self.commands:
             return super().get_command(ctx, cmd_name)
         if cmd_name not in COMMANDS:
-            entry = extensions.entries("commands").get(cmd_name)
-            return extensions.imported(entry.place) if entry else None
+            return _of_a_plugin(cmd_name)
         module = importlib.import_module(f".{cmd_name}", __package__)
         values = vars(module).values()
         return next(v for v in values if isinstance(v, click.Command) and v.name == cmd_name)
@@ -129,7 +132,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
         args = _of_llamafactory(args)
-        if args[0] not in COMMANDS and not (args[0].startswith("-") or _is_a_plugins(args[0])):
+        is_known = args[0] in COMMANDS or args[0].startswith("-")
+        if not is_known and _of_a_plugin(args[0]) is None:
             if args[0] in SYNONYMS:
                 hint = f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]}?"
                 raise click.NoSuchCommand(args[0], hint, ctx=ctx)
