@@ -3,6 +3,8 @@
 import contextlib
 import json
 import threading
+import zlib
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +23,7 @@ class SamplingServer:
     def __init__(self, base, *, port=0, change=lambda body, found: found, last=None, scale=1.0):
         self.base, self.change, self.last, self.scale = base, change, last, scale
         self.seen, self.models, self.version = [], {}, "default"
+        self.counts = Counter[str]()
         self.num_sampled, self.is_deaf, self._lock = 0, False, threading.Lock()
         self.model = self._plain(base)
         owner = self
@@ -115,7 +118,11 @@ class SamplingServer:
         most = settings["max_new_tokens" if is_sglang else "max_tokens"]
         section = sampling(most, settings["temperature"] * self.scale, 8)
         stops = settings["stop_token_ids"]
-        found = sample(model, prompts, section, stop_token_ids=stops, seed=self.num_sampled)
+        # Of the prompt, and not of the order in which requests that run side by side arrive.
+        key = repr(prompts[0])
+        self.counts[key] += 1
+        seed = zlib.crc32(key.encode()) + self.counts[key]
+        found = sample(model, prompts, section, stop_token_ids=stops, seed=seed)
         return [found[index] for index in range(len(prompts))]
 
     def _as_openai(self, found, name):

@@ -178,7 +178,7 @@ def test_a_run_that_stops_between_the_passes_of_a_window_ends_with_the_same_bits
     surrogate, tmp_path
 ):
     """With weights of a server's log-probabilities, and responses that are only counted."""
-    settings = {"passes": 2, "mask_truncated_completions": True, "max_new_tokens": 3, "beta": 0.1}
+    settings = {"passes": 2, "mask_truncated_completions": True, "max_new_tokens": 12, "beta": 0.1}
     made = project(tmp_path, surrogate=surrogate, method=LORA, steps=4, **settings)
     other = tmp_path / "other"
     with serving(made.folder / "model") as server:
