@@ -16,7 +16,8 @@ import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.checkpoint.disk.commit import committed
-from surefoot.errors import RunError
+from surefoot.errors import RecipeError, RunError
+from surefoot.recipe.recipe import load
 from surefoot.training.callback import TrainerCallback
 
 
@@ -36,6 +37,12 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, caplog):
     assert steps(project.run) == [3, 6]
     assert "this version has no method.lora.once, train.hub;" in caplog.text
     assert list(losses(project.run)) == [1, 2, 3, 4, 5, 6]
+    inside = project.run / "checkpoint-3" / "recipe.yaml"
+    inside.write_text(inside.read_text().replace("train:\n", "train:\n  hub: huggingface\n"))
+    assert load(inside).train.max_steps == 3
+    project.recipe.write_text(inside.read_text())
+    with pytest.raises(RecipeError, match=r"train\.hub: unknown key"):  # a user's own recipe
+        load(project.recipe)
 
 
 def test_a_half_written_newest_folder_is_not_chosen_for_resume(tmp_path):

@@ -29,7 +29,7 @@ from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import read_text, recipe_in
+from .files import is_kept, read_text, recipe_in
 from .from_llamafactory.conversion import Translation, is_llamafactory
 from .from_llamafactory.opening import translate_document
 from .other_yaml import HABITS, check_recipe, names
@@ -70,7 +70,7 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
-    if run is not None:
+    if run is not None or is_kept(file):
         document = _of_this_version(document)
     check_recipe(document)
     if is_llamafactory(document.data):
