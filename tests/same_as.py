@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -185,8 +186,8 @@ class Collected:
         self.texts[" ".join((*words, "--help"))] = text
         listed = text.split("\nCommands:\n")[1].splitlines() if "\nCommands:\n" in text else []
         for line in listed:
-            if line.startswith("  ") and not line.startswith("   "):
-                self._commands((*words, line.split()[0]))
+            if found := re.match(r"  ([a-z][a-z-]*)  ", line):
+                self._commands((*words, found[1]))
 
     def run(self, *arguments, is_forked=True):
         """The command's output, of a fork: torch is imported once."""
