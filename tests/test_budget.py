@@ -45,9 +45,13 @@ class Trace(TrainerCallback):
 
 
 def test_a_run_a_step_and_a_save_enter_no_more_modules_than_before(tmp_path):
-    project = Project(tmp_path, train={"max_steps": 2}, checkpoint={"save_steps": 2})
-
     trace = Trace()
+    first, project = (
+        Project(tmp_path / name, train={"max_steps": 2}, checkpoint={"save_steps": 2},
+                data={"cache_dir": str(tmp_path / name / "cache")})
+        for name in ("first", "traced")
+    )  # fmt: skip
+    run(recipes.load(first.recipe))  # what is imported or computed once a process, is by now
     threading.setprofile(trace.called)
     sys.setprofile(trace.called)
     try:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import surefoot
 from docs.pages import ROOT, blocks
 from each import each
-from project import Project, assert_same, checkpoints, final_weights, in_child, losses
+from project import Project, assert_same, checkpoints, final_weights, in_child, losses, metrics
 from surefoot import extensions
 from surefoot.cli.main import main
 from surefoot.errors import SurefootError
@@ -53,14 +53,20 @@ def install(source, target):
     subprocess.run(command, check=True, capture_output=True)
 
 
+def forget():
+    """Look for plugins again."""
+    extensions.installed.cache_clear()
+    extensions.entries.cache_clear()
+
+
 @pytest.fixture
 def seen(package, monkeypatch):
     """Whether this process has the package; afterwards it has not."""
     monkeypatch.syspath_prepend(package)
     importlib.invalidate_caches()
-    extensions.installed.cache_clear()
+    forget()
     yield
-    extensions.installed.cache_clear()
+    forget()
 
 
 def test_a_package_adds_a_stage_an_optimizer_and_a_callback(seen, tmp_path):
@@ -83,7 +89,8 @@ def test_a_package_adds_a_stage_an_optimizer_and_a_callback(seen, tmp_path):
 
 
 def test_its_focal_loss_at_gamma_0_is_that_of_sft(seen, tmp_path):
-    project = Project(tmp_path, train={"max_steps": 2})
+    measured = {"max_steps": 2, "eval_steps": 2}
+    project = Project(tmp_path, train=measured, data={"val_size": 4})
 
     def work():
         surefoot.train(project.recipe)
@@ -91,9 +98,14 @@ def test_its_focal_loss_at_gamma_0_is_that_of_sft(seen, tmp_path):
         surefoot.train(project.recipe, stage={"focal": {"gamma": 0}}, **other)
 
     assert in_child(work) == 0
-    expected = losses(project.run)
+    expected, *measured = losses(project.run), metrics(project.run), metrics(tmp_path / "focal")
     assert losses(tmp_path / "focal") == pytest.approx(expected, rel=1e-6)
     assert len(expected) == 2
+    sft, focal = (
+        [row["eval_perplexity"] for row in rows if "eval_perplexity" in row] for rows in measured
+    )
+    assert focal == pytest.approx(sft, rel=1e-6)
+    assert len(sft) == 1
 
 
 def test_a_package_adds_a_command(seen):
@@ -116,7 +128,11 @@ gone = "nowhere:PLUGIN"
 """
 PLUGIN = """
 from surefoot.extensions import Plugin
-PLUGIN = Plugin(name="broken", stages={"sft": "broken:PLUGIN", "odd": "broken:NOTHING"})
+PLUGIN = Plugin(
+    name="broken",
+    stages={"sft": "broken:PLUGIN", "odd": "broken:NOTHING"},
+    optimizers={"signum": "broken:PLUGIN"},
+)
 """
 
 
@@ -124,7 +140,7 @@ def test_a_broken_plugin_is_named_and_breaks_nothing(seen, package, tmp_path, ca
     (tmp_path / "pyproject.toml").write_text(BROKEN)
     (tmp_path / "broken.py").write_text(PLUGIN)
     install(tmp_path, package)
-    extensions.installed.cache_clear()
+    forget()
     try:
         done = CliRunner().invoke(main, ["plugins", "--json"])
         stages = Extended("stages", {"sft": 1})
@@ -132,7 +148,7 @@ def test_a_broken_plugin_is_named_and_breaks_nothing(seen, package, tmp_path, ca
     finally:
         for path in [package / "broken.py", *package.glob("broken-*")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    rows = json.loads(done.output)
+    rows = json.loads(done.stdout)
     found = {(row["plugin"], row["name"]): (row["from"], row["problem"]) for row in rows}
     assert found["focal", "focal"] == ("surefoot-focal 1.0", None)
     assert found["mindspore", "mindspore"] == ("bundled", None)
@@ -140,6 +156,8 @@ def test_a_broken_plugin_is_named_and_breaks_nothing(seen, package, tmp_path, ca
     assert "no attribute 'NOTHING'" in found["broken", "odd"][1]
     assert "No module named 'nowhere'" in found["gone", ""][1]
     assert names == ["sft", "focal"]
+    taken = "the plugin broken has one of this name"
+    assert found["focal", "signum"] == ("surefoot-focal 1.0", taken)
     assert "odd of a plugin's stages is skipped" in capsys.readouterr().err
     with pytest.raises(SurefootError, match="cannot be imported"):
         stages["odd"]

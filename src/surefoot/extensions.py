@@ -74,9 +74,9 @@ class Plugin:
 
     def lists(self) -> dict[str, dict[str, str]]:
         """What it adds: list -> name -> place, without the lists to which it adds nothing."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        places = {name: place for name, (_, place) in self.commands.items()}
-        return {kind: dict(named) for kind, named in {**found, "commands": places}.items() if named}
+        lists = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        lists["commands"] = {name: place for name, (_, place) in self.commands.items()}
+        return {kind: dict(places) for kind, places in lists.items() if places}
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,19 @@ class Entry:
     owner: Installed
 
 
+@cache
 def entries(kind: str) -> dict[str, Entry]:
-    """What the plugins add to a list; of two of one name, the first."""
-    found = dict[str, Entry]()
+    """What the plugins add to a list; of two of one name the first, with a warning."""
+    by_name = dict[str, Entry]()
     for owner in installed():
         for name, place in owner.plugin.lists().get(kind, {}).items():
-            found.setdefault(name, Entry(name, place, owner))
-    return found
+            first = by_name.setdefault(name, Entry(name, place, owner))
+            if first.owner is not owner:
+                logger.warning(
+                    "%s of the plugin %s's %s is skipped: the plugin %s has one of this name",
+                    *(name, owner.name, kind, first.owner.name),
+                )
+    return by_name
 
 
 class Extended(Mapping[str, T], Generic[T]):
@@ -188,13 +194,13 @@ class Extended(Mapping[str, T], Generic[T]):
 def problems(own: Mapping[str, Collection[str]]) -> dict[tuple[str, str, str], str]:
     """Why an entry is missing, by its plugin, list and name. It imports every entry. ``own``: the
     names that Surefoot itself has in a list, which a plugin cannot take."""
-    found = {}
-    for each in installed():
-        for kind, named in each.plugin.lists().items():
-            for name, place in named.items():
-                if why := _why_missing(entries(kind)[name], each, place, own.get(kind, ())):
-                    found[each.name, kind, name] = why
-    return found
+    reasons = {}
+    for owner in installed():
+        for kind, places in owner.plugin.lists().items():
+            for name, place in places.items():
+                if reason := _why_missing(entries(kind)[name], owner, place, own.get(kind, ())):
+                    reasons[owner.name, kind, name] = reason
+    return reasons
 
 
 def _why_missing(first: Entry, owner: Installed, place: str, own: Collection[str]) -> str | None:

@@ -42,7 +42,7 @@ def python(code):
     )
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["version"], []])
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["version"], ["trian"], []])
 def test_the_first_words_import_nothing_heavy(args):
     done = python(
         "import sys\n"
@@ -52,8 +52,11 @@ def test_the_first_words_import_nothing_heavy(args):
         "print('MODULES', *sorted(sys.modules))"
     )
     modules = set(done.stdout.partition("MODULES")[2].split())
-    assert not modules & HEAVY
-    assert len(modules) < 150, "each module is a file to find and run"
+    # A word that is no command of Surefoot's may be a plugin's, which entry points say.
+    looks_for_plugins = {"importlib.metadata"} if args == ["trian"] else set()
+    assert not modules & (HEAVY - looks_for_plugins)
+    most = 200 if looks_for_plugins else 150
+    assert len(modules) < most, "each module is a file to find and run"
 
 
 def test_help_shows_every_command_without_importing_any():

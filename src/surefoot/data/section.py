@@ -164,6 +164,8 @@ class DataSection:
         found = {name: getattr(self, name) for name in names}
         if "cutoff_len" in found:
             found["cutoff_len"] = self.longest
+        if found.get("on_too_long") == "truncate":
+            found["on_too_long"] = "cut"  # the first word for it, so that caches are still found
         return found
 
     def _check_mixing(self) -> None:

@@ -70,11 +70,6 @@ def is_run(folder: Path) -> bool:
     return files.exists(folder / RUN_RECIPE) and bool(named(folder))
 
 
-def is_kept(file: Path) -> bool:
-    """Whether ``file`` is the recipe that a run or a checkpoint keeps in its folder."""
-    return file.name == RUN_RECIPE and (is_checkpoint(file.parent) or is_run(file.parent))
-
-
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` has the name of a checkpoint, and is a folder."""
     return files.is_folder(path) and step_of(path) >= 0

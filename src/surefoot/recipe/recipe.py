@@ -6,7 +6,6 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
-from .files import is_kept, read_text, recipe_in
+from .files import read_text, recipe_in
 from .from_llamafactory.conversion import Translation, is_llamafactory
 from .from_llamafactory.opening import translate_document
 from .other_yaml import HABITS, check_recipe, names
@@ -37,7 +36,9 @@ from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, bases, with_locations
 from .yaml import emit, parse
 
-logger = logging.getLogger(__name__)
+# Settings that this version no longer has, and the value at which it does the same without them:
+# a run outlives the version that began it, and so does the recipe in its folder.
+GONE = {("train", "hub"): "huggingface"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,31 +71,12 @@ def load(path: Path, overrides: Overrides = ()) -> Recipe:
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
-    if run is not None or is_kept(file):
-        document = _of_this_version(document)
     check_recipe(document)
     if is_llamafactory(document.data):
         return load_translation(*translate_document(document, overrides))
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)
-
-
-def load_kept(file: Path) -> Recipe:
-    """The recipe that a run keeps in its folder. A run outlives the version that began it: settings
-    that this version does not have are dropped with a warning."""
-    return _build(_of_this_version(parse(read_text(file, follow=False), str(file))), file.parent)
-
-
-def _of_this_version(document: Document) -> Document:
-    data, dropped = schema.without_unknown(Recipe, document.data)
-    if dropped:
-        logger.warning(
-            "%s: this version has no %s; the run continues without",
-            document.name,
-            ", ".join(map(schema.dotted, dropped)),
-        )
-    return replace(document, data=data)
 
 
 def load_text(text: str, name: str, base: Path) -> Recipe:
@@ -152,7 +134,17 @@ def _names() -> Mapping[str, str]:
     return {name: hint for name, hint in names().items() if name not in own or name in HABITS}
 
 
+def _without_gone(document: Document) -> Document:
+    data = document.data
+    for (section, name), value in GONE.items():
+        fields = data.get(section) if isinstance(data, Mapping) else None
+        if isinstance(data, Mapping) and isinstance(fields, Mapping) and fields.get(name) == value:
+            data = {**data, section: {key: fields[key] for key in fields if key != name}}
+    return replace(document, data=data)
+
+
 def _build(document: Document, base: Path) -> Recipe:
+    document = _without_gone(document)
     recipe = schema.read(Recipe, document.data, fail=document.error, names=_names)
     problems = [problem for rule in RULES for problem in rule(recipe)]
     problems += recipe.method.problems(recipe.model)

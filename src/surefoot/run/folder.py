@@ -24,7 +24,7 @@ from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
-from ..recipe.recipe import Recipe, changes, dump, load_kept
+from ..recipe.recipe import Recipe, changes, dump, load
 from ..remote.mirror import Mirror
 from ..remote.publishing.in_background import uploads_of as uploads_of  # noqa: PLC0414
 from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
@@ -170,7 +170,7 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
                 f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
-    every = changes(load_kept(known), recipe)
+    every = changes(load(known), recipe)
     for change in every if steps else ():
         if change.path in LENGTH:
             logger.info("%s since the last start: the learning rates follow the new length", change)
@@ -227,7 +227,7 @@ def with_chosen_size(recipe: Recipe, folder: RunFolder, world: World, choose: Si
 def _known_size(folder: RunFolder) -> int | None:
     """The micro-batch size that the run in ``folder`` has begun with."""
     path = folder.path / RUN_RECIPE
-    found = load_kept(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
+    found = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
     return None if found == "auto" else found
 
 

@@ -3,7 +3,6 @@ settings of an adapter that is continued. Reading a recipe opens none of these."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,18 @@ from ..schema.locations import ModelPath
 from ..storage import files
 
 
-def resolved(
-    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
-) -> Recipe:
+def resolved(recipe: Recipe) -> Recipe:
     """The recipe with checkpoints in place of the folders of runs, and with the settings of the
-    adapter that it continues. Opens folders. Raises ``fail(problems)``."""
+    adapter that it continues. Opens folders. Raises ``RecipeError``."""
     recipe = _with_models(recipe)
     model = recipe.model
-    found = replace(
+    model = replace(
         model,
         path=located(model.path),
         adapter=None if model.adapter is None else adapter_in(Path(model.adapter)),
         frozen_adapters=tuple(adapter_in(Path(one)) for one in model.frozen_adapters),
     )
-    return with_adapter_settings(replace(recipe, model=found), fail)
+    return with_adapter_settings(replace(recipe, model=model))
 
 
 def located(name: str) -> str:
@@ -79,11 +76,9 @@ def _model(value: Any) -> Any:
     return _with_models(value) if schema.is_section(value) else value
 
 
-def with_adapter_settings(
-    recipe: Recipe, fail: Callable[[Sequence[Problem]], Exception] = schema.recipe_error
-) -> Recipe:
+def with_adapter_settings(recipe: Recipe) -> Recipe:
     """The recipe with the method's settings of the adapter that it continues, if there is one.
-    Raises ``fail(problems)`` if it sets others itself."""
+    Raises ``RecipeError`` if it sets others itself."""
     adapter = None if recipe.model.adapter is None else read_adapter(recipe.model.adapter)
     if adapter is None:
         return recipe
@@ -91,7 +86,7 @@ def with_adapter_settings(
         found = replace(recipe, method=recipe.method.continued(adapter))
     except (ValueError, TypeError) as error:
         said = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
-        raise fail([Problem(("model", "adapter"), said)]) from None
+        raise schema.recipe_error([Problem(("model", "adapter"), said)]) from None
     usual = replace(recipe, method=type(recipe.method)())
     own = {change.path for change in changes(recipe, usual)}
     problems = [
@@ -104,5 +99,5 @@ def with_adapter_settings(
         if change.path in own
     ]
     if problems:
-        raise fail(problems)
+        raise schema.recipe_error(problems)
     return found

@@ -7,7 +7,7 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 
 from .jsonschema import json_schema
 from .problem import Problem, dotted
-from .reading import expand, read, recipe_error, without_unknown, write, write_setting
+from .reading import expand, read, recipe_error, write, write_setting
 from .setting import (
     Keys,
     Setting,
@@ -42,7 +42,6 @@ __all__ = [
     "setting_at",
     "settings",
     "variant_name",
-    "without_unknown",
     "write",
     "write_setting",
 ]

@@ -65,29 +65,6 @@ def read(
         raise fail(list(dict.fromkeys(found))) from None
 
 
-def without_unknown(cls: type, data: object, path: Keys = ()) -> tuple[object, list[Keys]]:
-    """``data`` without the keys that no setting of ``cls`` has, and where these were."""
-    if not isinstance(data, Mapping):
-        return data, []
-    kept, dropped = dict[object, object](), list[Keys]()
-    for name, value in data.items():
-        here = (*path, str(name))
-        if (setting := settings(cls).get(str(name))) is None:
-            dropped.append(here)
-            continue
-        kept[name] = value
-        if setting.section is not None:
-            kept[name], more = without_unknown(setting.section, value, here)
-            dropped += more
-        elif setting.choices is not None and isinstance(value, Mapping):
-            kept[name] = chosen = dict(value)
-            for variant in setting.choices.keys() & value.keys():
-                inner = setting.choices[variant]
-                chosen[variant], more = without_unknown(inner, value[variant], (*here, variant))
-                dropped += more
-    return kept, dropped
-
-
 def _objects(plain: object, path: Keys = ()) -> Iterator[Problem]:
     """What is in ``plain`` that no recipe can say."""
     if len(path) > MAX_DEPTH:  # it contains itself
