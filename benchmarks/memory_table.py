@@ -14,9 +14,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from surefoot.forecast.estimate.rank_memory import Machine
-from surefoot.forecast.fitting import fastest_fit
 from surefoot.recipe.recipe import read
+from surefoot.use.estimate.rank_memory import Machine
+from surefoot.use.fitting import fastest_fit
 
 TOKENS = 2048
 SHARED = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}

@@ -19,9 +19,9 @@ import measure
 import torch
 from measure import say
 
-from surefoot.forecast.bench.result import BenchResult
-from surefoot.forecast.bench.subprocess_trial import measured
 from surefoot.recipe.recipe import read
+from surefoot.use.bench.result import BenchResult
+from surefoot.use.bench.subprocess_trial import measured
 
 SIZES = {"hidden": 768, "layers": 12, "vocabulary": 32_000}
 METHODS = {"full": "full", "lora": {"lora": {"rank": 8}}}

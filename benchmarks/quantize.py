@@ -42,10 +42,10 @@ def divergence(folder: Path, run: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from surefoot.inference import open_model
-    from surefoot.inference.model_loading import find_parts
-    from surefoot.inference.receipts.artefact_loading import without_bars
-    from surefoot.inference.receipts.quality import held_out_rows
+    from surefoot.use import open_model
+    from surefoot.use.model_loading import find_parts
+    from surefoot.use.receipts.artefact_loading import without_bars
+    from surefoot.use.receipts.quality import held_out_rows
 
     plain, rows = open_model(run, dtype="float32").model, held_out_rows(find_parts(run))
     total = count = 0.0
@@ -61,8 +61,8 @@ def divergence(folder: Path, run: Path) -> float:
 
 def quality(run: Path, group_sizes: list[int]) -> None:
     """A row for each scheme and algorithm."""
-    from surefoot.inference.receipts.verification import verify_export
     from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
+    from surefoot.use.receipts.verification import verify_export
 
     print("| weights | algorithm | CPU s | perplexity | exact match | equal tokens | divergence |")
     print("| --- | --- | --- | --- | --- | --- | --- |")

@@ -12,15 +12,15 @@ import surefoot
 from project import Project, assert_same, final_weights, losses, metrics, model_folder
 from surefoot.data.text.collation import collate
 from surefoot.errors import ModelError, RecipeError
-from surefoot.forecast.estimate import dry_run
-from surefoot.forecast.estimate.fake_tensors import HoldingOptions
-from surefoot.inference.auxiliary_outputs import staying
-from surefoot.inference.model_loading import PLAINLY
-from surefoot.inference.run_evaluation import evaluate_run
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.use.auxiliary_outputs import staying
+from surefoot.use.estimate import dry_run
+from surefoot.use.estimate.fake_tensors import HoldingOptions
+from surefoot.use.model_loading import PLAINLY
+from surefoot.use.run_evaluation import evaluate_run
 
 
 def project(folder, *, settings=None, **sections):

@@ -154,9 +154,9 @@ def test_nothing_else_is_loaded_up_to_the_first_step(loaded_by, method):
     deep = {name for name in more if name.startswith(("torch.", "transformers."))}
     assert len(deep) < 20, sorted(deep)  # a counter of operations, an attention for packed rows
     assert not loaded & {
-        "surefoot.inference",
+        "surefoot.use",
         "surefoot.interchange.pickles",
-        "surefoot.forecast.bench",
+        "surefoot.use.bench",
     }
     assert not loaded & (HEAVY - {"torch", "transformers", "numpy", "peft"})
 

@@ -28,10 +28,6 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.pairs import join
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.inference import open_model
-from surefoot.inference.auxiliary_outputs import auxiliary_columns
-from surefoot.inference.evaluation import adopt, measure
-from surefoot.inference.held_out_set import held_out
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
@@ -41,6 +37,10 @@ from surefoot.run.columns import eval_set
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items
+from surefoot.use import open_model
+from surefoot.use.auxiliary_outputs import auxiliary_columns
+from surefoot.use.evaluation import adopt, measure
+from surefoot.use.held_out_set import held_out
 
 FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 

@@ -16,10 +16,10 @@ from functools import partial
 from multiprocessing import reduction
 
 import forks
-from surefoot.callbacks import training_process
 from surefoot.parallel import launcher
+from surefoot.training.callbacks import training_process
 
-IMPORTED = ["surefoot.run.training_run", "surefoot.inference", "torch.distributed.checkpoint"]
+IMPORTED = ["surefoot.run.training_run", "surefoot.use", "torch.distributed.checkpoint"]
 IMPORTED += ["surefoot.remote.uploader", "s3fs", "first_time"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)

@@ -27,9 +27,9 @@ from torch.profiler import ProfilerActivity, profile
 from with_surefoot import recipe
 
 import surefoot
-from surefoot.forecast.bench.hardware import gemm_flops
 from surefoot.training.callback import Context, TrainerCallback
 from surefoot.training.state import TrainerControl, TrainerState
+from surefoot.use.bench.hardware import gemm_flops
 
 NUM_KERNELS, NUM_GAPS = 10, 5
 LONGEST_NAME = 100

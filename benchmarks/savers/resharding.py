@@ -27,8 +27,8 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
-from surefoot.geometry.box import Box
-from surefoot.geometry.mesh import Mesh
+from surefoot.parallel.box import Box
+from surefoot.parallel.mesh import Mesh
 
 EIGHT, FOUR = Mesh(dp_shard=8), Mesh(dp_shard=4)
 

@@ -15,8 +15,8 @@ from surefoot.board.app import create_app
 from surefoot.board.board import Board
 from surefoot.board.commands import ChildCommands
 from surefoot.board.reports.runs import matches, table
-from surefoot.callbacks.launches import process, started
-from surefoot.callbacks.training_process import start_training
+from surefoot.training.callbacks.launches import process, started
+from surefoot.training.callbacks.training_process import start_training
 
 MINE = {"X-Surefoot": "1"}
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from board import browser
 from board.serving import Server
 from project import Project, losses
-from surefoot.callbacks.launches import is_alive
 from surefoot.checkpoint.disk.commit import committed, step_of
 from surefoot.checkpoint.disk.pins import pinned
+from surefoot.training.callbacks.launches import is_alive
 
 pytestmark = [
     pytest.mark.proof,

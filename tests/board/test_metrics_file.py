@@ -6,7 +6,7 @@ import pytest
 
 from surefoot.board.metrics.metrics_file import MetricsFile
 from surefoot.board.metrics.thinning import Column, smoothed, thinned
-from surefoot.callbacks.follower import BLOCK, Follower
+from surefoot.training.callbacks.follower import BLOCK, Follower
 
 
 def column(values):

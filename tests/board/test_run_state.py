@@ -9,7 +9,7 @@ import pytest
 from board.runs import COMPLETE, write_run
 from surefoot.board.run_state import is_locked, state_of
 from surefoot.board.run_summary import Summaries, disk_size
-from surefoot.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
+from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
 
 
 def state(folder):

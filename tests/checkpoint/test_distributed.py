@@ -29,7 +29,7 @@ from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.storage.files import digest
 
 from .sample import Holder, blank, same, sample_states

@@ -14,7 +14,7 @@ from surefoot.checkpoint.disk.header import ITEM_SIZES
 from surefoot.checkpoint.saving.job import WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
 from surefoot.checkpoint.saving.writing import write
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 
 from .sample import sample_states
 from .test_distributed import halves, saved_by_ranks

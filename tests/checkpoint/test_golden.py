@@ -13,7 +13,7 @@ import pytest
 import surefoot
 from surefoot.checkpoint.layouts.detection import open_weights
 from surefoot.checkpoint.reading.verification import verify
-from surefoot.inference import open_model
+from surefoot.use import open_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 VERSIONS = sorted(path for path in (GOLDEN / "checkpoints").iterdir() if path.is_dir())

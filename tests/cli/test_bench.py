@@ -6,16 +6,16 @@ import pytest
 from click.testing import CliRunner
 
 import forks
-from forecast.bench.made_up import figures
 from project import Project
 from surefoot.cli import bench
 from surefoot.cli.main import main
-from surefoot.forecast.bench import subprocess_trial
-from surefoot.forecast.bench.clock import PHASES
-from surefoot.forecast.bench.search import Search
-from surefoot.forecast.bench.single_rank import SingleRankRecipe
-from surefoot.forecast.bench.subprocess_trial import TrialFailure
 from surefoot.recipe.recipe import load
+from surefoot.use.bench import subprocess_trial
+from surefoot.use.bench.clock import PHASES
+from surefoot.use.bench.search import Search
+from surefoot.use.bench.single_rank import SingleRankRecipe
+from surefoot.use.bench.subprocess_trial import TrialFailure
+from use.bench.made_up import figures
 
 SIZE = "train.micro_batch_size"
 

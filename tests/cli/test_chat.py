@@ -15,7 +15,7 @@ from folders import save_adapter, save_model, save_recipe
 from surefoot.cli.chat import talk, visible
 from surefoot.cli.main import main
 from surefoot.generate.section import GenerateSection, with_options
-from surefoot.inference import Conversation, open_model
+from surefoot.use import Conversation, open_model
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from folders import save_data, save_recipe
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.inference.data_check.conversations import is_loop, texts_of
-from surefoot.inference.data_check.duplicates import RowHashes, RowTexts, repeats, signature
-from surefoot.inference.data_check.figures import DatasetFigures
-from surefoot.inference.data_check.findings import findings_of
 from surefoot.stages.kto import KTO
+from surefoot.use.data_check.conversations import is_loop, texts_of
+from surefoot.use.data_check.duplicates import RowHashes, RowTexts, repeats, signature
+from surefoot.use.data_check.figures import DatasetFigures
+from surefoot.use.data_check.findings import findings_of
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tiny_tokenizers
 from folders import CHATML, save_adapter, save_model
 from surefoot.cli.main import main
-from surefoot.inference import open_model
+from surefoot.use import open_model
 
 IDS = torch.arange(60, 76)[None]
 

@@ -11,10 +11,10 @@ from folders import save_adapter, save_model, save_recipe
 from surefoot.cli.main import main
 from surefoot.data.section import DataSection
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import Conversation, open_model
-from surefoot.inference.scoring import read_responses
 from surefoot.schema.locations import DatasetReference
 from surefoot.storage import files
+from surefoot.use import Conversation, open_model
+from surefoot.use.scoring import read_responses
 
 LIVELY = {"initializer_range": 0.3}  # prompts matter to what is said
 LAST = {"eval_steps": None}

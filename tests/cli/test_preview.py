@@ -11,7 +11,7 @@ from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.preview import histogram, show
-from surefoot.inference.preview import (
+from surefoot.use.preview import (
     DatasetStats,
     PreviewExample,
     RenderedExample,

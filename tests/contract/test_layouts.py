@@ -17,12 +17,12 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy, described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
-from surefoot.geometry.mesh import Mesh
-from surefoot.inference.exporting.conversion import convert
+from surefoot.parallel.box import Box
+from surefoot.parallel.mesh import Mesh
 from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.writing.rank_files import write_distributed
 from surefoot.schema import settings
+from surefoot.use.exporting.conversion import convert
 
 TENSORS = {
     "model.layers.0.weight": torch.randn(6, 4),

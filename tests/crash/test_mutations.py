@@ -14,7 +14,6 @@ from folders import save_adapter, save_recipe
 from surefoot.data.rows.catalog import problems_of
 from surefoot.data.section import DataSection
 from surefoot.errors import SurefootError
-from surefoot.inference.model_location import locate
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
@@ -23,6 +22,7 @@ from surefoot.network.tensors import MetaTensors
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import dump, load, read
 from surefoot.run.resolving import with_adapter_settings
+from surefoot.use.model_location import locate
 
 WORDS = ["", "auto", "full", "lora", "all", "q_proj", "/", "..", "~", "é", "\0", "s3://b/r", "1e3"]
 VALUES = st.recursive(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from checkpoint.sample import sample_states
-from surefoot.callbacks.jsonl import NAME, Jsonl
 from surefoot.checkpoint.reading.verification import find_latest
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writing import write
 from surefoot.storage import files
+from surefoot.training.callbacks.jsonl import NAME, Jsonl
 from surefoot.training.state import TrainerControl, TrainerState
 
 from .power import Disk, write_tree

@@ -13,12 +13,6 @@ from spread import save
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import open_model, predict
-from surefoot.inference.evaluation import adopt, measure
-from surefoot.inference.exporting.conversion import convert
-from surefoot.inference.held_out_set import held_out
-from surefoot.inference.model_loading import open_start
-from surefoot.inference.responses import generations
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
@@ -26,6 +20,12 @@ from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files
+from surefoot.use import open_model, predict
+from surefoot.use.evaluation import adopt, measure
+from surefoot.use.exporting.conversion import convert
+from surefoot.use.held_out_set import held_out
+from surefoot.use.model_loading import open_start
+from surefoot.use.responses import generations
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said

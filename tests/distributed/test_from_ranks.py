@@ -12,7 +12,6 @@ from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.joined import JoinedSource
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.inference.exporting.conversion import convert
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming.names import AttentionHeads, to_mindspore
@@ -20,6 +19,7 @@ from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
 from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.plugins.mindspore.writing.rank_files import write_full
+from surefoot.use.exporting.conversion import convert
 from test_startup import begun, contents, data
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}

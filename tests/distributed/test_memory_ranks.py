@@ -14,12 +14,12 @@ import spread
 import warm
 from project import Project, losses, surefoot
 from surefoot.errors import OutOfMemoryError, RecipeError
-from surefoot.forecast import fitting
-from surefoot.forecast.estimate.rank_memory import Machine
 from surefoot.methods.lora import LoRA
 from surefoot.recipe.recipe import load
 from surefoot.run.folder import opened, with_chosen_size
 from surefoot.training.control.out_of_memory import FILE
+from surefoot.use import fitting
+from surefoot.use.estimate.rank_memory import Machine
 
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 3}
 

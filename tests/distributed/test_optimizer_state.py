@@ -16,11 +16,11 @@ from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
-from surefoot.geometry.sharding import AxisShard
 from surefoot.optim.groups import parameter_groups
 from surefoot.optim.learning_rate import LearningRate, schedule_of
 from surefoot.optim.optimizer import SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
+from surefoot.parallel.sharding import AxisShard
 
 SHAPES = {"a.weight": (5, 4), "b.weight": (6, 3)}
 CUTS = {name: (AxisShard("dp_shard", 0),) for name in SHAPES}

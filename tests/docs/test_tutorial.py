@@ -18,8 +18,8 @@ import forks
 from project import checkpoints, in_child
 from surefoot.cli.main import main
 from surefoot.data.rows.catalog import Catalog
-from surefoot.forecast.bench import subprocess_trial
 from surefoot.recipe.recipe import load
+from surefoot.use.bench import subprocess_trial
 
 FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
 SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}

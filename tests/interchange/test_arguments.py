@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.arguments import training_arguments
 from surefoot.optim.adamw import AdamW
 from surefoot.recipe.recipe import read
 from surefoot.stages.sft import SFT
+from surefoot.use.exporting.trainer_target import sections_of
 
 TOTAL = 20
 RECIPE = read(

@@ -15,8 +15,8 @@ from checkpoint.sample import num_open, same
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
 from surefoot.interchange.source import open_source
+from surefoot.parallel.box import Box
 
 SIZE = 3
 

@@ -16,9 +16,9 @@ from checkpoint.sample import num_open, same
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
 from surefoot.interchange.archive import Archive
 from surefoot.interchange.source import open_source
+from surefoot.parallel.box import Box
 from surefoot.storage import files
 
 ALIAS = [("lm_head.weight", "embed.weight")]

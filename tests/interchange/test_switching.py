@@ -11,10 +11,10 @@ import pytest
 import torch
 from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
-from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.from_trainer import load_trainer_checkpoint
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
+from surefoot.use.exporting.trainer_target import sections_of
 
 ROUNDING = 2e-6
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 import tiny
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.from_trainer import load_trainer_checkpoint
 from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
+from surefoot.use.exporting.trainer_target import sections_of
 
 
 def convert(both, folder, **changes):

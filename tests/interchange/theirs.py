@@ -6,10 +6,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from folders import save_data, save_model, save_recipe
-from surefoot.inference.exporting.trainer_target import sections_of
 from surefoot.interchange.arguments import training_arguments
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
+from surefoot.use.exporting.trainer_target import sections_of
 
 STEPS, HALF = 8, 4  # of a whole run, and where to switch; six steps are an epoch
 

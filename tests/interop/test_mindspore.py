@@ -14,12 +14,12 @@ from folders import save_model, save_recipe
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.reading.contents import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.exporting.conversion import convert
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
 from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run
+from surefoot.use.exporting.conversion import convert
 
 PYTHON = os.environ.get("MINDSPORE_PYTHON")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="needs MINDSPORE_PYTHON; see make interop")

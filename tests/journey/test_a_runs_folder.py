@@ -10,9 +10,9 @@ import surefoot
 from folders import save_model, save_recipe
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
-from surefoot.inference import open_model
 from surefoot.recipe.recipe import load
 from surefoot.run.resolving import resolved
+from surefoot.use import open_model
 
 
 @pytest.fixture(scope="module")

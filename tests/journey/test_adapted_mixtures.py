@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import folders
 import mixtures
 import surefoot
-from surefoot.inference import export, open_model
+from surefoot.use import export, open_model
 
 KINDS = ["deepseek_v3", pytest.param("jetmoe", marks=pytest.mark.proof)]
 IDS = torch.arange(60, 92)[None]

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 import small
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
-from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.errors import RecipeError, RunError
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.callbacks.early_stop import EarlyStop
 
 
 def steps(run):

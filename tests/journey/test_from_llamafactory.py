@@ -9,8 +9,8 @@ import torch
 
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
-from surefoot.inference.model_location import locate
 from surefoot.recipe.conversion import convert_any
+from surefoot.use.model_location import locate
 
 EXAMPLES = json.loads(
     (Path(__file__).parents[1] / "recipe" / "llamafactory" / "examples.json").read_text()

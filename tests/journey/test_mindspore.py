@@ -10,8 +10,6 @@ from safetensors import safe_open
 from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.inference.exporting.conversion import convert
-from surefoot.inference.model_loading import open_model
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta
 from surefoot.plugins.mindspore.recipe.conversion import convert as convert_recipe
@@ -20,6 +18,8 @@ from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run
+from surefoot.use.exporting.conversion import convert
+from surefoot.use.model_loading import open_model
 
 FORMS = {
     "full": MindSporeFolder(names="legacy-fused"),

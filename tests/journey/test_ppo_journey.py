@@ -16,14 +16,14 @@ from project import Project, checkpoints, metrics, model_folder
 from stage_data import REWARD
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
-from surefoot.forecast.estimate.dry_run import build as dry_run
-from surefoot.forecast.estimate.fake_tensors import HoldingOptions
-from surefoot.forecast.estimate.rank_memory import initial_values_size
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.run.resolving import resolved
 from surefoot.training.rewards.reward import by_name
 from surefoot.training.rollouts.rollout import DatasetRow, Rollout
+from surefoot.use.estimate.dry_run import build as dry_run
+from surefoot.use.estimate.fake_tensors import HoldingOptions
+from surefoot.use.estimate.rank_memory import initial_values_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"passes": 2, "max_new_tokens": 5}

@@ -6,9 +6,9 @@ import pytest
 
 from folders import save_data, save_model, save_recipe
 from project import surefoot
-from surefoot.inference.exporting.conversion import convert
 from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
+from surefoot.use.exporting.conversion import convert
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 4, "initializer_range": 0.3}
 SAMPLED = ("generate.max_new_tokens=5", "generate.do_sample=true", "generate.batch_size=2")

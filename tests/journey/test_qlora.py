@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import ModelError, RecipeError
-from surefoot.inference.exporting.exported import export
 from surefoot.parallel.world import World
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.use.exporting.exported import export
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

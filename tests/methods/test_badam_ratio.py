@@ -8,13 +8,13 @@ import torch
 import tiny
 from small import StopAt, assert_same_weights, resume, trainer, weights
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.geometry.sharding import AxisShard
 from surefoot.methods.badam_ratio import BAdamRatio
 from surefoot.network.parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.entries import check_entries
 from surefoot.optim.trained import TrainedParameters
+from surefoot.parallel.sharding import AxisShard
 
 INTERVAL, RATIO = 3, 0.25
 MASKS = ["adjacent", "scatter"]

@@ -9,12 +9,12 @@ import folders
 import ranks
 from adapted import logits, saved, trained
 from spread import save
-from surefoot.inference.exporting.exported import export
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
+from surefoot.use.exporting.exported import export
 from test_experts import in_files
 from test_startup import begun
 

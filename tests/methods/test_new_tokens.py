@@ -13,12 +13,12 @@ import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.data.text.templates import bundled
 from surefoot.errors import RecipeError
-from surefoot.inference import export, open_model
 from surefoot.methods.lora import LoRA
 from surefoot.model.expansion.new_tokens import note_new_tokens
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.run.policy import build_codec
+from surefoot.use import export, open_model
 
 PLAIN = {"lora": {"rank": 2}}
 NEW = ["<plus>", "<hen>"]

@@ -11,13 +11,13 @@ import tiny
 from adapted import logits, saved, trained
 from spread import learn, resume, save
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.inference.exporting.exported import export
 from surefoot.methods.lora import LoRA
 from surefoot.methods.oft import OFT
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
+from surefoot.use.exporting.exported import export
 from test_experts import in_files
 from test_startup import begun
 

@@ -8,10 +8,10 @@ from transformers import AutoConfig
 
 from folders import CHATML, save_model, save_tokenizer, tokenizer
 from surefoot.checkpoint.disk.companions import tokenizer_of
-from surefoot.inference.exporting.exported import whole_model
-from surefoot.inference.model_loading import find_parts
 from surefoot.model.pretrained.companions import model_files, tokenizer_files
 from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.use.exporting.exported import whole_model
+from surefoot.use.model_loading import find_parts
 from tiny import model
 from zoo.architectures import build
 

@@ -10,15 +10,15 @@ import torch
 
 import surefoot
 import tiny
-from forecast.estimate import scene
 from project import Project, assert_same, final_weights, losses, model_folder
 from surefoot.errors import ModelError, RecipeError
-from surefoot.forecast.estimate.dry_run import dry_run_batch
-from surefoot.forecast.estimate.live_bytes import LiveBytes
 from surefoot.model.attention import packed
 from surefoot.model.pretrained import float8, loading
 from surefoot.parallel.sharded_model import layers
 from surefoot.recipe.recipe import load
+from surefoot.use.estimate.dry_run import dry_run_batch
+from surefoot.use.estimate.live_bytes import LiveBytes
+from use.estimate import scene
 
 ROOT = Path(__file__).parents[2]
 IS_INSTALLED = find_spec("torchao") is not None

@@ -17,15 +17,15 @@ import surefoot
 from folders import edit_json, save_adapter, save_data, save_model, save_recipe, tokenizer
 from surefoot.checkpoint.converting.targets.peft import PEFTAdapter
 from surefoot.errors import ModelError, RecipeError
-from surefoot.inference import export, open_model
-from surefoot.inference.exporting.conversion import convert
-from surefoot.inference.run_evaluation import evaluate_run
 from surefoot.model.pretrained.loading import resolve
 from surefoot.model.pretrained.positions import num_positions
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import open_codec, prepared, settled
+from surefoot.use import export, open_model
+from surefoot.use.exporting.conversion import convert
+from surefoot.use.run_evaluation import evaluate_run
 from zoo import architectures
 
 IDS = torch.arange(60, 92).repeat(12)[None]  # 384 of them, where the model has 256 positions

@@ -5,11 +5,11 @@ import torch
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.forecast.estimate.live_bytes import LiveBytes
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.recipe.recipe import read
+from surefoot.use.estimate.live_bytes import LiveBytes
 
 POLICIES = ("none", "selective", "full", "offload")
 IDS = torch.arange(2, 62).reshape(2, 30)

@@ -15,13 +15,13 @@ import packed_weights
 import surefoot
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
-from surefoot.geometry.box import Box
-from surefoot.inference.model_loading import open_model
 from surefoot.model.pretrained.positions import read_config
 from surefoot.model.pretrained.stored_quantization import dequantization
 from surefoot.model.section import ModelSection
 from surefoot.network.meta import init_on_meta
+from surefoot.parallel.box import Box
 from surefoot.parallel.world import ALONE
+from surefoot.use.model_loading import open_model
 
 IDS = torch.arange(3, 19)[None]
 BLOCK = 32

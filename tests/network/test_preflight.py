@@ -13,7 +13,6 @@ import ranks
 import surefoot
 from folders import save_adapter, save_recipe, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
-from surefoot.forecast.bench.measurement import measure
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.adaptable import refuse_read_weights
@@ -27,6 +26,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
+from surefoot.use.bench.measurement import measure
 from zoo import architectures
 
 META = MetaTensors()

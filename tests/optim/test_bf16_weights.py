@@ -10,7 +10,6 @@ import ranks
 import small
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.geometry.sharding import AxisShard
 from surefoot.methods.lora import LoRA
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import (
@@ -28,6 +27,7 @@ from surefoot.optim.state_cuts import check_cuts
 from surefoot.optim.trained import TrainedParameters
 from surefoot.optim.variants.adamw_8bit import AdamW8bit
 from surefoot.optim.variants.schedule_free import ScheduleFree
+from surefoot.parallel.sharding import AxisShard
 
 MODES = ("stochastic", "master")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from surefoot.errors import RecipeError
-from surefoot.geometry.sharding import AxisShard
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.parameter_kind import ParameterKind
 from surefoot.optim.rules.blockwise import codebook, dequantized, dynamic_map, quantize
@@ -24,6 +23,7 @@ from surefoot.optim.variants.apollo import Apollo
 from surefoot.optim.variants.galore import GaLore
 from surefoot.optim.variants.lion import Lion
 from surefoot.optim.variants.schedule_free import ScheduleFree
+from surefoot.parallel.sharding import AxisShard
 
 SHAPES = {"q.weight": (6, 4), "up.weight": (5, 3), "norm.weight": (4,)}
 LAYOUTS = {"q.weight": ParameterKind(True, head_size=3), "up.weight": ParameterKind(True)}

@@ -9,13 +9,13 @@ import torch
 
 import surefoot.checkpoint as ckpt
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.geometry.sharding import AxisShard
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.groups import parameter_groups
 from surefoot.optim.learning_rate import LearningRate, check_learning_rate, schedule_of
 from surefoot.optim.optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
+from surefoot.parallel.sharding import AxisShard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,20 +15,20 @@ from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import ModelError
-from surefoot.inference import export
-from surefoot.inference.exporting.base_model import meta_model
-from surefoot.inference.model_loading import find_parts
 from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.use import export
+from surefoot.use.exporting.base_model import meta_model
+from surefoot.use.model_loading import find_parts
 
 pytest.importorskip("compressed_tensors")
 
-from surefoot.inference.receipts.verification import verify_export
 from surefoot.plugins.quantize import calibration
 from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
 from surefoot.plugins.quantize.inputs import matrices_of, statistics_of
 from surefoot.plugins.quantize.layerwise import open_layerwise
 from surefoot.plugins.quantize.linear_layers import find_linear_layers
 from surefoot.plugins.quantize.rows import calibration_rows
+from surefoot.use.receipts.verification import verify_export
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 GROUPS = QuantizeOptions(group_size=32)

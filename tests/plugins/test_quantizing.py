@@ -16,17 +16,15 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.geometry.box import Box
-from surefoot.inference import export, open_model
+from surefoot.parallel.box import Box
 from surefoot.plugins.quantize.exporters import COMPRESSED_TENSORS
+from surefoot.use import export, open_model
 
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from transformers import CompressedTensorsConfig
 
-from surefoot.inference.held_out_set import held_out
-from surefoot.inference.receipts.verification import verify_export
 from surefoot.model.targets import layer_list
 from surefoot.plugins.quantize import rows as calibration_data
 from surefoot.plugins.quantize.calibration import Calibrator
@@ -36,6 +34,8 @@ from surefoot.plugins.quantize.layerwise import open_layerwise, run
 from surefoot.plugins.quantize.linear_layers import find_linear_layers
 from surefoot.plugins.quantize.quantized_source import QuantizedSource
 from surefoot.plugins.quantize.schemes import PRESETS, scheme_of
+from surefoot.use.held_out_set import held_out
+from surefoot.use.receipts.verification import verify_export
 from zoo.architectures import SETTINGS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")

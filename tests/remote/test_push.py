@@ -13,10 +13,10 @@ from hub_server import serving
 from surefoot.checkpoint.reading.verification import verify_checkpoint
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.inference import open_model
 from surefoot.remote.publishing import pushing as module
 from surefoot.remote.publishing.pushing import Destination, push
 from surefoot.storage.hubs.file_download import OFFLINE, HubError
+from surefoot.use import open_model
 
 # huggingface_hub 2.4 hands files to httpx in a way that httpx deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

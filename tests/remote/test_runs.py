@@ -16,11 +16,11 @@ from project import Project, assert_same, checkpoints, losses, start
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
-from surefoot.inference import locate
 from surefoot.recipe.recipe import load
 from surefoot.remote.uploader import LOCK
 from surefoot.run.training_run import run
 from surefoot.storage.address import Address
+from surefoot.use import locate
 
 
 def train(project, url=None, cache=None, **overrides):

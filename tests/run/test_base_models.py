@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 import surefoot
 from project import Project, checkpoints, losses, model_folder
 from surefoot.errors import ModelError
-from surefoot.inference import open_model
 from surefoot.model.pretrained import base_identity
 from surefoot.model.pretrained.base_identity import BaseModel, identify
 from surefoot.model.section import ModelSection
+from surefoot.use import open_model
 
 SHORT = {"max_steps": 2}
 

@@ -9,9 +9,9 @@ import surefoot
 from project import Project, checkpoints
 from stage_data import REWARD, written
 from surefoot.errors import RunError
-from surefoot.inference.reward_check import check_rewards
 from surefoot.recipe.recipe import load
 from surefoot.run.code_files import NAME
+from surefoot.use.reward_check import check_rewards
 
 
 def project(folder, name="varied"):

@@ -19,7 +19,6 @@ from surefoot.batch import Loss
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError, ModelError, RecipeError, RunError
-from surefoot.inference import open_model
 from surefoot.methods import METHODS
 from surefoot.methods.full import Full
 from surefoot.optim import OPTIMIZERS
@@ -31,6 +30,7 @@ from surefoot.run.from_python.rows import with_rows
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training import TrainerCallback
+from surefoot.use import open_model
 
 ROWS = [{"instruction": f"{a}+{b}?", "output": f"{a + b}"} for a in range(4) for b in range(6)]
 FORMS = {

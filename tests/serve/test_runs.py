@@ -14,7 +14,7 @@ from answering import sample
 from folders import save_recipe
 from serve.running import running
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import open_model
+from surefoot.use import open_model
 
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "serve.md"
 PROMPT = [16, 10, 17, 30]

@@ -16,9 +16,9 @@ from serve.running import alike, running
 from surefoot.data.text.templates import bundled
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
-from surefoot.inference import Conversation, open_model
 from surefoot.serve.app import create_app
 from surefoot.serve.running.settings import ServeSettings
+from surefoot.use import Conversation, open_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WIDE = {"intermediate_size": 64}  # elementwise operations take 32 numbers at a time

@@ -14,7 +14,6 @@ from dataclasses import replace
 import pytest
 
 import small
-from surefoot.callbacks.early_stop import EarlyStop
 from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
@@ -22,6 +21,7 @@ from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
+from surefoot.training.callbacks.early_stop import EarlyStop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
 

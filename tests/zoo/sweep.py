@@ -19,9 +19,9 @@ import ranks
 import surefoot
 from surefoot.batch import IGNORE_INDEX
 from surefoot.errors import SurefootError
-from surefoot.inference import export
 from surefoot.recipe.recipe import read
 from surefoot.run.assembly import build
+from surefoot.use import export
 from zoo import architectures
 
 COLUMNS = ["full", "packed", "lora", "tp", "resume", "export"]

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..callbacks.training_process import PYTHON
 from ..errors import RunError
+from ..training.callbacks.training_process import PYTHON
 from .run_state import parsed
 
 MAX_MODELS = 2  # in memory at a time: two sides of one page

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..callbacks.launches import is_alive
-from ..callbacks.training_process import PYTHON, shown, start_training
 from ..errors import RunError
+from ..training.callbacks.launches import is_alive
+from ..training.callbacks.training_process import PYTHON, shown, start_training
 from .run_state import RunState, is_locked, state_of
 
 MAX_OUTPUT = 32 << 20  # bytes of standard output

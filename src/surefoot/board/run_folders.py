@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..callbacks.launches import NAME as LAUNCHES
-from ..callbacks.training_process import LOG
 from ..errors import RunError
 from ..recipe.files import RUN_RECIPE
 from ..sweep.files import is_sweep
+from ..training.callbacks.launches import NAME as LAUNCHES
+from ..training.callbacks.training_process import LOG
 
 METRICS = "metrics.jsonl"
 RESULTS = "all_results.json"

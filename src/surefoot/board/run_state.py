@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..callbacks.launches import HEARTBEAT, NAME, is_alive
-from ..callbacks.training_process import LOG
 from ..recipe.files import RUN_RECIPE
 from ..storage import files
 from ..storage.folder_lock import is_held
 from ..terminal_text import plain
+from ..training.callbacks.launches import HEARTBEAT, NAME, is_alive
+from ..training.callbacks.training_process import LOG
 from .run_folders import LOCK, METRICS, RESULTS
 
 TAIL = 1 << 18  # bytes of launches.jsonl that are enough for its last launch

@@ -11,15 +11,15 @@ from ..errors import RunError
 from .loading import loading
 
 if TYPE_CHECKING:
-    from ..inference.run_evaluation import Compare
     from ..recipe.from_llamafactory.after_training import AfterTraining
     from ..recipe.recipe import Recipe
+    from ..use.run_evaluation import Compare
 
 
 def comparison() -> Compare:
     """BLEU and ROUGE. Raises ``RunError``: their packages are not installed."""
     try:
-        from ..inference.benchmarks.text_similarity import similarity
+        from ..use.benchmarks.text_similarity import similarity
     except ImportError as error:
         raise RunError(
             f"BLEU and ROUGE need the package {error.name}; install it: "
@@ -34,10 +34,10 @@ def evaluate_after(recipe: Recipe, asked: AfterTraining, *, model: str | None) -
     from .table import progress
 
     with loading():
-        from ..inference.benchmarks.as_llamafactory import run_after_training
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined
+        from ..use.benchmarks.as_llamafactory import run_after_training
 
     parallel = with_replicas(ParallelSection())
     with joined(parallel) as world:

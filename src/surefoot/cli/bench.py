@@ -17,10 +17,10 @@ from ..terminal_text import one_line
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..forecast.bench.result import BenchResult
-    from ..forecast.bench.search import Search, Trial
-    from ..forecast.bench.single_rank import SingleRankRecipe
-    from ..forecast.other_settings import Changes
+    from ..use.bench.result import BenchResult
+    from ..use.bench.search import Search, Trial
+    from ..use.bench.single_rank import SingleRankRecipe
+    from ..use.other_settings import Changes
 
 PHASES = {
     "data": "the next window: examples read, packed or padded",
@@ -67,8 +67,8 @@ def bench(
     from ..run.resolving import resolved
 
     loaded = resolved(load(recipe, overrides))
-    from ..forecast.bench.fastest import as_data, find_fastest, settings
-    from ..forecast.bench.single_rank import alone
+    from ..use.bench.fastest import as_data, find_fastest, settings
+    from ..use.bench.single_rank import alone
 
     one = alone(loaded)
     with Console(stderr=True).status("measuring the recipe") as status:
@@ -92,7 +92,7 @@ def bench(
 
 
 def _in_short(trial: Trial) -> str:
-    from ..forecast.bench.result import BenchResult
+    from ..use.bench.result import BenchResult
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
@@ -103,7 +103,7 @@ def _in_short(trial: Trial) -> str:
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
     """Print facts, where the time goes, what was tried, and the fastest command."""
-    from ..forecast.bench.result import BenchResult
+    from ..use.bench.result import BenchResult
 
     screen, first = console(), found.trials[0].outcome
     if isinstance(first, BenchResult):
@@ -149,7 +149,7 @@ def _time_table(figures: BenchResult) -> Table:
 
 
 def _trials_table(found: Search) -> Table:
-    from ..forecast.bench.fastest import LIMIT, settings
+    from ..use.bench.fastest import LIMIT, settings
 
     made = table("settings", "tokens/s", "gain", "memory", "besides", numbers=_NUMBERS)
     for trial in found.trials:
@@ -163,8 +163,8 @@ def _trials_table(found: Search) -> Table:
 
 
 def _results(trial: Trial, first: Trial) -> list[str | Text]:
-    from ..forecast.bench.fastest import gain
-    from ..forecast.bench.result import BenchResult
+    from ..use.bench.fastest import gain
+    from ..use.bench.result import BenchResult
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
@@ -181,7 +181,7 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
 
 
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
-    from ..forecast.bench.fastest import gain
+    from ..use.bench.fastest import gain
 
     best, first = found.best, found.trials[0]
     if not best.changes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..generate.section import GenerateSection
-    from ..inference.conversation import Answer, Conversation
+    from ..use.conversation import Answer, Conversation
 
 HELP = """\
 /clear          start a new conversation; the system message stays
@@ -120,8 +120,8 @@ def _open(path: str, options: dict[str, object]) -> Conversation:
         from ..data.text.prompts import read_tools
         from ..errors import RecipeError
         from ..generate.section import with_options
-        from ..inference import Conversation, open_model
-        from ..inference.conversation import with_thinking
+        from ..use import Conversation, open_model
+        from ..use.conversation import with_thinking
 
     options["stop"] = options["stop"] or None  # of the recipe, unless there are others
     tools = read_tools(Path(str(options["tools"]))) if options["tools"] else ()
@@ -158,7 +158,7 @@ def _answer_requests(conversation: Conversation) -> None:
     """One JSON object per line, in and out; a request that is wrong gets an event ``error``."""
     import json
 
-    from ..inference.chat_requests import events
+    from ..use.chat_requests import events
 
     def write(event: Mapping[str, object]) -> None:
         click.echo(json.dumps(event))

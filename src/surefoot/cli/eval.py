@@ -18,8 +18,8 @@ from .table import cell, progress
 from .tasks import TaskCommand, run_tasks
 
 if TYPE_CHECKING:
-    from ..inference import Generation
-    from ..inference.run_evaluation import Compare, EvaluationReport
+    from ..use import Generation
+    from ..use.run_evaluation import Compare, EvaluationReport
 
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 MOST_COLUMNS = 5  # of metrics; with more, a row each
@@ -152,7 +152,7 @@ def _of_recipe(
     parallel = with_replicas(parallel)
     with joined(parallel) as world:
         with loading():
-            from ..inference.run_evaluation import evaluate_run
+            from ..use.run_evaluation import evaluate_run
 
         shown = partial(progress, is_shown=world.is_main)
         report = evaluate_run(loaded, world, parallel, progress=shown, **options)

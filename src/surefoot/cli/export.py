@@ -16,7 +16,7 @@ from .weight_options import TRUST_REMOTE_CODE
 
 
 def _huggingface(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
-    from ..inference import export as write
+    from ..use import export as write
 
     return write(path, out, progress=progress, **given)
 
@@ -152,9 +152,9 @@ def export(path: str, out: Path, verify: bool, to: str, **options: Any) -> None:
 
 def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
     """Verify what was written, unless that cannot be done here; delete it if it is wrong."""
-    from ..inference.receipts.artefact_loading import UnopenedError
-    from ..inference.receipts.receipt import delete_artefact
-    from ..inference.receipts.verification import verification_cost
+    from ..use.receipts.artefact_loading import UnopenedError
+    from ..use.receipts.receipt import delete_artefact
+    from ..use.receipts.verification import verification_cost
 
     cost = verification_cost(out)
     if not cost.fits:
@@ -185,7 +185,7 @@ def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
 
 def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
     """Print the result; the exit code is 1 if the artefact computes something else."""
-    from ..inference.receipts.verification import verify_export
+    from ..use.receipts.verification import verify_export
 
     found = verify_export(out, checkpoint=checkpoint, base=base)
     result = found.comparison

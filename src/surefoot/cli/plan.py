@@ -18,9 +18,9 @@ from .loading import loading
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..forecast.estimate.memory_estimate import Plan
-    from ..forecast.estimate.rank_memory import Machine
     from ..recipe.recipe import Recipe
+    from ..use.estimate.memory_estimate import Plan
+    from ..use.estimate.rank_memory import Machine
 
 PARTS = {
     "weights": "parameters and buffers, as stored in memory",
@@ -119,8 +119,8 @@ def plan(
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = resolved(load(recipe, overrides))
     with loading():
-        from ..forecast.estimate.memory_estimate import as_data, make_plan
-        from ..forecast.estimate.rank_memory import machine_for
+        from ..use.estimate.memory_estimate import as_data, make_plan
+        from ..use.estimate.rank_memory import machine_for
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
@@ -141,9 +141,9 @@ def _fitted(
     """The recipe with settings that fit in ``memory``, the machine with that much, and what was
     set. Without ``memory``, only a micro-batch size of auto is chosen."""
     from ..errors import RecipeError
-    from ..forecast.estimate.memory_estimate import imported
-    from ..forecast.fitting import fastest_fit, largest_fit
-    from ..forecast.other_settings import SIZE, changed
+    from ..use.estimate.memory_estimate import imported
+    from ..use.fitting import fastest_fit, largest_fit
+    from ..use.other_settings import SIZE, changed
 
     taken = 0 if machine.on_gpu else imported()
     if memory is None and recipe.train.micro_batch_size != "auto":

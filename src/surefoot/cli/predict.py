@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..data.section import DataSection
     from ..data.text.prompts import Prompt
     from ..generate.generation import FinishReason
-    from ..inference import Answer
     from ..recipe.prediction import Prediction
+    from ..use import Answer
 
 TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     "length": "truncated at generate.max_new_tokens",
@@ -117,10 +117,10 @@ def _answer(
 
     start_ranks(asked.parallel)
     with loading():
-        from ..inference.answer_journal import Output
-        from ..inference.prediction import AnswerOptions, answer_prompts
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
+        from ..use.answer_journal import Output
+        from ..use.prediction import AnswerOptions, answer_prompts
 
     asked, output = replace(asked, parallel=with_replicas(asked.parallel)), Output(*place)
     with joined(asked.parallel) as world:
@@ -155,9 +155,9 @@ def _score(
 
     start_ranks(asked.parallel)
     with loading():
-        from ..inference.scoring import read_responses, score_rows
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
+        from ..use.scoring import read_responses, score_rows
 
     asked = replace(asked, parallel=with_replicas(asked.parallel))
     rows = read_responses(*prompts)

@@ -17,7 +17,7 @@ from ..terminal_text import one_line, visible
 from .loading import loading
 
 if TYPE_CHECKING:
-    from ..inference.preview import DatasetStats, PreviewExample
+    from ..use.preview import DatasetStats, PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -67,10 +67,10 @@ def preview(
     # What is wrong with it is said before the slow imports.
     loaded = resolved(load(recipe, overrides))
     with loading():
-        from ..inference.pages.example_page import preview_page, write_page
-        from ..inference.preview import as_data, preview_data
         from ..recipe.recipe_data import find_base
         from ..run.policy import build_codec
+        from ..use.pages.example_page import preview_page, write_page
+        from ..use.preview import as_data, preview_data
 
     codec = build_codec(loaded, find_base(loaded))
     found = preview_data(
@@ -135,7 +135,7 @@ def _legend(console: Console) -> Text:
 
 def histogram(lengths: Iterable[int], cutoff_len: int) -> Iterator[str]:
     """Lines with bars, and the position of ``cutoff_len`` among the lengths, or counts of them."""
-    from ..inference.pages.length_histogram import length_bins, quantile
+    from ..use.pages.length_histogram import length_bins, quantile
 
     counts = Counter(lengths)
     bins = length_bins(counts, cutoff_len)

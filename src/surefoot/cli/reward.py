@@ -15,7 +15,7 @@ from ..terminal_text import one_line, visible
 from .loading import loading
 
 if TYPE_CHECKING:
-    from ..inference.reward_check import RewardCheck, RewardReport
+    from ..use.reward_check import RewardCheck, RewardReport
 
 SHOWN = 4  # responses
 
@@ -47,7 +47,7 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
     # What is wrong with it is said before the slow imports.
     loaded = resolved(load(recipe, overrides))
     with loading():
-        from ..inference.reward_check import check_rewards
+        from ..use.reward_check import check_rewards
     found = check_rewards(loaded, samples)
     if as_json:
         click.echo(visible(json.dumps(asdict(found), ensure_ascii=False, indent=2)))

@@ -15,10 +15,10 @@ from .loading import loading, start_ranks
 from .table import cell, console, table
 
 if TYPE_CHECKING:
-    from ..inference.benchmarks.harness import TaskSettings
-    from ..inference.model_loading import LoadedModel
     from ..parallel.world import World
     from ..recipe.prediction import Prediction
+    from ..use.benchmarks.harness import TaskSettings
+    from ..use.model_loading import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
     start_ranks(prediction.parallel)
     with loading():
         from ..data.text.answers import write_rows
-        from ..inference.answer_journal import Output
-        from ..inference.benchmarks import harness
         from ..parallel.generation_sharding import with_replicas
         from ..parallel.world import joined
+        from ..use.answer_journal import Output
+        from ..use.benchmarks import harness
 
     output = Output(path, asked.force)
     with joined(with_replicas(prediction.parallel)) as world:
@@ -81,9 +81,9 @@ def _prediction(asked: TaskCommand, options: Mapping[str, Any]) -> Prediction:
 
 def _open(prediction: Prediction, asked: TaskCommand, world: World) -> tuple[LoadedModel, int]:
     """The model, and ``generate.batch_size`` of its run or of the command line."""
-    from ..inference.model_loading import open_model
     from ..parallel.generation_sharding import with_replicas
     from ..recipe.prediction import load
+    from ..use.model_loading import open_model
 
     parallel = with_replicas(prediction.parallel)
     opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
@@ -95,7 +95,7 @@ def _settings(asked: TaskCommand, options: Mapping[str, Any]) -> TaskSettings:
     """The tasks of the command line. Raises ``RunError``: lm-eval is not installed."""
     try:
         with loading():
-            from ..inference.benchmarks.harness import TaskSettings
+            from ..use.benchmarks.harness import TaskSettings
     except ImportError as error:
         raise RunError(
             f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"

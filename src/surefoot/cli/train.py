@@ -93,14 +93,14 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
 def _logs(recipe: Recipe) -> tuple[TrainerCallback, ...]:
     """What writes the log of LLaMA-Factory."""
-    from ..callbacks.llamafactory_files import LOG, TrainerLog
+    from ..training.callbacks.llamafactory_files import LOG, TrainerLog
 
     return (TrainerLog(recipe.train.folder / LOG),)
 
 
 def _write_their_files(recipe: Recipe, outcome: Outcome) -> None:
     """What LLaMA-Factory leaves in ``output_dir``; a run in a store has it in its local folder."""
-    from ..callbacks.llamafactory_files import place_model, write_results
+    from ..training.callbacks.llamafactory_files import place_model, write_results
 
     state, folder = outcome.state, recipe.train.folder
     write_results(folder, state, recipe.train.global_batch_size)
@@ -184,7 +184,7 @@ def _choice(recipe: Recipe) -> SizeChoice:
         from surefoot.run.folder import no_choice
 
         return no_choice
-    from surefoot.forecast.fitting import choose_micro_batch_size
+    from surefoot.use.fitting import choose_micro_batch_size
 
     return choose_micro_batch_size
 

@@ -31,11 +31,11 @@ from ..board.metrics.thinning import thinned
 from ..board.run_folders import METRICS, find_runs, is_run
 from ..board.run_state import parsed, tail
 from ..board.run_summary import Summaries, last_rows
-from ..callbacks.launches import NAME as LAUNCHES
 from ..checkpoint.disk.commit import committed, step_of
 from ..errors import RunError, SurefootError, counted
 from ..storage.address import Address, default_cache, is_address
 from ..terminal_text import duration, one_line
+from ..training.callbacks.launches import NAME as LAUNCHES
 
 DEFAULT = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue", "bright_cyan", "white")

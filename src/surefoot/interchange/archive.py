@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import CheckpointError
-from ..geometry.box import Box
+from ..parallel.box import Box
 from .pickles import Record, read_record
 
 _LOCAL = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field

@@ -18,7 +18,7 @@ from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.sources.source import Shape
 from ..checkpoint.sources.weights import DISTRIBUTED
 from ..errors import CheckpointError
-from ..geometry.box import Box, is_covered_once
+from ..parallel.box import Box, is_covered_once
 from ..storage import files
 from .archive import Archive
 from .pickles import read_record

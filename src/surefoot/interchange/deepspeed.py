@@ -23,7 +23,7 @@ from ..checkpoint.disk.manifest import is_plain_name
 from ..checkpoint.sources.source import Shape
 from ..checkpoint.sources.weights import DEEPSPEED
 from ..errors import CheckpointError, counted
-from ..geometry.box import Box
+from ..parallel.box import Box
 from ..storage import files
 from .archive import Archive, Values
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.state.protocols import Stateful
 from ..data.order.loader import Loader
 from ..errors import CheckpointError, counted
 from ..storage import files
+from ..training.callbacks.early_stop import EarlyStop
 from ..training.trainer import Trainer
 from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle

@@ -5,5 +5,5 @@ from ..extensions import Plugin
 PLUGIN = Plugin(
     name="trainer",
     trainers={"trainer": f"{__package__}.foreign_resume:TRAINER"},
-    targets={"trainer": "surefoot.inference.exporting.trainer_target:TrainerCheckpoint"},
+    targets={"trainer": "surefoot.use.exporting.trainer_target:TrainerCheckpoint"},
 )

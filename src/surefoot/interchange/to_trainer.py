@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..callbacks.early_stop import EarlyStop
 from ..checkpoint.disk import strict_json
 from ..checkpoint.disk.atomic_folder import new_folder
 from ..checkpoint.disk.folder import CheckpointFolder, open_checkpoint
@@ -39,6 +38,7 @@ from ..network.tensors import MetaTensors
 from ..optim.bf16_weights import MASTER
 from ..parallel.world import ALONE
 from ..storage import files
+from ..training.callbacks.early_stop import EarlyStop
 from .arguments import RunSections, group_settings, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle

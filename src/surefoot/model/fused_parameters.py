@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import ModelError
-from ..geometry.sharding import Cuts, local_offset_and_shape
+from ..parallel.sharding import Cuts, local_offset_and_shape
 
 
 @dataclass(frozen=True)

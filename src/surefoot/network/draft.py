@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing
 from ..model.head.logprob_head import LogprobHead
 from ..model.precision import PrecisionName
@@ -18,6 +17,7 @@ from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
 from ..optim.parameter_kind import ParameterKinds
 from ..parallel.section import ParallelSection
+from ..parallel.sharding import Cuts
 from ..parallel.world import World
 from .heads import Heads
 from .meta import MetaModel, ShardLoader

@@ -21,7 +21,7 @@ from ..checkpoint.layouts.opening import open_folder, open_role
 from ..checkpoint.layouts.sequence_classification import SCORE
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
-from ..geometry.sharding import Cuts
+from ..parallel.sharding import Cuts
 from ..parallel.world import World
 from .meta import Reader
 

@@ -25,8 +25,6 @@ from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import TensorSource, read_whole
 from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
-from ..geometry.box import Box
-from ..geometry.sharding import Cuts
 from ..model.adapters.dora import has_exact_lengths, lengths
 from ..model.attention.isolation import PromptSharing
 from ..model.attention.packed import uses_document_attention
@@ -45,6 +43,8 @@ from ..model.pretrained.stored_quantization import as_dequantized, form_of
 from ..model.pretrained.weights import place
 from ..model.quantization.form import QuantizedWeight
 from ..model.section import ModelSection
+from ..parallel.box import Box
+from ..parallel.sharding import Cuts
 from ..parallel.world import World
 
 logger = logging.getLogger(__name__)

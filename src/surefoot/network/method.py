@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..checkpoint.disk.manifest import Kind
-    from ..geometry.sharding import Cuts
     from ..model.section import ModelSection
     from ..optim.blocks import ParameterNames, TrainedBlocks
+    from ..parallel.sharding import Cuts
     from ..schema import Problem
 
 

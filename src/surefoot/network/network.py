@@ -27,7 +27,6 @@ from ..generate.generation import (
     sample,
 )
 from ..generate.section import GenerateSection
-from ..geometry.sharding import Cuts
 from ..model.attention.isolation import PromptSharing, settle_attention
 from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
@@ -36,6 +35,7 @@ from ..optim.optimizer import Optimizer
 from ..optim.parameter_kind import ParameterKinds
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
+from ..parallel.sharding import Cuts
 from ..parallel.world import World
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Outputs
 from ..checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
 from ..errors import RecipeError
-from ..geometry.sharding import Cuts
 from ..model.architecture import IdentityStub
 from ..model.head import outputs
 from ..model.pipeline_stages import Stages, keep, parameters_of
@@ -26,6 +25,7 @@ from ..parallel.pipeline.pipeline import Finish, Pipeline, tie
 from ..parallel.pipeline.stage_links import connect
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import gather_nothing, reduce_gradients
+from ..parallel.sharding import Cuts
 from ..parallel.tensor.sequence_parallel import placed, widened
 from ..parallel.tensor.tp_plan import LayerRange
 from ..parallel.world import World

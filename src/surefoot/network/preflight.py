@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError, installation
-from ..geometry.sharding import AxisShard
 from ..log import silenced
 from ..model.adaptable import refuse_read_weights
 from ..model.expansion.new_tokens import refuse_divided
@@ -25,6 +24,7 @@ from ..optim.optimizer import Optimizer
 from ..optim.parameter_kind import check_kinds
 from ..optim.state_cuts import check_shards, shapes_of_state
 from ..parallel.section import ParallelSection
+from ..parallel.sharding import AxisShard
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions

@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError, first_line
-from ..geometry.box import Box
-from ..geometry.sharding import Cuts
 from ..model.pretrained.adapter import add_adapters, attach, attach_empty
 from ..model.pretrained.float8 import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
@@ -34,8 +32,10 @@ from ..model.pretrained.stored_quantization import (
 )
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
+from ..parallel.box import Box
 from ..parallel.generation_sharding import shard_for_generation
 from ..parallel.sharded_model import shard
+from ..parallel.sharding import Cuts
 from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from .draft import Draft
 from .heads import stored_heads

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import RecipeError
-from ..geometry.sharding import AxisShard
+from ..parallel.sharding import AxisShard
 from .optimizer import Optimizer, Shape
 
 ENTRIES = "entries"  # the key of a turn's identity in the state of a matrix

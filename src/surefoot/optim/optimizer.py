@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-from ..geometry.sharding import AxisShard, Cuts
+from ..parallel.sharding import AxisShard, Cuts
 from .parameter_kind import ParameterKind
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..geometry.sharding import AxisShard
+from ..parallel.sharding import AxisShard
 from .optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor, of_matrices, of_others
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..errors import CheckpointError, RecipeError
-from ..geometry.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
+from ..parallel.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
 from .entries import ENTRIES, EntryTurns, check_entries
 from .learning_rate import offloads_state

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, RecipeError
-from ..geometry.sharding import Cuts
+from ..parallel.sharding import Cuts
 from .bf16_weights import BucketedOptimizer, build_optimizer
 from .entries import ENTRIES, EntryTurns, check_entries
 from .groups import check_learning_rates, log_learning_rates

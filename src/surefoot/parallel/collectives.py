@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..geometry.sharding import chunk
+from .sharding import chunk
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

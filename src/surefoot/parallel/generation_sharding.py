@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ..geometry.sharding import AxisShard, Cuts
 from .collectives import MeshAxis, gather_from_tp_region
 from .launch_environment import launched
 from .section import ParallelSection
 from .sharded_model import layers
+from .sharding import AxisShard, Cuts
 from .tensor.tensor_parallel import AXIS, cut_tensors
 from .tensor.tp_plan import cuts_vocabulary
 from .world import World

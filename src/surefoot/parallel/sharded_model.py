@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ..geometry.sharding import AxisShard, Cuts
 from .collectives import MeshAxis
 from .section import ParallelSection
+from .sharding import AxisShard, Cuts
 from .tensor.tensor_parallel import cut_tensors
 from .tensor.tp_plan import LayerRange
 from .world import DATA_AXES, World

@@ -13,16 +13,6 @@ from pathlib import Path
 from rich.console import Console
 
 from .. import interchange
-from ..callbacks.console import Screen
-from ..callbacks.early_stop import EarlyStop
-from ..callbacks.jsonl import NAME as METRICS
-from ..callbacks.jsonl import Jsonl
-from ..callbacks.launches import NAME as LAUNCHES
-from ..callbacks.plot import NAME as PLOT
-from ..callbacks.plot import Plot
-from ..callbacks.tensorboard import FOLDER as TENSORBOARD
-from ..callbacks.tensorboard import TensorBoard
-from ..callbacks.warm_up import WarmUp
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.disk.companions import tokenizer_of
 from ..checkpoint.reading.loading import load as load_checkpoint
@@ -39,6 +29,16 @@ from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
 from ..schema import variant_name
 from ..training.callback import Callbacks, Context, TrainerCallback
+from ..training.callbacks.console import Screen
+from ..training.callbacks.early_stop import EarlyStop
+from ..training.callbacks.jsonl import NAME as METRICS
+from ..training.callbacks.jsonl import Jsonl
+from ..training.callbacks.launches import NAME as LAUNCHES
+from ..training.callbacks.plot import NAME as PLOT
+from ..training.callbacks.plot import Plot
+from ..training.callbacks.tensorboard import FOLDER as TENSORBOARD
+from ..training.callbacks.tensorboard import TensorBoard
+from ..training.callbacks.warm_up import WarmUp
 from ..training.control.log_accumulator import LogAccumulator
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.control.triggers import IntervalCallback, Trigger

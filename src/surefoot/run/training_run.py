@@ -12,8 +12,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import interchange
-from ..callbacks.jsonl import NAME as METRICS
-from ..callbacks.jsonl import restore
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import device
@@ -25,6 +23,8 @@ from ..recipe.recipe_data import find_base, settled
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import TrainerCallback
+from ..training.callbacks.jsonl import NAME as METRICS
+from ..training.callbacks.jsonl import restore
 from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python

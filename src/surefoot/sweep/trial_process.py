@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..callbacks.launches import HEARTBEAT
-from ..callbacks.training_process import LOG, start_training
 from ..checkpoint.disk.commit import committed
 from ..errors import SKIPPED_STEPS, STOP_SIGNALS
 from ..parallel.launch_environment import LAUNCHER
 from ..storage.files import open_inside, read_inside
 from ..storage.folder_lock import NAME as RUN_LOCK
 from ..storage.folder_lock import is_held
+from ..training.callbacks.launches import HEARTBEAT
+from ..training.callbacks.training_process import LOG, start_training
 from .files import METRICS, read_json
 from .objective import Record
 

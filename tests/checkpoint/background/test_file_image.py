@@ -7,7 +7,7 @@ from surefoot.checkpoint.background.file_image import image_of
 from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.header import ranges_of
 from surefoot.checkpoint.saving.job import Shard, WriteShare
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.storage.files import PAGE
 
 (PLAN,) = plan_save(

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from safetensors.torch import load_file, save_file
 
-from geometry.test_box import shapes_and_boxes
+from parallel.test_box import shapes_and_boxes
 from surefoot.checkpoint.disk import bytes as stored
 from surefoot.checkpoint.disk import tensorfile
 from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.storage import files
 
 from ..sample import num_open, same_bits

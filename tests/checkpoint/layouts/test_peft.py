@@ -20,7 +20,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import CastSource, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 
 from ..sample import Holder
 

@@ -8,7 +8,7 @@ from surefoot.checkpoint.reading.contents import find_tensor, open_contents, pla
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.source import FolderSource
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 
 from ..sample import Holder, same_bits, sample_states
 

@@ -23,7 +23,7 @@ from surefoot.checkpoint.saving.preparation import LiveTensors
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.storage import files
 
 RANKS = 3

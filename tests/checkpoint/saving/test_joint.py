@@ -23,8 +23,8 @@ from surefoot.checkpoint.saving.preparation import LiveTensors
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
-from surefoot.geometry.sharding import chunk
+from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import chunk
 from surefoot.storage import files
 
 WHOLE = {"a.weight": torch.arange(21.0).reshape(7, 3), "b.weight": torch.arange(2.0)}

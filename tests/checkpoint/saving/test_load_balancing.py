@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from surefoot.checkpoint.disk.header import ITEM_SIZES, num_bytes
 from surefoot.checkpoint.saving.load_balancing import LocalTensor, balance
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
-from surefoot.geometry.sharding import AxisShard, local_offset_and_shape
+from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import AxisShard, local_offset_and_shape
 
 MEBI = 1 << 20
 

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from geometry.test_box import boxes
+from parallel.test_box import boxes
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
 from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError, DamagedFileError
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.plugins.mindspore.naming.interleaved import InterleavedSource, RowGroup
 
 from ..sample import Holder, num_open, same_bits

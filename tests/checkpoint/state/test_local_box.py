@@ -21,8 +21,8 @@ from surefoot.checkpoint.saving.load_balancing import LocalTensor, balance
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.state.local_box import local_box_of
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
-from surefoot.geometry.sharding import AxisShard
+from surefoot.parallel.box import Box
+from surefoot.parallel.sharding import AxisShard
 
 from ..sample import Holder
 

@@ -21,9 +21,9 @@ import tiny
 import tiny_tokenizers
 from folders import CHATML, edit_json, save_adapter
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.inference import export
 from surefoot.plugins.gguf.export import export_gguf
 from surefoot.storage import files
+from surefoot.use import export
 
 KINDS = {
     "llama": {"attention_bias": True},

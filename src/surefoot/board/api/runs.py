@@ -12,8 +12,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from ...callbacks.follower import Follower, record
 from ...terminal_text import plain
+from ...training.callbacks.follower import Follower, record
 from ..board import Board
 from ..commands import stop
 from ..reports import recipes

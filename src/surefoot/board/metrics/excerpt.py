@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...callbacks.follower import record
 from ...storage.files import open_inside
+from ...training.callbacks.follower import record
 from .metrics_file import MetricsFile
 
 _PLACES = 300

@@ -11,8 +11,8 @@ from array import array
 from bisect import bisect_right
 from pathlib import Path
 
-from ...callbacks.follower import BLOCK, Follower, record
 from ...errors import counted
+from ...training.callbacks.follower import BLOCK, Follower, record
 from .metrics_lines import read_many
 from .thinning import Column
 

@@ -13,10 +13,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...callbacks.training_process import shown
 from ...errors import RecipeError, RunError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...storage.files import write_aside
+from ...training.callbacks.training_process import shown
 from ..board import Board
 from ..commands import ShortCommand
 from ..recipe_text import MAX_TEXT, check

@@ -9,15 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.launches import HEARTBEAT
-from ...callbacks.launches import NAME as LAUNCHES
-from ...callbacks.training_process import LOG
 from ...checkpoint.disk.pins import pin, pinned
 from ...checkpoint.looking.listing import list_run
 from ...errors import RecipeError, RunError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...storage import files
 from ...storage.folder_lock import lock
+from ...training.callbacks.launches import HEARTBEAT
+from ...training.callbacks.launches import NAME as LAUNCHES
+from ...training.callbacks.training_process import LOG
 from ..board import Board
 from ..metrics.excerpt import MetricsExcerpt
 from ..metrics.metrics_file import MetricsFile

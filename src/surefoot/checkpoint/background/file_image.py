@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage.files import PAGE
 from ..disk.header import num_bytes, ranges_of
 from ..saving.job import Shard

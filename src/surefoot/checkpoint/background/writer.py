@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ..disk.file_plan import FilePlan
 from ..disk.header import parse
 from ..saving.job import Job, Shard, WriteShare

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
-from ...geometry.mesh import Mesh
+from ...parallel.box import Box
+from ...parallel.mesh import Mesh
 from ...storage import files
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.file_plan import plan_save

@@ -13,7 +13,7 @@ from operator import add
 import torch
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from .file_plan import FilePlan
 from .header import TensorEntry, ranges_of

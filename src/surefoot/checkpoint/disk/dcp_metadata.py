@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .header import Header
 
 VERSION_KEY, VERSION = "DCP_VERSION", "1.0"

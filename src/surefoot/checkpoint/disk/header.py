@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from . import strict_json
 
 MAX_HEADER = 100_000_000  # bytes; what the reference implementation allows

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from .header import Header, TensorEntry, header_length, num_bytes, parse, ranges_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, counted
-from ...geometry.box import Box, is_covered_once
+from ...parallel.box import Box, is_covered_once
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.dcp_metadata import INFO_KEY, SHAPE_KEY, START_KEY

@@ -8,8 +8,8 @@ from math import prod
 import torch
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
-from ...geometry.slices import Selection
+from ...parallel.box import Box
+from ...parallel.slices import Selection
 from ..sources.source import TensorSource
 
 MAX_READ = 1 << 26  # elements; what is read for one excerpt stays in memory

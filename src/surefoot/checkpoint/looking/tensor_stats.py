@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ..sources.source import TensorSource
 
 BLOCK = 1 << 18  # elements; 2 MB in 64 bits, so that they stay in the cache

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError, counted
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from ...storage.parallel_work import in_parallel
 from ..disk.bytes import DTYPES, fill, new_tensor, read_box

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from ..disk.file_plan import FilePlan
 from ..disk.manifest import Kind, Layout

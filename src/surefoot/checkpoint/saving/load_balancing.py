@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import CheckpointError, counted
-from ...geometry.box import Box, is_covered_once
+from ...parallel.box import Box, is_covered_once
 from ..disk.header import num_bytes
 
 PASSES = 100  # over all groups, at most; a few suffice unless groups form a ring

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from ..disk import strict_json
 from ..disk.bytes import describe, hash_tensor, write_box, write_file

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage.files import digest
 from ..disk.commit import new_nonce
 from ..disk.file_plan import Tensors

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .source import ReplacingSource, Shape, read_whole
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from ...storage.parallel_work import ahead
 from ..disk.bytes import dtype_name, write_tensor

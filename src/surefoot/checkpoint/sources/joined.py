@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .source import Shape, TensorSource, once
 
 

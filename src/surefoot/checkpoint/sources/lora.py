@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .source import Shape, TensorSource, once, read_whole
 
 _BLOCK = 4 << 20  # elements computed at a time

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ...errors import CheckpointError, DamagedFileError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ...storage import files
 from ..disk.bytes import DTYPES, fill_box, raw
 from .weights import FolderWeights, StoredBox

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from ..disk import tensorfile
 from ..disk.folder import CheckpointFolder
 from ..disk.header import TensorEntry

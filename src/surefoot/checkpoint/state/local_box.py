@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...errors import CheckpointError
-from ...geometry.box import Box
-from ...geometry.sharding import AxisShard, Cuts, local_offset_and_shape
+from ...parallel.box import Box
+from ...parallel.sharding import AxisShard, Cuts, local_offset_and_shape
 
 BLOCK = 1 << 20  # elements read at a time
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from ...geometry.sharding import Cuts
+from ...parallel.sharding import Cuts
 from ..disk.manifest import Kind
 from .protocols import ShardedState
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from ...geometry.sharding import Cuts
+    from ...parallel.sharding import Cuts
 
 
 class Stateful(Protocol):

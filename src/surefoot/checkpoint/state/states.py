@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, counted
-from ...geometry.sharding import Cuts
+from ...parallel.sharding import Cuts
 from .protocols import ShardedState, Stateful
 from .roles import MODEL, OPTIMIZER, STATE
 

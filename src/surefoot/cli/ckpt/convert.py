@@ -33,7 +33,7 @@ def convert(
     copied from file to file: no model is built, and memory does not grow with it.
     """
     from ...checkpoint.converting.origin import OptionError
-    from ...inference.exporting.conversion import convert as write
+    from ...use.exporting.conversion import convert as write
 
     given = {name: value for name, value in options.items() if value}
     kind = kind or _usual(given)
@@ -49,7 +49,7 @@ def convert(
 
 def _usual(given: dict[str, object]) -> str:
     from ...checkpoint.converting.targets import TARGETS
-    from ...inference.exporting.conversion import USUAL
+    from ...use.exporting.conversion import USUAL
 
     if "layout" not in given and "mesh" not in given:
         names = f"--to ({', '.join(TARGETS)}) or --layout ({', '.join(LAYOUTS)})"

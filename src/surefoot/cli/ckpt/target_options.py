@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import click
 
-from ...geometry.mesh import Mesh
+from ...parallel.mesh import Mesh
 from ...schema import Setting, settings
 from ..option_text import parse_mesh
 

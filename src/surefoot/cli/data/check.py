@@ -17,7 +17,7 @@ from ..loading import loading
 from ..preview import histogram
 
 if TYPE_CHECKING:
-    from ...inference.data_check.figures import DataCheck, DatasetFigures, Finding
+    from ...use.data_check.figures import DataCheck, DatasetFigures, Finding
 
 
 @click.command()
@@ -51,9 +51,9 @@ def check(
     # What is wrong with it is said before the slow imports.
     loaded = resolved(load(recipe, overrides))
     with loading():
-        from ...inference.data_check.check import check_data
         from ...recipe.recipe_data import find_base
         from ...run.policy import build_codec
+        from ...use.data_check.check import check_data
 
     codec = build_codec(loaded, find_base(loaded, weights=False))
     found = check_data(loaded, codec, dataset=dataset, limit=rows)

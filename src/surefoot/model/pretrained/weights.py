@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ...errors import CheckpointError, counted
-from ...geometry.sharding import Cuts, FusedSlice
+from ...parallel.sharding import Cuts, FusedSlice
 from ..fused_parameters import FusedPlacement, places, view
 from ..section import ModelSection
 from .companions import adapter_files, model_files

@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from ...geometry.box import Box
 from ...model.adapters.factors import Factors, factors_of, seed_of
 from ...model.adapters.frozen import START, TRAINED, StackedLayer, StartRule, stacked_layers
 from ...model.adapters.frozen import start_rule as rule_of
 from ...model.pretrained.loading import device
 from ...model.pretrained.quantized import dequantized
+from ...parallel.box import Box
 from ..draft import Draft
 from ..meta import Reader, ShardLoader, piece
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from ...checkpoint.state.local_box import local_box_of
 from ...errors import CheckpointError, counted
-from ...geometry.box import Box
-from ...geometry.sharding import axes
 from ...model.adapters.frozen import StackedLayer, stacked_layers
 from ...model.pretrained.weights import AdapterWeights
+from ...parallel.box import Box
+from ...parallel.sharding import axes
 
 Tensors = Mapping[str, torch.Tensor]
 _ALONG = {"lora_A": 0, "lora_B": 1}  # the dimension along which matrices are joined

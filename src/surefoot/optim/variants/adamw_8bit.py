@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ...geometry.sharding import AxisShard
+from ...parallel.sharding import AxisShard
 from ..adamw import AdamW
 from ..optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor
 from ..parameter_kind import ParameterKind

@@ -24,7 +24,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import RecipeError
-from ...geometry.sharding import AxisShard
 from ..collectives import (
     Axis,
     copy_to_tp_region,
@@ -34,6 +33,7 @@ from ..collectives import (
     reduce_scatter_to_sequence_region,
     scatter_to_tp_region,
 )
+from ..sharding import AxisShard
 from .sequence_parallel import (
     TOKENS,
     block,

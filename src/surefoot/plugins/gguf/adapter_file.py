@@ -20,15 +20,15 @@ from transformers import PretrainedConfig
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError
-from ...geometry.box import Box
-from ...inference.exporting.base_model import meta_model
-from ...inference.exporting.merged_model import stop_token_ids
-from ...inference.model_loading import ModelFolders
-from ...inference.receipts.receipt import Artefact, receipt_path, write_receipt
 from ...model.adaptable import adapted
 from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.tokenizer import load_tokenizer
+from ...parallel.box import Box
 from ...recipe.files import ADAPTER, read_text
+from ...use.exporting.base_model import meta_model
+from ...use.exporting.merged_model import stop_token_ids
+from ...use.model_loading import ModelFolders
+from ...use.receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of
 from .formats import Format, fitting
 from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files

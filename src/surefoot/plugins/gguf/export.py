@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...cli.exporter import Progress
-from ...inference.model_loading import ModelFolders, find_parts, with_valid
 from ...recipe.run_checkpoint import Damaged
+from ...use.model_loading import ModelFolders, find_parts, with_valid
 from .adapter_file import write_adapter
 from .formats import FORMATS
 from .model_file import write_model

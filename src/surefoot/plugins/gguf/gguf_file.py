@@ -25,9 +25,9 @@ from ...checkpoint.disk.stream import ByteStream
 from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import TensorSource
 from ...errors import CheckpointError, ModelError
-from ...inference.exporting.exported import counting
 from ...storage import files
 from ...storage.parallel_work import ahead
+from ...use.exporting.exported import counting
 from .k_quants import Bytes, Floats, q4_k, q5_k, q6_k
 from .tensors import FileTensor
 

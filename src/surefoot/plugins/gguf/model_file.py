@@ -17,11 +17,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.sources.source import Shape, TensorSource
 from ...errors import ModelError, counted
-from ...inference.exporting.exported import whole_model
-from ...inference.exporting.merged_model import stop_token_ids
-from ...inference.model_loading import ModelFolders
-from ...inference.receipts.receipt import Artefact, receipt_path, write_receipt
 from ...model.pretrained.tokenizer import load_tokenizer
+from ...use.exporting.exported import whole_model
+from ...use.exporting.merged_model import stop_token_ids
+from ...use.model_loading import ModelFolders
+from ...use.receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of, window_note
 from .formats import FORMATS, Format, LayerCounts, fitting, tensor_type
 from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from ...checkpoint.sources.source import Shape, TensorSource
 from ...errors import CheckpointError
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .architectures import GGUFArchitecture, head_dim
 from .k_quants import Floats
 from .settings import rope_tensors

@@ -23,9 +23,9 @@ from ...checkpoint.sources.source import TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
-from ...geometry.box import Box
 from ...interchange.same_model import expect_adamw, fill_weights, other_model
 from ...model.fused_parameters import places
+from ...parallel.box import Box
 from ...training.trainer import Trainer
 from .layout import MindSpore
 from .model import MindSporeHints, as_huggingface, by_role, open_state

@@ -17,13 +17,13 @@ from ...checkpoint.sources.copying import DtypeName, copy
 from ...checkpoint.sources.source import TensorSource
 from ...cli.exporter import Progress
 from ...errors import ModelError
-from ...inference.exporting.base_model import meta_model
-from ...inference.exporting.exported import counting, num_bytes, num_weights, whole_model
-from ...inference.model_loading import ModelFolders, find_parts, is_reward, with_valid
-from ...inference.receipts.card import card_text
-from ...inference.receipts.receipt import CARD, Artefact, write_receipt
 from ...recipe.run_checkpoint import Damaged
 from ...storage import files
+from ...use.exporting.base_model import meta_model
+from ...use.exporting.exported import counting, num_bytes, num_weights, whole_model
+from ...use.model_loading import ModelFolders, find_parts, is_reward, with_valid
+from ...use.receipts.card import card_text
+from ...use.receipts.receipt import CARD, Artefact, write_receipt
 from .calibration import Calibrator
 from .layerwise import open_layerwise
 from .linear_layers import LinearLayers, find_linear_layers

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...checkpoint.sources.source import Shape, TensorSource, once
-from ...geometry.box import Box
+from ...parallel.box import Box
 from .schemes import SHAPE, WeightScheme
 
 _CHUNK = 1 << 20  # weights that are quantized at a time

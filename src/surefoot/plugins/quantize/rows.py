@@ -11,10 +11,10 @@ from ...batch import Features
 from ...data.text.codec import Codec
 from ...data.text.pairs import with_chosen
 from ...errors import ModelError
-from ...inference.held_out_set import own_codec
-from ...inference.model_loading import ModelFolders, codec_of
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encode_all, prepared, streamed
+from ...use.held_out_set import own_codec
+from ...use.model_loading import ModelFolders, codec_of
 
 LONGEST = 2048  # tokens of a row
 FEWEST = 128  # tokens of all rows, or of an expert; of fewer, GPTQ would learn only these

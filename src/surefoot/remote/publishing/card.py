@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...callbacks.launches import NAME as LAUNCHES
-from ...callbacks.plot import NAME as PLOT
 from ...checkpoint.disk import trainer_state
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST
@@ -23,6 +21,8 @@ from ...model.pretrained import base_identity
 from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
 from ...recipe.yaml import emit, parse
 from ...storage.files import read_json
+from ...training.callbacks.launches import NAME as LAUNCHES
+from ...training.callbacks.plot import NAME as PLOT
 from .contents import BASE, Publication
 
 RECEIPT = "receipt.json"

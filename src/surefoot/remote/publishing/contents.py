@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...callbacks.launches import NAME as LAUNCHES
-from ...callbacks.plot import NAME as PLOT
 from ...checkpoint.disk.commit import committed, named
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST, Manifest, dump
@@ -22,6 +20,8 @@ from ...recipe.run_checkpoint import checkpoint_of
 from ...storage.files import read_json
 from ...storage.hashes import digest
 from ...storage.hubs.upload import LocalFile
+from ...training.callbacks.launches import NAME as LAUNCHES
+from ...training.callbacks.plot import NAME as PLOT
 from .redaction import Redaction
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from ... import __version__
-from ...callbacks.heartbeat import Heartbeat
-from ...callbacks.launches import MAX_LINE, LaunchFiles
 from ...model.pretrained.loading import device
 from ...parallel.world import World
 from ...recipe.recipe import Recipe
 from ...training.callback import TrainerCallback
+from ...training.callbacks.heartbeat import Heartbeat
+from ...training.callbacks.launches import MAX_LINE, LaunchFiles
 from ...training.trainer import Trainer
 from ..from_python.outcome import Outcome
 from .launch_reports import Reporting, reporting

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ... import schema
-from ...callbacks.reports import Reports
-from ...callbacks.trackers.launching import TrackerProcess, finish
-from ...callbacks.trackers.redaction import redacted
 from ...errors import RecipeError
 from ...network.preflight import check_packages
 from ...parallel.world import World
 from ...recipe.recipe import Recipe
+from ...training.callbacks.reports import Reports
+from ...training.callbacks.trackers.launching import TrackerProcess, finish
+from ...training.callbacks.trackers.redaction import redacted
 from ...training.section import TrainSection
 
 TENSORBOARD = "tensorboard"  # which writes files itself, so it is a callback

@@ -13,7 +13,7 @@ from ...data.rows.formats.openai import OpenAI
 from ...data.text.codec import Codec
 from ...data.text.templates.arguments import with_arguments
 from ...errors import DataError, SurefootError
-from ...inference.model_loading import LoadedModel
+from ...use.model_loading import LoadedModel
 from ..errors import ApiError
 from ..running.models import ServedModel
 from .prompt_ids import check_length

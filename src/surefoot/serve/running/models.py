@@ -18,13 +18,7 @@ from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
 from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
-from ...inference.model_loading import (
-    LoadedModel,
-    ModelFolders,
-    find_parts,
-    is_reward,
-    open_model,
-)
+from ...use.model_loading import LoadedModel, ModelFolders, find_parts, is_reward, open_model
 from ..errors import ApiError
 from .engine import EngineThread, Lane
 from .settings import ServeSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...board.host_names import Hosts
-from ...inference.model_loading import Dtype
+from ...use.model_loading import Dtype
 
 
 @dataclass(frozen=True, kw_only=True)

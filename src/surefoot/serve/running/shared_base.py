@@ -16,12 +16,12 @@ from torch import nn
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
 from ...generate.proof import agree, may_keep_bits
-from ...inference.model_loading import LoadedModel, ModelFolders
 from ...model.adapters.by_row import AdaptersByRow, can_be_by_row
 from ...model.pretrained import base_identity
 from ...model.pretrained.adapter import add_named, is_addable, remove_named
 from ...model.pretrained.positions import extension_of
 from ...model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ...use.model_loading import LoadedModel, ModelFolders
 from ..errors import ModelGoneError
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
-from surefoot.geometry.box import Box
+from surefoot.parallel.box import Box
 from surefoot.plugins.mindspore.naming.interleaved import (
     DeinterleavedSource,
     InterleavedSource,

@@ -3,8 +3,8 @@ import torch
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box
 from surefoot.model.pretrained.weights import FullWeights
+from surefoot.parallel.box import Box
 from surefoot.plugins.mindspore.naming.names import (
     FAMILIES,
     AttentionHeads,

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import CheckpointError
-from surefoot.geometry.box import Box, is_covered_once
+from surefoot.parallel.box import Box, is_covered_once
 from surefoot.plugins.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
 
 

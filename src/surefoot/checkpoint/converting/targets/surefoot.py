@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ....geometry.mesh import Mesh
+from ....parallel.mesh import Mesh
 from ...disk.commit import named
 from ...disk.manifest import Kind
 from ...layouts.detection import detect_layout, model_near

@@ -15,7 +15,7 @@ import torch
 
 from ....checkpoint.sources.source import ReplacingSource, Shape, TensorSource
 from ....errors import CheckpointError, counted
-from ....geometry.box import Box
+from ....parallel.box import Box
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from ....checkpoint.sources.source import ReplacingSource, Shape
-from ....geometry.box import Box
+from ....parallel.box import Box
 
 _FEW = 16  # rows of a turn; fewer are read together with those in between
 

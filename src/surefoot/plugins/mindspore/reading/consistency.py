@@ -16,7 +16,7 @@ from ....checkpoint.disk.header import ITEM_SIZES
 from ....checkpoint.disk.tensorfile import TensorFile
 from ....checkpoint.layouts.dcp_boxes import DcpChunk
 from ....errors import CheckpointError
-from ....geometry.box import Box
+from ....parallel.box import Box
 
 _BYTES = 1024  # of every slice
 _ELEMENTS = 8  # of a slice; fewer say little

@@ -8,7 +8,7 @@ from pathlib import Path
 from ....checkpoint.disk import tensorfile
 from ....checkpoint.layouts.dcp_boxes import DcpChunk
 from ....errors import CheckpointError, counted
-from ....geometry.box import Box, is_covered_once
+from ....parallel.box import Box, is_covered_once
 from ....storage import files
 from ..strategy.shapes import Shapes, infer_strategy
 from ..strategy.strategy_files import ENDINGS, Strategy, open_strategy

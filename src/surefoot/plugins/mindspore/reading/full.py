@@ -9,7 +9,7 @@ from ....checkpoint.disk import strict_json, tensorfile
 from ....checkpoint.disk.manifest import is_plain_name
 from ....checkpoint.layouts.dcp_boxes import DcpChunk
 from ....errors import CheckpointError
-from ....geometry.box import Box
+from ....parallel.box import Box
 from ....storage import files
 from .ranks import FOLDER, step_of, tensor_files
 

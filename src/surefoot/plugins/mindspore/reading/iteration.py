@@ -17,7 +17,7 @@ from ....checkpoint.disk.header import integers, sizes
 from ....checkpoint.disk.manifest import is_plain_name
 from ....checkpoint.layouts.dcp_boxes import DcpChunk
 from ....errors import CheckpointError, counted
-from ....geometry.box import Box, is_covered_once
+from ....parallel.box import Box, is_covered_once
 from ....storage import files
 from .consistency import check_same
 from .full import whole

@@ -14,7 +14,7 @@ from pathlib import Path
 from ....checkpoint.disk.tensorfile import TensorFile
 from ....checkpoint.layouts.dcp_boxes import DcpChunk
 from ....errors import CheckpointError, counted
-from ....geometry.box import Box
+from ....parallel.box import Box
 from ..reading.consistency import Slice, check_fit
 from .parallel_config import ParallelConfig, weight_of
 from .slicing import TensorLayout

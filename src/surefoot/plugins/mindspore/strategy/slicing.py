@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ....errors import CheckpointError, counted
-from ....geometry.box import Box
+from ....parallel.box import Box
 
 ALL_COPIES = -1  # as a number of shards: over all devices that hold copies
 _WHOLE = -1  # in a tensor map: no axis cuts this dimension

@@ -13,7 +13,7 @@ from ....checkpoint.disk.atomic_folder import new_folder, write_small
 from ....checkpoint.sources.copying import Progress
 from ....checkpoint.sources.source import TensorSource, read_whole
 from ....errors import CheckpointError
-from ....geometry.box import Box
+from ....parallel.box import Box
 from ....storage import files
 from ..reading.iteration import COMMON, FOLDER, METADATA, TRACKER
 from ..reading.opening import role_of

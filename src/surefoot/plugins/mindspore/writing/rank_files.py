@@ -19,7 +19,7 @@ from ....checkpoint.disk.header import build, num_bytes
 from ....checkpoint.sources.copying import Progress, described, fill_boxes, silent
 from ....checkpoint.sources.source import TensorSource
 from ....errors import CheckpointError
-from ....geometry.box import Box
+from ....parallel.box import Box
 from ....storage import files
 from ..reading.full import HYPER, MAP, PART
 from ..reading.opening import META, role_of

@@ -1,1 +1,0 @@
-"""Estimates and measurements of a run: ``plan`` estimates, ``bench`` measures."""

@@ -1,1 +1,0 @@
-"""Parts of tensors as integers: boxes, shardings, meshes, slices. No torch here."""

@@ -1,0 +1,174 @@
+"""The fake tensors of a dry run, which have shapes, dtypes and lifetimes, and are computed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...model.adaptable import refuse_read_weights
+from ...model.precision import PrecisionName
+from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.loading import DTYPES
+from ...model.section import Recomputation
+from ...network.draft import Draft
+from ...network.runner import ModelForward
+from ...network.tensors import from_config, method_of
+from ...parallel.sharded_model import layers
+from ...parallel.sharding import chunk
+from ...parallel.tensor.tensor_parallel import cut_tensors
+from ...parallel.tensor.tp_plan import LayerRange, cuts_vocabulary
+from ...parallel.tensor.vocab_parallel import VocabParallelLogits
+from .fake_quantized import pack, will_be_packed
+from .stage_share import StageShare, share
+
+
+@dataclass(frozen=True)
+class HoldingOptions:
+    """Options that determine the form of a model in memory, beside the recipe."""
+
+    precision: PrecisionName
+    dtype: torch.dtype | None  # weights before a method picks those that learn; None: as stored
+    gathered: torch.dtype | None = None  # of all weights, where processes gather them in it
+    recomputes: Recomputation = "none"
+    tp: int = 1  # processes that share every matrix; of one of them, the first
+    sequence_parallel: bool = False
+    pp: int = 1  # processes that share the layers out
+    place: int = 0  # of the process among these
+    num_parts: int = 1  # stages of each of them
+    quantized: torch.dtype = torch.float32  # of products with quantized weights
+    emulates_float8: bool = True  # as CPUs do
+
+
+@dataclass
+class FakeTensors:
+    """Fake tensors, which can be computed with, of one of the ranks of ``setting``."""
+
+    setting: HoldingOptions
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    quantized: list[nn.Module] = field(default_factory=list)
+    vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
+    share: StageShare | None = None  # of a pipeline
+    have_values: ClassVar[bool] = False
+
+    @property
+    def emulates_float8(self) -> bool:
+        """Whether the machine that is planned for has no products in float8."""
+        return self.setting.emulates_float8
+
+    def load(self, draft: Draft) -> None:
+        """From ``config.json`` alone, first on the meta device."""
+        kernel = draft.section.attention
+        if kernel == "flash_attention_2":
+            kernel = "sdpa"  # has no CPU kernel; keeps the same
+        with torch.device("meta"):
+            draft.inner = from_config(
+                draft.base,
+                draft.section,
+                dtype=self.setting.dtype,
+                attention=None if kernel == "auto" else kernel,
+            )
+
+    def adapt(self, draft: Draft) -> None:
+        """An adapter is not quantized, like the real one."""
+        if draft.section.quantization_bit:
+            self.quantized = will_be_packed(draft.inner)
+        with torch.device("meta"):
+            draft.module = method_of(draft, attach_empty)(draft.inner)
+
+    def divide(self, draft: Draft) -> None:
+        """Keep the layers of one rank of a pipeline."""
+        setting = self.setting
+        in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
+        if setting.pp > 1:
+            self.share = share(
+                draft.inner,
+                draft.weights,
+                setting.place,
+                size=setting.pp,
+                num_parts=setting.num_parts,
+                dtype=setting.gathered,
+            )
+        draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
+
+    def shard(self, draft: Draft) -> None:
+        """Make all tensors fake ones; keep the shards of the first rank along ``tp``."""
+        setting, inner = self.setting, draft.inner
+        _put(draft.module, self.mode, setting.gathered)
+        pack(self.quantized, draft.section, self.mode, setting.quantized)
+        if setting.tp > 1:
+            refuse_read_weights(inner)
+            axis, size = FakeAxis(setting.tp), inner.config.get_text_config().vocab_size
+            self.vocabulary = VocabParallelLogits(axis, size) if cuts_vocabulary(inner) else None
+            with self.mode:
+                between = [LayerRange(layers(inner))] if setting.sequence_parallel else ()
+                cut_tensors(inner, axis, between)
+
+    def runner(self, draft: Draft) -> ModelForward:
+        """The forward pass of the real model."""
+        setting = self.setting
+        return ModelForward(
+            draft.module,
+            setting.precision,
+            self.vocabulary,
+            draft.head if setting.tp == 1 else None,
+            draft.heads.values,
+        )
+
+
+def _put(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Move a model from the meta device to fake tensors of a CPU; tied weights stay tied."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in moved:
+                    with mode:
+                        values = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
+                    moved[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                with mode:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def held_dtype(name: str, *, on_gpu: bool) -> torch.dtype | None:
+    """The dtype in which weights are loaded, of ``model.dtype``; None: as they are stored."""
+    if name != "auto":
+        return DTYPES[name]
+    return None if on_gpu else torch.float32
+
+
+@dataclass(frozen=True)
+class FakeAxis:
+    """A ``parallel.collectives.Axis`` without other ranks; the first has the largest shard."""
+
+    size: int
+    rank: int = 0
+
+    def spread(self, whole: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """The shard of the first rank, as a plain tensor."""
+        part = whole.detach()
+        if dim is not None:
+            part = part.narrow(dim, *chunk(part.shape[dim], self.size, self.rank)).clone()
+        return nn.Parameter(part, requires_grad=whole.requires_grad)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the size of a sum."""
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the size of the largest."""
+        return self.sum(x)
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """As many as there would be."""
+        return [torch.empty_like(x) for _ in range(self.size)]
+
+    def sum_of_mine(self, parts: torch.Tensor) -> torch.Tensor:
+        """Of the size of a part."""
+        return parts.new_empty(parts.shape[1:])

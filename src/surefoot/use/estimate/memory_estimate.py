@@ -1,0 +1,328 @@
+"""The estimate of a run: its length, its memory, and settings that need less or are faster."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from ...data.text.codec import Codec
+from ...errors import RecipeError
+from ...model.precision import PrecisionName
+from ...model.pretrained.quantized import check_alone
+from ...recipe.batch_sizes import with_batch_sizes
+from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import find_base
+from ...run.code_files import code_of
+from ...run.policy import build_codec
+from ...training.callbacks.jsonl import NAME as METRICS
+from ..other_settings import changes
+from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
+from .dry_run import DryRunModel
+from .examples import examples_of
+from .memory_model import Memory, MeshShape
+from .rank_memory import (
+    Machine,
+    PlanBase,
+    Rehearsed,
+    memory_of,
+    mesh_of,
+    precision_of,
+    processes,
+    rehearsed,
+    whole,
+)
+from .saving import size_of_checkpoint
+from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
+
+_SPEEDS = 20  # of the last logs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Heaviest:
+    """The micro-batch that takes the most memory."""
+
+    examples: int
+    tokens: int  # padding included
+    trained: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """The same run with another setting."""
+
+    changes: Mapping[str, object]  # by dotted path
+    memory: Memory
+    effect: str  # beside memory
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The disk space of checkpoints."""
+
+    size: CheckpointSize
+    saves: int
+    at_once: int  # on the disk, the one being written included
+    disk: int
+    shared_memory: int  # of a process; 0 if saves are not in the background
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The complete estimate of a run."""
+
+    machine: Machine
+    mesh: MeshShape
+    precision: PrecisionName
+    parameters: int
+    trained_parameters: int
+    trained_at_once: int  # fewer, if the method trains blocks of them in turn
+    examples: int
+    rows_read: int | None
+    course: RunLength
+    heaviest: Heaviest
+    memory: Memory  # of the process that needs most
+    place: int  # of that one in a pipeline
+    layers: tuple[range, ...]  # of its stages there
+    not_known: str | None  # why activations are not in the memory
+    saving: Saving
+    tokens_per_second: float | None
+    options: tuple[Option, ...]
+    imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
+
+    @property
+    def snapshot(self) -> int:
+        """Bytes of the copy of a save in the memory of a CPU; a GPU has memory of its own."""
+        return 0 if self.machine.on_gpu else self.saving.shared_memory
+
+    @property
+    def total(self) -> int:
+        """The bytes that a process takes at its peak."""
+        return self.memory.peak + self.imports + self.snapshot
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it trains, without saves and evaluations."""
+        return self.course.tokens / self.tokens_per_second if self.tokens_per_second else None
+
+
+def make_plan(
+    recipe: Recipe,
+    machine: Machine,
+    tokens_per_second: float | None = None,
+    *,
+    searches: bool = True,
+) -> Plan:
+    """The estimate of ``recipe``, and if it ``searches`` also of other settings; no weights are
+    read. Raises ``RecipeError`` if the ranks do not form the mesh, or the method does not fit the
+    model, ``ModelError`` without a configuration or tokenizer, ``DataError`` if a dataset is
+    missing or broken, or batches do not divide, ``RunError`` if a function that the recipe names
+    cannot be loaded."""
+    imports = 0 if machine.on_gpu else imported()
+    check_alone(recipe.model, machine.num_processes)
+    code_of(recipe)  # a function that is missing is an error here, not when the run begins
+    mesh = mesh_of(recipe, machine)
+    recipe, note = with_batch_sizes(recipe, mesh.num_data_ranks)
+    if note is not None:
+        logger.info("%s", note)
+    base = find_base(recipe, weights=False)
+    codec = build_codec(recipe, base)
+    examples = examples_of(recipe, codec)
+    added = recipe.stage.max_new_tokens  # to each example; in a run they may be fewer
+    lengths = token_counts(recipe, examples.dataset) + added
+    trained = trained_counts(examples.dataset) + added
+    loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
+    course = course_of(recipe, loader, lengths, trained)
+    ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.windows)
+    held = processes(recipe, ground)
+    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
+    found = rehearsed(recipe, ground, held, as_held=True)
+    largest, most = memory_of(recipe, machine, held, found.passes)
+    is_searched = searches and found.not_known is None
+    options = _options(recipe, ground, held, found) if is_searched else ()
+    batch = found.batch
+    num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+    return Plan(
+        machine=machine,
+        mesh=mesh,
+        precision=precision_of(recipe, machine),
+        parameters=alone.network.num_parameters,
+        trained_parameters=alone.network.num_trainable,
+        trained_at_once=alone.num_at_once,
+        examples=len(examples.dataset),
+        rows_read=examples.rows_read,
+        course=course,
+        heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
+        memory=most,
+        place=largest.setting.place,
+        layers=tuple(largest.layers),
+        not_known=found.not_known,
+        saving=saving_of(alone, codec, base, course, machine),
+        tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
+        options=tuple(options),
+        imports=imports,
+    )
+
+
+def imported() -> int:
+    """The memory of this process, which has imported what training does, and has no model yet."""
+    import psutil
+
+    found: int = psutil.Process().memory_info().rss
+    return found
+
+
+def saving_of(
+    skeleton: DryRunModel, codec: Codec, base: Path, course: RunLength, machine: Machine
+) -> Saving:
+    """What the checkpoints of a run take."""
+    section, train = skeleton.recipe.checkpoint, skeleton.recipe.train
+    num_logs = course.steps // train.log_steps if train.log_steps else 0
+    size = size_of_checkpoint(skeleton, codec, base, num_logs=num_logs)
+    saves = saved_steps(
+        steps=course.steps,
+        steps_per_epoch=course.steps_per_epoch,
+        save_steps=section.save_steps,
+        save_epoch=section.save_epoch,
+    )
+    evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
+    at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
+    is_adapter = not skeleton.recipe.method.saves_base_model
+    copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
+    return Saving(
+        size=size,
+        saves=len(saves),
+        at_once=at_once,
+        disk=disk_needed(size, at_once, len(saves), section.rule().most_sharing),
+        shared_memory=copy if section.async_save else 0,
+    )
+
+
+def measured_speed(folder: Path) -> float | None:
+    """Tokens per second of all ranks, from the last logs of the run in ``folder``, if any."""
+    try:
+        lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    speeds = [speed for line in lines[-10 * _SPEEDS :] if (speed := _speed(line))]
+    return median(speeds[-_SPEEDS:]) if speeds else None
+
+
+def _speed(line: str) -> float | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    value = record.get("tokens_per_second") if isinstance(record, dict) else None
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def _options(
+    recipe: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
+) -> list[Option]:
+    """Settings that need less memory, or are faster and still fit; least memory first."""
+    now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
+    found = []
+    for change in changes(recipe, ground.machine.num_processes):
+        try:
+            takes = _changed(recipe, change.recipe, ground, held, known)
+        except RecipeError:  # an architecture that tp or pp cannot cut, or not so far
+            continue
+        if takes is None:
+            continue
+        capacity = ground.machine.capacity
+        is_better = takes.peak <= (capacity or takes.peak) if change.is_faster else True
+        if is_better and (change.is_faster or takes.peak < now):
+            found.append(Option(change.values, takes, change.effect))
+    return sorted(found, key=lambda option: option.memory.peak)
+
+
+def _changed(
+    recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
+) -> Memory | None:
+    """The memory of ``other``, if that is known; ``held`` and ``known`` belong to ``recipe``."""
+    is_cut_alike = _cuts(other) == _cuts(recipe)
+    if not is_cut_alike:
+        held = processes(other, ground)
+    passes = known.passes
+    if not is_cut_alike or other.parallel == recipe.parallel:
+        found = rehearsed(other, ground, held, known.logit_weight, as_held=not is_cut_alike)
+        if found.not_known:
+            return None
+        passes = found.passes
+    return memory_of(other, ground.machine, held, passes)[1]
+
+
+def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
+    return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp
+
+
+def as_data(found: Plan) -> dict[str, object]:
+    """All of it, as ``surefoot plan --json`` prints it."""
+    course, saving = found.course, found.saving
+    return {
+        "processes": {
+            "count": found.mesh.num_processes,
+            "dp_replicate": found.mesh.dp_replicate,
+            "dp_shard": found.mesh.dp_shard,
+            "tp": found.mesh.tp,
+            "pp": found.mesh.pp,
+            "device": "gpu" if found.machine.on_gpu else "cpu",
+            "precision": found.precision,
+            "capacity": found.machine.capacity,
+        },
+        "parameters": found.parameters,
+        "trained_parameters": found.trained_parameters,
+        "trained_at_once": found.trained_at_once,
+        "examples": found.examples,
+        "sampled_rows": found.rows_read,
+        "steps": course.steps,
+        "steps_per_epoch": course.steps_per_epoch,
+        "epochs": course.epochs,
+        "gradient_accumulation_steps": course.micro_batches,
+        "tokens": course.tokens,
+        "trained_tokens": course.trained_tokens,
+        "tokens_per_second": found.tokens_per_second,
+        "seconds": found.seconds,
+        "heaviest_pass": vars(found.heaviest),
+        "heaviest_stage": {
+            "process": found.place,
+            "layers": [layer for run in found.layers for layer in run],
+        }
+        if found.mesh.pp > 1
+        else None,
+        "memory": _as_data(found.memory),
+        "process": {
+            "imports": found.imports,
+            "snapshot": found.snapshot,
+            "total": found.total,
+        },
+        "not_known": found.not_known,
+        "checkpoint": {
+            "total": saving.size.total,
+            "weights": saving.size.weights,
+            "optimizer": saving.size.optimizer,
+            "shared_by_several": saving.size.unchanging,
+            "saves": saving.saves,
+            "at_once": saving.at_once,
+            "disk": saving.disk,
+            "shared_memory": saving.shared_memory,
+        },
+        "options": [
+            {
+                "changes": dict(option.changes),
+                "memory": _as_data(option.memory),
+                "effect": option.effect,
+            }
+            for option in found.options
+        ],
+    }
+
+
+def _as_data(memory: Memory) -> dict[str, int]:
+    return {**memory.parts(), "peak": memory.peak}

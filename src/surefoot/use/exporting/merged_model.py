@@ -1,0 +1,205 @@
+"""The weights of a model with its adapter merged into them, and the changes of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, Updated, merged
+from ...checkpoint.layouts.opening import open_folder
+from ...checkpoint.sources.lora import ExpertSlice, same_values
+from ...checkpoint.sources.source import Renamed, Shape, TensorSource
+from ...data.section import without_datasets
+from ...data.text.codec import Codec
+from ...data.text.templates import load_template, saved_source
+from ...errors import CheckpointError, ModelError
+from ...model import FullWeights
+from ...model.adaptable import adapted
+from ...model.fused_parameters import names_unless_split, places
+from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.positions import changed_config, extension_of
+from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.pretrained.weights import names_in_files
+from ...model.section import ModelSection
+from ...parallel.box import Box
+from ..model_loading import ModelFolders
+from .base_model import base_weights, meta_model
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """The weights to write, and the resulting changes of ``config.json``."""
+
+    source: TensorSource
+    changes: Mapping[str, object]
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The embedding tensors of a model; ``head`` is stored unless it is tied to ``embed``."""
+
+    embed: str
+    head: str | None
+
+
+def merged_weights(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
+    """The weights of ``parts`` as one model. Raises ``CheckpointError`` if they do not merge."""
+    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    base, dequantized = base_weights(parts.model, section)
+    if parts.adapter is None:
+        return MergedModel(base, dequantized)
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code)
+    names = _names(model)
+    old = base.shapes().get(names.embed, (0,))[0]
+    grown = _grow(base, names, len(tokenizer))
+    updated = updated_tensors(model, parts.adapter)
+    source, is_untied = _merge(grown, parts.adapter, names, updated)
+    rows = source.shapes().get(names.embed, (0,))[0]
+    section = replace(section, **extension_of(parts.adapter))
+    changes = {**dequantized, **changed_config(parts.model, section)}
+    changes |= {"vocab_size": rows} if rows != old else {}
+    if is_untied:
+        changes["tie_word_embeddings"] = False
+    return MergedModel(source, changes, stop_token_ids(tokenizer))
+
+
+def _names(model: PreTrainedModel) -> _Names:
+    """The names of the embeddings."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    embed = modules[id(model.get_input_embeddings())]
+    return _Names(f"{embed}.weight", None if head is None else f"{modules[id(head)]}.weight")
+
+
+def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
+    """``base`` with an embedding for every token of the tokenizer, initialized as in training."""
+    stored = base.shapes()
+    present = [name for name in (names.embed, names.head or "") if name in stored]
+    if not present or stored[present[0]][0] >= rows:
+        return base
+    return Grown(base, frozenset(present), rows)
+
+
+def _merge(
+    base: TensorSource, adapter: Path, names: _Names, updated: Mapping[str, Updated]
+) -> tuple[TensorSource, bool]:
+    """The merge, and whether it untied the embeddings. PEFT may train only one of two tied
+    embeddings, or each for itself; then both are stored. If they are equal
+    (``ensure_weight_tying``), they stay tied."""
+    stored = base.shapes()
+    is_tied = names.head is not None and names.head not in stored and names.embed in stored
+    touched = _touched(adapter, names) if is_tied else set()
+    if not touched or names.head is None:
+        return merged(base, adapter, updated), False
+    if any(key.endswith(TOKENS) for key in open_folder(adapter).shapes()):
+        raise CheckpointError(
+            f"{adapter}: trains rows of tied embeddings, and {min(touched)} in another way; merge "
+            "it with peft's own merge_and_unload()"
+        )
+    everything = {name: name for name in stored}
+    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated)
+    if len(touched) > 1 and same_values(both, names.embed, names.head):
+        return Renamed(both, everything), False
+    return both, True
+
+
+def _touched(adapter: Path, names: _Names) -> set[str]:
+    """The embeddings that the adapter changes."""
+    stored = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
+    keys = [key for key in stored if not key.endswith(TOKENS)]  # PEFT keeps these tied
+    pair = [name for name in (names.embed, names.head) if name is not None]
+    return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Those that end a response by the tokenizer's own chat template; none without one."""
+    if not saved_source(tokenizer):
+        return ()
+    template = load_template("auto", tokenizer)
+    return Codec(tokenizer, template, without_datasets()).stop_token_ids
+
+
+def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]:
+    """The tensors that each module of the adapter in the folder ``adapter`` changes, by the names
+    in the adapter's file; ``model``, on the meta device, is changed. Raises ``CheckpointError`` if
+    it is of another model, or its experts are not slices of the parameters in memory."""
+    names = names_in_files(model, FullWeights(model).state_dict())
+    fused = {name: len(p) for name, p in model.named_parameters() if p.ndim == 3}  # experts
+    try:
+        slices = {} if not fused else places(model)
+        names |= names_unless_split(model, fused)
+        with torch.device("meta"):
+            wrapped = attach_empty(model, adapter)
+    except (ModelError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
+    own = {id(module): name.removeprefix(PREFIX) for name, module in wrapped.named_modules()}
+    found = {}
+    for parameter, layer in adapted(wrapped).items():
+        if parameter not in fused:  # a tied one has no name of its own
+            found[own[id(layer)]] = Updated({names.get(parameter, parameter): None})
+            continue
+        parts = {n: at.start for n, at in slices.items() if at.fused == parameter}
+        parts = parts or {names[parameter]: (0, 0, 0)}
+        at = {name: ExpertSlice(fused[parameter], start) for name, start in parts.items()}
+        found[own[id(layer)]] = _of_layer(layer, at)
+    return found
+
+
+def _of_layer(layer: Any, at: dict[str, ExpertSlice]) -> Updated:
+    """As PEFT's layer says that it merges."""
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    return Updated(dict(at), layer.scaling["default"], is_transposed)
+
+
+BLOCK = 4 << 20  # elements read at a time
+
+
+@dataclass(frozen=True)
+class Grown:
+    """``source`` with ``rows`` rows in some matrices; the new ones are the mean of the old."""
+
+    source: TensorSource
+    names: frozenset[str]
+    rows: int
+    _means: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """More rows in the resized ones."""
+        return {
+            name: (self.rows, *shape[1:]) if name in self.names else shape
+            for name, shape in self.source.shapes().items()
+        }
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Unchanged."""
+        return self.source.dtypes()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Old rows unchanged, new rows all alike."""
+        if name not in self.names:
+            return self.source.read(name, box)
+        columns = self.source.shapes()[name][1]
+        old = self.source.shapes()[name][0]
+        parts = []
+        if common := box & Box((0, 0), (old, columns)):
+            parts.append(self.source.read(name, common))
+        if new := box & Box((old, 0), (self.rows - old, columns)):
+            mean = self._mean(name)[new.start[1] : new.stop[1]]
+            parts.append(mean.to(self.dtypes()[name]).expand(new.shape))
+        return torch.cat(parts)
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            shape = self.source.shapes()[name]
+            total = torch.zeros(shape[1], dtype=torch.float64)
+            for box in Box.whole(shape).blocks(max(BLOCK, shape[1])):
+                total += self.source.read(name, box).double().sum(0)
+            self._means[name] = (total / shape[0]).float()
+        return self._means[name]

@@ -1,0 +1,94 @@
+"""A recipe with a tiny model, the real policy of it, and what torch keeps when it really runs."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import folders
+from surefoot.batch import OutputSpec
+from surefoot.data.text.collation import collate
+from surefoot.model.head import outputs
+from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.precision import autocast
+from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.recipe.recipe import read
+from surefoot.run.policy import open_policy
+from surefoot.use.estimate.dry_run import build
+from surefoot.use.estimate.fake_tensors import HoldingOptions
+
+CPU = torch.device("cpu")
+
+
+def recipe(folder, kind="llama", *, model=None, changes=None, data=None, **sections):
+    sizes = {"num_hidden_layers": 2, **(changes or {})}
+    base = folders.save_model(folder / kind, kind, **sizes)
+    return read(
+        {
+            "model": {"path": str(base), **(model or {})},
+            "data": {"datasets": ["none"], **(data or {})},
+            "stage": "sft",
+            "train": {"output_dir": str(folder / "run"), "precision": "fp32"},
+            **sections,
+        }
+    )
+
+
+def tokenizer(made):
+    return load_tokenizer(made.model.path)
+
+
+def skeleton(made, precision="fp32", dtype=torch.float32, gathered=None, **spread):
+    setting = HoldingOptions(
+        precision, dtype, gathered, made.model.gradient_checkpointing, **spread
+    )
+    return build(made, Path(made.model.path), tokenizer(made), setting)
+
+
+def policy(made):
+    """The real one, ready to learn."""
+    return open_policy(made, Path(made.model.path), tokenizer(made)).module.train()
+
+
+def features(*lengths, prompt=4, seed=0):
+    draw = np.random.default_rng(seed)
+    return [
+        {
+            "input_ids": draw.integers(3, 64, length).tolist(),
+            "labels": [-100] * prompt + draw.integers(3, 64, length - prompt).tolist(),
+        }
+        for length in lengths
+    ]
+
+
+def batch(made, *lengths, prompt=4):
+    return collate(features(*lengths, prompt=prompt), packing=made.data.packing)
+
+
+def head_of(model):
+    """The head that training asks."""
+    return logprob_head_of(getattr(model, "get_base_model", lambda: model)())
+
+
+def total(model, micro_batch, head):
+    """The sum of log-probabilities, as training computes it."""
+    return outputs.compute(model, micro_batch, OutputSpec(("total",)), head=head).total
+
+
+def kept(model, micro_batch, precision="fp32"):
+    """Bytes of unique storages that autograd saves, those of weights left out."""
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage  # kept, so that its number is not given again
+        return tensor
+
+    head = head_of(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, autocast(precision, CPU):
+        found = total(model, micro_batch, head)
+    assert found.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())

@@ -1,0 +1,254 @@
+"""A whole plan: what it says of data, time and other settings, and that it loads nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import surefoot
+from project import Project, metrics
+from surefoot.errors import DataError, ModelError, RecipeError
+from surefoot.recipe.recipe import load
+from surefoot.run.assembly import build
+from surefoot.use.estimate import rank_memory
+from surefoot.use.estimate.dry_run import NotRehearsedError
+from surefoot.use.estimate.memory_estimate import make_plan, measured_speed
+from surefoot.use.estimate.rank_memory import Machine
+
+REWARD = Path(__file__).parents[2] / "stage_rewards.py"
+
+ALONE = Machine(1, on_gpu=False)
+
+
+def plan(project, *overrides, machine=ALONE, **options):
+    return make_plan(load(project.recipe, overrides), machine, **{"searches": False, **options})
+
+
+@pytest.fixture
+def project(tmp_path):
+    # three is neither halved nor doubled: one rehearsal less for every plan
+    sizes = {"global_batch_size": 3, "micro_batch_size": 3}
+    return Project(tmp_path / "project", train=sizes)
+
+
+def test_steps_and_tokens_are_those_of_the_run(project):
+    before = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
+    state = surefoot.train(
+        load(project.recipe, ["train.max_steps=null", "train.num_epochs=2", "data.val_size=4"])
+    ).state
+    after = plan(project, "train.max_steps=null", "train.num_epochs=2", "data.val_size=4")
+    assert before.course.steps == after.course.steps == state.global_step == 14
+    assert after.course.tokens == state.num_input_tokens_seen
+    assert after.rows_read is None
+    assert before.rows_read == 24
+    assert before.examples == after.examples == 20
+    assert before.course.tokens == pytest.approx(after.course.tokens, rel=0.05)
+
+
+def test_a_plan_needs_no_weights_and_leaves_nothing_behind(project):
+    (project.folder / "model" / "model.safetensors").unlink()
+    before = sorted(project.folder.rglob("*"))
+    found = plan(project)
+    assert found.parameters == found.trained_parameters > 0
+    assert sorted(project.folder.rglob("*")) == before
+    assert not project.run.exists()
+
+
+def test_a_sample_stands_for_all_rows(project, monkeypatch):
+    monkeypatch.setattr("surefoot.use.estimate.examples.ROWS", 5)
+    found = plan(project)
+    assert found.rows_read == 5
+    assert found.examples == 24
+    monkeypatch.setattr("surefoot.use.estimate.examples.ROWS", 1000)
+    assert found.course.tokens == pytest.approx(plan(project).course.tokens, rel=0.1)
+
+
+def test_the_speed_of_a_run_that_has_begun_gives_the_time(project):
+    assert plan(project).seconds is None
+    assert plan(project, tokens_per_second=50.0).seconds == pytest.approx(
+        plan(project).course.tokens / 50
+    )
+    surefoot.train(load(project.recipe))
+    speeds = [line["tokens_per_second"] for line in metrics(project.run)]
+    found = plan(project)
+    assert min(speeds) <= found.tokens_per_second <= max(speeds)
+    assert plan(project, tokens_per_second=7.0).tokens_per_second == 7.0
+
+
+def test_lines_that_tell_no_speed_are_passed_over(tmp_path):
+    assert measured_speed(tmp_path) is None
+    records = [{"tokens_per_second": 10.0}, {"eval_loss": 1.0}, {"tokens_per_second": None}, [1]]
+    lines = [*map(json.dumps, records), json.dumps({"tokens_per_second": 30}), '{"tokens_per_s']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert measured_speed(tmp_path) == 20.0
+
+
+def test_other_settings_are_planned_as_if_they_were_asked_for(project):
+    four = Machine(4, on_gpu=False)
+    asked = ("train.global_batch_size=16", "train.micro_batch_size=2")
+    found = plan(project, *asked, machine=four, searches=True)
+    assert {tuple(option.changes) for option in found.options} == {
+        ("parallel.dp_replicate", "parallel.dp_shard"),
+        ("parallel.dp_shard", "parallel.tp"),
+        ("model.gradient_checkpointing",),
+        ("train.micro_batch_size",),
+    }
+    one_of_each = {tuple(option.changes): option for option in found.options}
+    for option in one_of_each.values():
+        changed = [f"{name}={json.dumps(value)}" for name, value in option.changes.items()]
+        alone = plan(project, *asked, *changed, machine=four)
+        assert alone.memory.peak == pytest.approx(option.memory.peak, rel=0.02), option.changes
+    peaks = [option.memory.peak for option in found.options]
+    assert peaks == sorted(peaks)
+
+
+def test_what_does_not_fit_is_not_proposed(project):
+    now = plan(project).memory.peak
+    tight = plan(project, machine=Machine(1, on_gpu=False, capacity=now), searches=True).options
+    assert tight
+    assert all(option.memory.peak <= now for option in tight)
+
+
+def test_a_gpu_holds_weights_as_stored_and_works_in_bfloat16(project):
+    config = project.folder / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
+    lora = ("method.lora.rank=2",)
+    here = plan(project, *lora)
+    there = plan(project, *lora, machine=Machine(1, on_gpu=True))
+    assert (here.precision, there.precision) == ("fp32", "bf16")
+    assert there.memory.weights < 0.6 * here.memory.weights
+    assert there.memory.gradients == here.memory.gradients, "what learns is float32 on both"
+
+
+def test_several_processes_share_weights_gradients_and_states(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1")
+    one, eight = (plan(project, *asked, machine=Machine(n, on_gpu=False)) for n in (1, 8))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(eight.memory, part) < 0.2 * getattr(one.memory, part)
+    assert eight.memory.activations == one.memory.activations
+    assert eight.memory.buffers > 0
+    assert eight.saving.shared_memory < 0.2 * one.saving.shared_memory
+
+
+def test_a_model_that_cannot_be_rehearsed_gets_the_rest_of_its_plan(project, monkeypatch):
+    def fail(*_):
+        raise NotRehearsedError("it looks at values")
+
+    monkeypatch.setattr(rank_memory, "dry_run_batch", fail)
+    found = plan(project, searches=True)
+    assert found.not_known == "it looks at values"
+    assert found.memory.activations == found.memory.logits == 0
+    assert found.memory.weights > 0
+    assert not found.options
+
+
+def test_an_adapter_to_go_on_from_is_planned_without_its_weights(project, tmp_path):
+    surefoot.train(load(project.recipe, ["method.lora.rank=3", "train.max_steps=1"]))
+    adapter = next(project.run.glob("checkpoint-*"))
+    fresh = plan(project, "method.lora.rank=3")
+    (adapter / "adapter_model.safetensors").unlink()
+    again = plan(project, "method=lora", f"model.adapter={adapter}")
+    assert again.trained_parameters == fresh.trained_parameters
+
+
+def test_new_tokens_make_room_in_the_embeddings(project):
+    names = [f"<new{i}>" for i in range(5)]
+    more = plan(project, f"model.new_special_tokens={json.dumps(names)}")
+    assert more.parameters > plan(project).parameters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "error", "words"),
+    [
+        (["parallel.dp_shard=3"], Machine(4, on_gpu=False), RecipeError, "--num-processes"),
+        (["parallel.pp=4"], Machine(4, on_gpu=False), RecipeError, "need as many layers"),
+        ([], Machine(3, on_gpu=False), DataError, "multiple of train.micro_batch_size"),
+        (["method.freeze.num_layers=99"], ALONE, RecipeError, "expected at most 3, the layers"),
+        (["data.datasets=[nosuch]"], ALONE, DataError, "nosuch"),
+        (["model.path=/no/such"], ALONE, ModelError, "/no/such"),
+        (["data.cutoff_len=4"], ALONE, DataError, "surefoot preview"),
+    ],
+)
+def test_what_would_stop_the_run_stops_the_plan(project, overrides, machine, error, words):
+    with pytest.raises(error, match=words):
+        plan(project, *overrides, machine=machine)
+
+
+def test_processes_that_share_every_matrix_are_planned(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=2", "parallel.tp=2")
+    found = plan(project, *asked, machine=Machine(4, on_gpu=False), searches=True)
+    alone = plan(project, *asked[:2], machine=Machine(2, on_gpu=False))
+    assert (found.mesh.tp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
+    assert found.course == alone.course, "tp changes nothing of what is learnt, and when"
+    assert found.parameters == alone.parameters
+    assert found.saving.size == alone.saving.size
+    assert found.memory.weights < 0.6 * alone.memory.weights
+    assert {"parallel.sequence_parallel": True} in [dict(o.changes) for o in found.options]
+
+
+@pytest.mark.proof
+def test_other_ways_to_share_are_planned_as_if_they_were_asked_for(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.tp=2")
+    four = Machine(4, on_gpu=False)
+    options = plan(project, *asked, machine=four, searches=True).options
+    ways = [o for o in options if o.changes.keys() & {"parallel.tp", "parallel.sequence_parallel"}]
+    assert {tuple(o.changes.values()) for o in ways} == {(True,), (1, 4), (4, 1)}
+    for option in ways:
+        changed = [f"{name}={json.dumps(value)}" for name, value in option.changes.items()]
+        alone = plan(project, *asked, *changed, machine=four)
+        assert alone.memory.peak == pytest.approx(option.memory.peak, rel=0.02), option.changes
+
+
+def test_processes_that_share_the_layers_are_planned(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1")
+    found = plan(project, *asked, "parallel.pp=2", machine=Machine(4, on_gpu=False), searches=True)
+    alone = plan(project, *asked, machine=Machine(2, on_gpu=False))
+    assert (found.mesh.pp, found.mesh.dp_shard, found.mesh.num_processes) == (2, 2, 4)
+    assert found.course == alone.course, "pp changes nothing of what is learnt, and when"
+    assert found.parameters == alone.parameters
+    assert found.saving.size == alone.saving.size
+    assert found.place in (0, 1)
+    assert found.memory.weights < 0.8 * alone.memory.weights
+    ways = [dict(o.changes) for o in found.options if "parallel.pp" in o.changes]
+    assert {"parallel.dp_shard": 4, "parallel.pp": 1} in ways
+
+
+def test_the_stage_is_told_that_needs_most(project):
+    asked = ("train.global_batch_size=8", "train.micro_batch_size=1", "parallel.pp=3")
+    found = plan(project, *asked, machine=Machine(3, on_gpu=False))
+    assert [list(run) for run in found.layers] == [[found.place]]
+    later = plan(project, *asked, "parallel.pp_schedule=gpipe", machine=Machine(3, on_gpu=False))
+    assert later.memory.activations > found.memory.activations
+
+
+@pytest.mark.parametrize("stage", ["dpo", "rm"])
+def test_pairs_are_planned_before_anybody_is_asked_about_them(stage, tmp_path):
+    data = {"datasets": ["pairs"], "cache_dir": str(tmp_path / "cache")}
+    train = {"global_batch_size": 3, "micro_batch_size": 3, "max_steps": 2}
+    pairs = Project(tmp_path / "project", stage=stage, data=data, train=train)
+    planned = plan(pairs)
+    assert planned.not_known is None
+    assert not (tmp_path / "cache").exists()
+    state = surefoot.train(pairs.recipe).state
+    assert plan(pairs).course.tokens == state.num_input_tokens_seen
+
+
+def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
+    settings = {"group_size": 3, "max_new_tokens": 6, "passes": 2, "mini_batches": 3}
+    stage = {"grpo": {"reward": f"{REWARD}:varied", **settings}}
+    train = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": None, "num_epochs": 0.5}
+    data = {"max_samples": 16}
+    sampled = Project(tmp_path / "project", stage=stage, train=train, data=data)
+    found = plan(sampled)
+    assert found.heaviest.trained == 2 * 6
+    assert found.heaviest.tokens > 2 * 6
+    state = surefoot.train(sampled.recipe).state
+    assert found.course.steps == state.global_step == 2 * 2 * 3
+    assert found.course.windows == 2
+    assert found.course.micro_batches == 2, "12 responses in 3 parts of 2 micro-batches"
+    assert state.num_input_tokens_seen <= found.course.tokens
+    assert found.course.tokens == pytest.approx(state.num_input_tokens_seen, rel=0.15)
+    assert found.course.trained_tokens == 2 * 4 * 3 * 6 * 2, "windows, prompts, group, passes"
+    trainer = build(load(sampled.recipe, ["checkpoint.resume=none", "train.output_dir=other"]))
+    prompts = trainer.windows.loader.order.examples.lengths
+    assert trainer.policy.network.options.longest == prompts.max() + 6

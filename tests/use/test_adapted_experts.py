@@ -1,0 +1,87 @@
+"""Adapters on experts merge into the files of their base, and open with plain PEFT and
+transformers."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import mixtures
+from folders import tokenizer
+from surefoot.methods.lora import LoRA
+from surefoot.model.pretrained.companions import adapter_files
+from surefoot.use import export
+
+IDS = torch.arange(60, 100).view(4, 10)
+FEW = ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe", "llama4_text"]  # each has its own files
+KINDS = [k if k in FEW else pytest.param(k, marks=pytest.mark.proof) for k in mixtures.KINDS]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def save_base(folder, kind):
+    known = tokenizer()
+    sizes = {"vocab_size": len(known), "eos_token_id": known.eos_token_id}
+    mixtures.model(kind, **sizes).save_pretrained(folder)
+    known.save_pretrained(folder)
+    return folder
+
+
+def save_adapted(base, folder, **settings):
+    """A random adapter as the recipe makes it; returns its logits, too."""
+    torch.manual_seed(1)
+    model = LoRA(**{"rank": 3, "alpha": 5, **settings}).apply(opened(base)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return logits(model)
+
+
+def opened(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def assert_same(found, expected):
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_adapter_of_all_targets_merges_and_opens_elsewhere(kind, tmp_path):
+    base, folder = save_base(tmp_path / "base", kind), tmp_path / "adapter"
+    expected = save_adapted(base, folder)
+    assert (expected - logits(opened(base))).abs().max() > 1e-2, "the adapter does something"
+    theirs = PeftModel.from_pretrained(opened(base), folder).eval()
+    assert_same(logits(theirs), expected)
+    out = export(folder, tmp_path / "out")
+    assert_same(logits(opened(out)), logits(theirs.merge_and_unload()))
+    plain = opened(base)
+    plain.load_adapter(folder)
+    assert_same(logits(plain), expected)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_rank_stabilized_adapters_of_some_experts_matrices_merge(kind, tmp_path):
+    base, folder = save_base(tmp_path / "base", kind), tmp_path / "adapter"
+    expected = save_adapted(base, folder, targets=("down_proj", "q_proj"), rslora=True)
+    assert_same(logits(opened(export(folder, tmp_path / "out"))), expected)
+
+
+def test_equal_adapters_write_equal_settings(tmp_path):
+    """PEFT keeps targets as sets, whose order changes from process to process."""
+    model = LoRA(rank=2).apply(mixtures.model("deepseek_v3"))
+    config = json.loads(adapter_files(model)["adapter_config.json"])
+    assert config["target_parameters"] == [
+        "down_proj",
+        "down_proj.weight",
+        "gate_proj.weight",
+        "gate_up_proj",
+        "up_proj.weight",
+    ]

@@ -1,0 +1,257 @@
+"""A receipt says what an artefact was made from; verifying it finds whatever is not so any more."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+import tiny_tokenizers
+from folders import CHATML, save_adapter, save_model
+from surefoot.cli.main import main
+from surefoot.data.text.pairs import with_chosen
+from surefoot.errors import ModelError
+from surefoot.plugins.gguf.export import export_gguf
+from surefoot.storage import files
+from surefoot.use import export
+from surefoot.use.receipts import adapter_loading, artefact_loading, verification
+from surefoot.use.receipts.adapter_loading import add_adapter
+from surefoot.use.receipts.artefact_loading import without_bars
+from surefoot.use.receipts.probes import Probe, compare, outputs_of
+from surefoot.use.receipts.receipt import NAME, Artefact, identity_of, read_receipt
+from surefoot.use.receipts.verification import Cost, verify_export
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base, an adapter of it, and the export of both."""
+    folder = tmp_path_factory.mktemp("receipts")
+    save_model(folder / "base", "qwen2", vocab_size=410)
+    tiny_tokenizers.tokenizer("qwen", chat_template=CHATML).save_pretrained(folder / "base")
+    save_adapter(folder / "base", folder / "adapter")
+    export(folder / "adapter", folder / "out")
+    return folder
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    """The export, to be changed."""
+    shutil.copytree(made / "out", tmp_path / "out")
+    return tmp_path / "out"
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["export", *map(str, args)])
+
+
+def test_the_receipt_names_checkpoint_base_and_files(made):
+    receipt = json.loads((made / "out" / NAME).read_text())
+    origin = receipt["made_from"]
+    assert origin["checkpoint"] == str(made / "adapter")
+    assert origin["base"] == str(made / "base")
+    assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= origin["files"].keys()
+    assert receipt["artefact"]["type"] == "float32"
+    written = {path.name for path in (made / "out").iterdir()} - {NAME}
+    assert receipt["files"].keys() == written
+    hashed = files.digest((made / "out" / "model.safetensors").read_bytes())
+    assert receipt["files"]["model.safetensors"]["hash"] == hashed
+
+
+def test_an_unchanged_export_passes_and_the_receipt_has_its_figures(copied):
+    done = run("verify", copied)
+    assert (done.exit_code, done.stdout[:9]) == (0, "verified:"), done.output
+    figures = json.loads((copied / NAME).read_text())["verified"]
+    assert figures["readers"] == [f"transformers {transformers.__version__}"]
+    assert figures["passed"]
+    assert figures["loss"] == pytest.approx(figures["checkpoint_loss"], abs=1e-4)
+    assert figures["equal_tokens"] == figures["compared_tokens"] > 0
+
+
+@torch.no_grad()
+def test_the_figures_are_those_of_a_plain_loop(made):
+    model = AutoModelForCausalLM.from_pretrained(made / "base")
+    other = AutoModelForCausalLM.from_pretrained(made / "out")
+    probes = [Probe((5, 9, 30, 31, 7), 2), Probe((8, 11, 12), 1)]
+    found = compare(
+        Artefact("huggingface", "w4a16", 1), *(outputs_of(m, probes) for m in (other, model))
+    )
+    losses, equal, regrets = [], 0, []
+    for probe in probes:
+        for i in range(1, len(probe.ids)):
+            ids = torch.tensor([probe.ids[:i]])
+            own, theirs = (m(ids).logits[0, -1].double().log_softmax(-1) for m in (other, model))
+            losses.append(-own[probe.ids[i]].item())
+            if i >= probe.num_prompt:
+                equal += int(own.argmax() == theirs.argmax())
+                regrets.append((theirs.max() - theirs[own.argmax()]).item())
+    assert found.loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert (found.equal_tokens, found.compared_tokens) == (equal, 5)
+    assert found.regret == pytest.approx(sum(regrets) / 5, abs=1e-5)
+
+
+def test_a_changed_or_missing_file_is_named(copied):
+    data = bytearray((copied / "model.safetensors").read_bytes())
+    data[-50] ^= 1
+    (copied / "model.safetensors").write_bytes(data)
+    (copied / "tokenizer.json").unlink()
+    done = run("verify", copied)
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert "model.safetensors has changed since it was exported" in said
+    assert "tokenizer.json is missing" in said
+
+
+def test_weights_that_compute_something_else_are_refused(copied):
+    """As if the export itself were wrong: the receipt has the hash of the wrong file."""
+    path = copied / "model.safetensors"
+    wrong = load_file(path)
+    wrong["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(wrong, path, metadata={"format": "pt"})
+    content = json.loads((copied / NAME).read_text())
+    content["files"][path.name] = {"size": path.stat().st_size, "hash": identity_of(path).hash}
+    (copied / NAME).write_text(json.dumps(content))
+    done = run("verify", copied)
+    assert (done.exit_code, "does not compute what its checkpoint does" in done.stderr) == (1, True)
+    assert json.loads((copied / NAME).read_text())["verified"]["passed"] is False
+
+
+def test_a_moved_checkpoint_and_base_can_be_named(copied, made, tmp_path):
+    for name in ("base", "adapter"):
+        shutil.copytree(made / name, tmp_path / name)
+    content = json.loads((copied / NAME).read_text())
+    content["made_from"] |= {"checkpoint": "/gone/adapter", "base": "/gone/base"}
+    (copied / NAME).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"/gone/adapter, .*name it with --checkpoint"):
+        verify_export(copied)
+    with pytest.raises(ModelError, match=r"/gone/base, .*name it with --base"):
+        verify_export(copied, checkpoint=tmp_path / "adapter")
+    assert verify_export(
+        copied, checkpoint=tmp_path / "adapter", base=tmp_path / "base"
+    ).comparison.is_within
+
+
+def test_another_base_or_checkpoint_is_not_compared_with(copied, made, tmp_path):
+    other = save_model(tmp_path / "other", "qwen2", vocab_size=410, seed=7)
+    with pytest.raises(ModelError, match=r"other: is not what .* exported from .*--base"):
+        verify_export(copied, base=other)
+    save_adapter(made / "base", tmp_path / "adapter", seed=5)
+    with pytest.raises(ModelError, match=r"adapter: is not what .* exported from .*--checkpoint"):
+        verify_export(copied, checkpoint=tmp_path / "adapter")
+
+
+def test_a_preference_pair_counts_as_its_chosen_conversation():
+    pair = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, 4, 5], "lengths": [2, 1, 2]}
+    found = {name: list(part) for name, part in with_chosen(pair).items()}
+    assert found == {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
+    plain = {"input_ids": [1, 2], "labels": [-100, 2]}
+    assert with_chosen(plain) == plain
+
+
+def test_without_a_receipt_the_cure_is_named(copied):
+    (copied / NAME).unlink()
+    with pytest.raises(ModelError, match=r"has no receipt.json; .*export the model again"):
+        verify_export(copied)
+    (copied / NAME).write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        verify_export(copied)
+
+
+def test_gguf_is_opened_by_transformers(made, tmp_path, monkeypatch):
+    out = export_gguf(made / "adapter", tmp_path / "out.gguf", quantize="q8_0")
+    result = verify_export(out).comparison
+    assert result.is_within
+    assert result.bound == 0.1
+    assert read_receipt(out).verified["passed"]
+    with pytest.raises(ModelError, match="nothing is overwritten"):
+        out.unlink()
+        (tmp_path / "out.Modelfile").unlink()
+        export_gguf(made / "adapter", out, quantize="q8_0")
+    monkeypatch.setattr(artefact_loading, "PACKAGES", {"gguf": "no_such_package"})
+    with pytest.raises(ModelError, match=r"no-such-package.* not installed: pip install no_such"):
+        verify_export(out)
+
+
+def test_the_command_says_what_it_does_not_verify(made, tmp_path, monkeypatch):
+    done = run(made / "base", tmp_path / "plain", "--no-verify")
+    assert done.stdout == f"wrote {tmp_path / 'plain'}\n"
+    monkeypatch.setattr(verification, "verification_cost", lambda out: Cost(36 * 10**9, 10**9))
+    done = run(made / "base", tmp_path / "large")
+    assert "takes 36.0 GB of memory, 1.0 GB are free" in done.stderr
+    assert done.exit_code == 0
+
+
+ADAPTERS = {"f32": 1e-3, "f16": 0.02, "q8_0": 0.1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("type_", ADAPTERS)
+def test_a_gguf_adapter_is_added_to_its_base(kind, type_, tmp_path):
+    """llama has queries and keys in another order in the file."""
+    save_model(tmp_path / "base", kind, vocab_size=410)
+    tiny_tokenizers.tokenizer("qwen", chat_template=CHATML).save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "base", tmp_path / "adapter", lora_alpha=16, use_rslora=True)
+    done = run(
+        *(tmp_path / "adapter", tmp_path / "a.gguf", "--to", "gguf-adapter", "--quantize", type_)
+    )
+    assert (done.exit_code, "verified: loss" in done.stdout) == (0, True), done.output
+    found = read_receipt(tmp_path / "a.gguf").verified
+    assert found["bound"] == ADAPTERS[type_]
+    exact = found["loss"] == pytest.approx(found["checkpoint_loss"], abs=1e-5)
+    assert exact or type_ != "f32"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert verify_export(tmp_path / "a.gguf").comparison.is_within
+    add_adapter(model, tmp_path / "a.gguf")
+    merged = AutoModelForCausalLM.from_pretrained(export(tmp_path / "adapter", tmp_path / "merged"))
+    changed = 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    for name, value in merged.state_dict().items():
+        if not torch.equal(value, plain[name]):
+            changed += 1
+            update = value - plain[name]
+            error = (model.state_dict()[name] - value).norm() / update.norm()
+            assert error < {"f32": 1e-4, "f16": 2e-3, "q8_0": 0.05}[type_]
+    assert changed == 7 * 3  # seven linear layers of each decoder layer
+
+
+def test_a_gguf_adapter_that_computes_something_else_is_refused(made, tmp_path, monkeypatch):
+    out = export_gguf(made / "adapter", tmp_path / "a.gguf", quantize="f32", as_adapter=True)
+    plain = adapter_loading._values
+    monkeypatch.setattr(adapter_loading, "_values", lambda tensor: -(plain(tensor) ** 2))
+    done = run("verify", out)
+    assert (done.exit_code, "does not compute what its checkpoint does" in done.stderr) == (1, True)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="has changed since it was exported"):
+        verify_export(out)
+
+
+def test_an_adapter_of_another_base_is_named(made, tmp_path):
+    out = export_gguf(made / "adapter", tmp_path / "a.gguf", quantize="f32", as_adapter=True)
+    other = save_model(tmp_path / "other", "qwen2", vocab_size=410, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=r"blk\.[12]\..* is not a linear layer of its base"):
+        add_adapter(AutoModelForCausalLM.from_pretrained(other), out)
+    wide = save_model(tmp_path / "wide", "qwen2", vocab_size=410, intermediate_size=96)
+    with pytest.raises(ModelError, match=r"does not fit the \(.*\) of its base"):
+        add_adapter(AutoModelForCausalLM.from_pretrained(wide), out)
+
+
+def test_no_progress_bars_of_other_packages_are_shown(capfd):
+    def work():
+        print("a line", file=sys.stderr)
+        for _ in tqdm([1], disable=False):
+            for _ in tqdm([1], disable=False):
+                pass
+        print("another\n\nlast", file=sys.stderr)
+
+    with without_bars():
+        work()
+    assert capfd.readouterr().err == "a line\nanother\n\nlast\n"
+    work()
+    assert "1/1" in capfd.readouterr().err
