@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 from gguf import GGML_QUANT_SIZES
 
-from surefoot.cli.main import COMMANDS, main
+from surefoot.cli.main import listed, main
 from surefoot.data.text.families.family import TemplateFamily, families
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.optimizer import bytes_per_element, can_shard
@@ -296,7 +296,7 @@ def _commands() -> Iterator[str]:
         main, info_name="surefoot", terminal_width=WIDTH, **main.context_settings
     )
     yield from _help(main, context)
-    for name in COMMANDS:
+    for name in listed():
         command = main.get_command(context, name)
         assert command is not None
         yield from _tree(command, name, context)

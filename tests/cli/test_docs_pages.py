@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from reference_pages import PAGES, RECIPE, cli_page, recipe_page, reference
-from surefoot.cli.main import COMMANDS
+from surefoot.cli.main import listed
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 from surefoot.recipe.recipe import Recipe, load
@@ -45,7 +45,7 @@ def sections():
 
 def test_every_command_is_on_the_page():
     page = cli_page()
-    for name in COMMANDS:
+    for name in listed():
         assert f"## `surefoot {name}`" in page
     assert "## `surefoot recipe show`" in page
 

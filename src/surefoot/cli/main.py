@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from .. import __version__
 from ..errors import OUT_OF_MEMORY, LostPeerError, OutOfMemoryError, SurefootError, shortened
+from ..extensions import bundled_commands, entries, imported
 from ..log import configure
 from ..storage.os_errors import explain
 from ..terminal_text import visible
@@ -97,10 +98,15 @@ def _of_llamafactory(args: list[str]) -> list[str]:
     return list(found.words)
 
 
-def _of_a_plugin(name: str) -> click.Command | None:
-    """The command that a plugin adds; the plugins are looked for where Surefoot has none."""
-    from ..extensions import entries, imported
+def listed() -> dict[str, str]:
+    """Name -> what it does, of our commands and of those of the bundled plugins."""
+    return COMMANDS | {name: purpose for name, (purpose, _) in bundled_commands().items()}
 
+
+def _of_a_plugin(name: str) -> click.Command | None:
+    """The command that a plugin adds; entry points are read for what is not bundled only."""
+    if name in bundled_commands():
+        return imported(bundled_commands()[name][1])
     entry = entries("commands").get(name)
     return imported(entry.place) if entry else None
 
@@ -110,7 +116,7 @@ class Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the table."""
-        return list(COMMANDS)
+        return list(listed())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command."""
@@ -124,7 +130,7 @@ class Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The commands and options that begin so; no command is imported for it."""
-        found = [CompletionItem(n, help=h) for n, h in COMMANDS.items() if n.startswith(incomplete)]
+        found = [CompletionItem(n, help=h) for n, h in listed().items() if n.startswith(incomplete)]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
@@ -132,18 +138,18 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
         args = _of_llamafactory(args)
-        is_known = args[0] in COMMANDS or args[0].startswith("-")
+        is_known = args[0] in listed() or args[0].startswith("-")
         if not is_known and _of_a_plugin(args[0]) is None:
             if args[0] in SYNONYMS:
                 hint = f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]}?"
                 raise click.NoSuchCommand(args[0], hint, ctx=ctx)
-            raise click.NoSuchCommand(args[0], possibilities=COMMANDS, ctx=ctx)
+            raise click.NoSuchCommand(args[0], possibilities=listed(), ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(listed().items()))
         with formatter.indentation():
             formatter.write("\n  `surefoot plugins` lists those of packages that you installed.\n")
 
