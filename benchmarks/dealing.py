@@ -21,7 +21,7 @@ from measure import say
 
 from surefoot.data.data_order import Index, permutation
 from surefoot.data.order.length_balancing import balance_by_length, num_passes, positions
-from surefoot.data.prepared.encoded_data import Encoding, prepare
+from surefoot.data.prepared.training_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from surefoot.data.prepared.encoded_data import Encoding, prepare
+from surefoot.data.prepared.training_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template

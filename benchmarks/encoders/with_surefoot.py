@@ -8,7 +8,7 @@ from functools import partial
 
 from outcome import Item, task
 
-from surefoot.data.prepared.encoded_data import Encoding, prepare
+from surefoot.data.prepared.training_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import EncodedDataset
 from surefoot.data.text.codec import Codec

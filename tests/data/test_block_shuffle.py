@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
-from surefoot.data.prepared.encoded_data import Encoding
-from surefoot.data.prepared.streaming_data import encode_stream, open_stream
+from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError
@@ -282,9 +281,8 @@ def test_a_position_in_other_data_is_refused_but_not_for_data_that_was_added(tmp
 
 def test_nothing_is_computed_ahead_for_examples_that_are_still_encoded(tmp_path):
     _, data = loader(write(tmp_path, d=[1] * 20), val_size=3, buffer_size=15)
-    assert [len(each) for each in data.complete] == [3]
-    with pytest.raises(DataError, match="still being encoded"):
-        data.changed(lambda dataset: dataset)
+    assert [len(each) for each in data.evals.values()] == [3]
+    assert data.whole is None
 
 
 def test_a_skipped_window_is_left_out(tmp_path):

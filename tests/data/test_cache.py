@@ -219,15 +219,6 @@ def test_a_dataset_that_gives_other_tokens_now_is_an_error(tmp_path):
         store[0]
 
 
-def test_damage_that_cannot_be_mended_at_once_is_mended_by_the_next_start(tmp_path):
-    load_or_build(tmp_path, "key", build_long)
-    flip(tmp_path / "key" / TOKENS, 0)
-    store = cache.find(tmp_path, "key").store
-    with pytest.raises(DataError, match=r"is damaged .* start the same command again to encode"):
-        store[0]
-    assert load_or_build(tmp_path, "key", build_long).is_new
-
-
 def test_a_file_is_hashed_once_then_read(tmp_path, monkeypatch):
     store = load_or_build(tmp_path, "key", build_long).store
     assert is_intact(store)

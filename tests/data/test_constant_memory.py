@@ -4,11 +4,10 @@ import json
 import tracemalloc
 from functools import partial
 
-from surefoot.data.order.block_shuffle import BlockShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
-from surefoot.data.prepared.encoded_data import Encoding, prepare
-from surefoot.data.prepared.streaming_data import encode_stream, open_stream
+from surefoot.data.order.shuffle import Shuffle
+from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 
@@ -48,7 +47,7 @@ def stream_an_epoch(data):
     more = partial(next, shards, None)
     stream = open_stream(Encoding(data, encode, {}, 1), more).train
     batching = Batching(partial(collate, packing=True), micro_batch_size=50)
-    it = Loader(BlockShuffle(stream, 1, 500), batching, global_batch_size=50)
+    it = Loader(Shuffle(stream, 1, buffer_size=500), batching, global_batch_size=50)
     while it.epoch == 0:
         it.next_window()
 

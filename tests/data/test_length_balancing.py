@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.length_balancing import (
     balance_by_length,
     num_passes,
@@ -18,6 +17,7 @@ from surefoot.data.order.length_balancing import (
 )
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 
@@ -138,7 +138,7 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(packing):
     for ranks in (1, 2, 3, 4):
         loaders = [
             Loader(
-                FullShuffle(data, 1),
+                Shuffle(data, 1),
                 Batching(
                     partial(collate, packing=packing),
                     micro_batch_size=2,

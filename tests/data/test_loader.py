@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError
@@ -30,7 +30,7 @@ def loader(length=23, **changes):
 
 def of(data, *, shuffle=True, global_batch_size=8, prefetch=None, **changes):
     settings = {"micro_batch_size": 2, **changes}
-    order = FullShuffle(data, settings.pop("seed", 1), shuffle)
+    order = Shuffle(data, settings.pop("seed", 1), shuffle)
     batching = Batching(settings.pop("collate", COLLATE), **settings)
     return Loader(order, batching, global_batch_size=global_batch_size, prefetch=prefetch)
 

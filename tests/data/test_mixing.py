@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from surefoot.data.order.mixing import Mixing, mixed
-from surefoot.data.prepared.encoded_data import Encoding, find, prepare
 from surefoot.data.prepared.row_choice import mixed_rows
-from surefoot.data.prepared.streaming_data import encode_stream, open_stream
+from surefoot.data.prepared.training_data import Encoding, encode_stream, find, open_stream, prepare
 from surefoot.data.rows.catalog import Catalog
 from surefoot.data.section import DataSection
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
 from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from unpacked import unpack
@@ -19,7 +19,7 @@ DATA = in_memory([{"input_ids": [i, i], "labels": [-100, i]} for i in range(23)]
 
 def loader(*, collate=COLLATE, prefetch=None, **changes):
     batching = Batching(collate, micro_batch_size=2, **changes)
-    return Loader(FullShuffle(DATA, 1), batching, global_batch_size=8, prefetch=prefetch)
+    return Loader(Shuffle(DATA, 1), batching, global_batch_size=8, prefetch=prefetch)
 
 
 def ahead(**changes):

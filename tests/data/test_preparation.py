@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from surefoot.data.encoded import Dropped, Truncated
-from surefoot.data.prepared.encoded_data import Encoding, find, prepare
+from surefoot.data.prepared.training_data import Encoding, find, prepare
 from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError

@@ -5,12 +5,10 @@ from itertools import islice
 
 import pytest
 
-from surefoot.data.prepared.encoded_data import Encoding
-from surefoot.data.prepared.streaming_data import encode_stream, open_stream
-from surefoot.data.rows.registry import read_registry
+from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream
 from surefoot.data.section import DataSection
-from surefoot.data.store.shards import WHOLE, encode_shards, find_shard, read_whole, rows_of
-from surefoot.data.store.stream import ExampleStream, StreamedDataset
+from surefoot.data.store.shards import WHOLE
+from surefoot.data.store.stream import ExampleStream
 from surefoot.errors import DataError
 
 
@@ -28,15 +26,16 @@ class Encoder:
 
 @pytest.fixture
 def project(tmp_path):
-    """A dataset of ten rows; gives the shards, as they are made, of four rows each."""
+    """A dataset of ten rows, in shards of four rows each."""
     write(tmp_path, range(10))
 
-    def encode(encoder, **changes):
-        section = DataSection(datasets=("d",), dataset_dir=tmp_path, **changes)
-        rows = rows_of(read_registry(tmp_path).entry("d"), section)
-        return encode_shards(rows, encoder, tmp_path / "out", shard_rows=4)
+    def opened(encoder=None, **changes):
+        how = {"dataset_dir": tmp_path, "cache_dir": tmp_path / "out", **changes}
+        section = DataSection(datasets=("d",), streaming=True, **how)
+        (dataset,) = Encoding(section, encoder, {}, 1).streamed(shard_rows=4)
+        return dataset
 
-    return encode
+    return opened
 
 
 def write(folder, numbers):
@@ -49,53 +48,54 @@ def fail():
     raise AssertionError("nothing is missing")
 
 
-def tokens(folder):
-    stream = ExampleStream([StreamedDataset("d", folder)], fail)
+def tokens(dataset):
+    stream = ExampleStream([dataset], fail)
     return [stream[i]["input_ids"].tolist()[0] for i in range(stream.reach(100))]
 
 
-def test_shards_come_one_by_one_and_the_end_is_told_last(project, tmp_path):
-    out, encoder = tmp_path / "out", Encoder()
-    reports = project(encoder)
+def test_shards_come_one_by_one_and_the_end_is_told_last(project):
+    dataset = project(Encoder())
+    reports = dataset.encoded()
     assert [next(reports).rows for _ in range(3)] == [4, 8, 10]
-    assert read_whole(out) is None
+    assert dataset.counts() is None
     assert list(reports) == []
-    assert (read_whole(out).shards, read_whole(out).items) == (3, 10)
-    assert tokens(out) == list(range(10))
-    assert find_shard(out, 1).store.rows.tolist() == [4, 5, 6, 7], "rows of the dataset"
+    assert dataset.counts() == (3, 10)
+    assert tokens(dataset) == list(range(10))
+    assert dataset.find(1).store.rows.tolist() == [4, 5, 6, 7], "rows of the dataset"
 
 
-def test_whoever_goes_on_encodes_only_what_is_missing(project, tmp_path):
-    list(islice(project(Encoder()), 2))
+def test_whoever_goes_on_encodes_only_what_is_missing(project):
+    list(islice(project(Encoder()).encoded(), 2))
     encoder = Encoder()
-    assert [report.rows for report in project(encoder)] == [4, 8, 10]
+    assert [report.rows for report in project(encoder).encoded()] == [4, 8, 10]
     assert encoder.seen == [8, 9]
-    assert tokens(tmp_path / "out") == list(range(10))
-    assert list(project(encoder))[-1].items == 10
+    assert tokens(project()) == list(range(10))
+    assert list(project(encoder).encoded())[-1].items == 10
     assert encoder.seen == [8, 9]
 
 
-def test_two_at_once_share_the_work(project, tmp_path):
+def test_two_at_once_share_the_work(project):
     one, other = Encoder(), Encoder()
-    turns = [project(one), project(other)]
+    turns = [project(one).encoded(), project(other).encoded()]
     while [next(turn, None) for turn in turns] != [None, None]:
         pass
     assert sorted(one.seen + other.seen) == list(range(10))
-    assert tokens(tmp_path / "out") == list(range(10))
+    assert tokens(project()) == list(range(10))
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_damaged_shard_is_made_anew(project, tmp_path, whole):
-    list(project(Encoder()))
-    before = [find_shard(tmp_path / "out", n).store.content for n in range(3)]
-    file = tmp_path / "out" / "00000001" / "input_ids.tokens"
+def test_a_damaged_shard_is_made_anew(project, whole):
+    dataset = project(Encoder())
+    list(dataset.encoded())
+    before = [dataset.find(n).store.content for n in range(3)]
+    file = dataset.folder / "00000001" / "input_ids.tokens"
     file.write_bytes(file.read_bytes()[:-1])
     if not whole:
-        (tmp_path / "out" / WHOLE).unlink()
+        (dataset.folder / WHOLE).unlink()
     encoder = Encoder()
-    list(project(encoder))
+    list(project(encoder).encoded())
     assert encoder.seen == [4, 5, 6, 7]
-    assert [find_shard(tmp_path / "out", n).store.content for n in range(3)] == before
+    assert [dataset.find(n).store.content for n in range(3)] == before
 
 
 @pytest.fixture
@@ -135,7 +135,9 @@ def test_damage_that_is_noticed_while_a_stream_is_read_is_encoded_again(
         with file.open("r+b") as opened_file:
             opened_file.truncate(100)
     assert firsts(stream) == list(range(10))
-    assert [f"{file.parent} is damaged: encoding it again"] == caplog.messages
+    (message,) = caplog.messages
+    assert message.startswith(f"{file.parent} is damaged (input_ids.tokens ")
+    assert message.endswith("): encoding it again")
     assert firsts(opened()) == list(range(10))
 
 
@@ -156,25 +158,27 @@ def test_a_damaged_shard_of_a_source_that_has_changed_is_an_error(opened, tmp_pa
 
 
 def test_a_source_that_changes_meanwhile_stops_it(project, tmp_path):
-    shards = project(Encoder())
+    dataset = project(Encoder())
+    shards = dataset.encoded()
     next(shards)
     write(tmp_path, range(12))
     with pytest.raises(DataError, match=r"'d': .*d.jsonl changed while it was read"):
         next(shards)
-    assert find_shard(tmp_path / "out", 1) is None
+    assert dataset.find(1) is None
 
 
 def test_nothing_to_learn_says_why(project, tmp_path):
     write(tmp_path, [])
     with pytest.raises(DataError, match="has no rows"):
-        list(project(Encoder()))
+        list(project(Encoder()).encoded())
     write(tmp_path, range(5))
+    dataset = project(lambda examples: [[] for _ in examples])
     with pytest.raises(DataError, match="none of its 5 rows has trained tokens"):
-        list(project(lambda examples: [[] for _ in examples]))
-    assert read_whole(tmp_path / "out") is None
+        list(dataset.encoded())
+    assert dataset.counts() is None
 
 
 def test_max_samples_ends_it(project):
     encoder = Encoder()
-    assert list(project(encoder, max_samples=5))[-1].rows == 5
+    assert list(project(encoder, max_samples=5).encoded())[-1].rows == 5
     assert encoder.seen == list(range(5))

@@ -16,7 +16,7 @@ from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.prepared.encoded_data import EncodedData
+from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.methods.full import Full
@@ -96,7 +96,7 @@ def trainer(
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
-    data = EncodedData(examples or small.examples(), {}, EncodingReport(()))
+    data = TrainingData(examples or small.examples(), {}, EncodingReport(()))
 
     def opened(role):
         path = Path(recipe.stage.auxiliary[role].model or folder / "another")

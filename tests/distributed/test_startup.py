@@ -18,7 +18,7 @@ import tiny
 from counting import Counting
 from spread import learn, save
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.prepared.encoded_data import EncodedData
+from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
@@ -68,7 +68,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     policy = open_policy(recipe, folder, tokenizer, world)
     columns, networks = precompute(
         recipe,
-        EncodedData(small.examples(), {}, EncodingReport(())),
+        TrainingData(small.examples(), {}, EncodingReport(())),
         {"policy": folder},
         *(codec, world, lambda needs_start: policy, None),
     )

@@ -9,9 +9,9 @@ import torch
 import tiny
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation, selection
@@ -120,7 +120,7 @@ def trainer(
     network = finish(draft, ON_THE_MESH)
     stage, make = SFT(), lambda features: collate(features, packing=packing)
     loader = Loader(
-        FullShuffle(items or examples(), section.seed),
+        Shuffle(items or examples(), section.seed),
         Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
         global_batch_size=section.global_batch_size,
         prefetch=prefetch,

@@ -13,11 +13,19 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ..data.prepared.encoded_data import EncodedData, Encoding, find, prepare
-from ..data.prepared.streaming_data import StreamingData, encode_stream, open_stream
+from ..data.prepared.training_data import (
+    Encoding,
+    TrainingData,
+    encode_stream,
+    find,
+    open_stream,
+    prepare,
+)
 from ..data.rows.catalog import problems_of
 from ..data.rows.dataset_report import DatasetReport, EncodingReport
 from ..data.section import DataSection
+from ..data.store.dataset import EncodedDataset
+from ..data.store.stream import ExampleStream
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..errors import ModelError, RecipeError, TemplateError
@@ -128,18 +136,22 @@ def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:
     return f"{lower}, or set model.max_positions={cutoff}, which rescales rotary embeddings"
 
 
-def prepared(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData:
+def prepared(
+    recipe: Recipe, codec: Codec, section: DataSection | None = None
+) -> TrainingData[EncodedDataset]:
     """The encoded datasets of a recipe, or of another ``section`` read in the same way. Raises
     ``DataError``: something is missing or broken, or has no trained tokens."""
     return prepare(_encoding(recipe, codec, section))
 
 
-def found(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> EncodedData | None:
+def found(
+    recipe: Recipe, codec: Codec, section: DataSection | None = None
+) -> TrainingData[EncodedDataset] | None:
     """The same if all of it is in the cache; nothing is encoded."""
     return find(_encoding(recipe, codec, section))
 
 
-def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> StreamingData:
+def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> TrainingData[ExampleStream]:
     """The datasets of a recipe to read while they are encoded; ``more`` waits for the next shard.
     Raises ``DataError``: something is missing or broken, or has no trained tokens."""
     return open_stream(_encoding(recipe, codec), more)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..data.prepared.streaming_data import TrainingData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
@@ -43,14 +42,14 @@ OpenModel = Callable[[str], Network]  # by role
 class RunColumns:
     """The examples of a run with all the columns that are computed before the first step."""
 
-    data: TrainingData  # with those that are cached by item
+    data: data_loading.AnyData  # with those that are cached by item
     kept: KeptWindows  # those of training's windows that are cached by window
     evals: Mapping[str, EvaluationSet]
 
 
 def precompute(
     recipe: Recipe,
-    data: TrainingData,
+    data: data_loading.AnyData,
     folders: Mapping[str, Path],
     codec: Codec,
     world: World,
@@ -90,27 +89,29 @@ def precompute(
 
 def _joined(
     found: Precomputation,
-    data: TrainingData,
+    data: data_loading.AnyData,
     train: WindowSet | None,
     held_out: Mapping[str, WindowSet],
 ) -> RunColumns:
+    examples = dict(data.evals)
     if train is not None:
-        data = data.changed(partial(with_items, found=found))
+        examples = {name: with_items(dataset, found) for name, dataset in examples.items()}
+        data = replace(data, train=with_items(train.items, found), evals=examples)
     evals = {
-        name: EvaluationSet(examples, with_windows(held_out[name], found))
-        for name, examples in data.evals.items()
+        name: EvaluationSet(dataset, with_windows(held_out[name], found))
+        for name, dataset in examples.items()
     }
     return RunColumns(data, NOTHING if train is None else with_windows(train, found), evals)
 
 
-def _train_set(recipe: Recipe, data: TrainingData, world: World) -> WindowSet | None:
+def _train_set(recipe: Recipe, data: data_loading.AnyData, world: World) -> WindowSet | None:
     """The training examples, and the windows of the run; None if nothing is computed for them."""
-    loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
-    if not auxiliary_models(recipe.stage, "ahead") or not loader.order.is_complete:
+    if not auxiliary_models(recipe.stage, "ahead") or data.whole is None:
         return None
+    loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
-    return WindowSet(data.complete[0], windows, str(sorted(order.items())))
+    return WindowSet(data.whole, windows, str(sorted(order.items())))
 
 
 def columns_of(

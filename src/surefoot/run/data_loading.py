@@ -17,7 +17,9 @@ from ..batch import Batch, Features
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import Batching, Collate
 from ..data.order.prefetch import for_device
-from ..data.prepared.streaming_data import StreamingData, TrainingData
+from ..data.prepared.training_data import TrainingData
+from ..data.store.dataset import EncodedDataset
+from ..data.store.stream import ExampleStream
 from ..data.text.codec import Codec
 from ..errors import DataError
 from ..model.pretrained.loading import device
@@ -30,11 +32,12 @@ from ..training.windows import num_steps
 from .encoder_worker import POLL_SECONDS, EncoderWorker
 
 logger = logging.getLogger(__name__)
+AnyData = TrainingData[EncodedDataset | ExampleStream]
 
 
 def open_data(
     recipe: Recipe, codec: Codec, base: Path, world: World
-) -> tuple[TrainingData, AbstractContextManager[object]]:
+) -> tuple[AnyData, AbstractContextManager[object]]:
     """The datasets of a recipe, and the worker that must run while they are read."""
     with world.main_first():
         if recipe.data.streaming:
@@ -43,14 +46,14 @@ def open_data(
         found = prepared(recipe, codec)
     for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
-    check_windows(recipe, len(found.complete[0]), world)
+    check_windows(recipe, len(found.train), world)
     train = recipe.train
     if found.evals and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
         logger.info(
             "the run is not evaluated while it trains; set train.eval_epoch: true, or run "
             "`surefoot eval` on it later"
         )
-    for remark in recipe.stage.remarks(found.complete[0]):
+    for remark in recipe.stage.remarks(found.train):
         logger.warning("%s", remark)
     return found, nullcontext()
 
@@ -81,7 +84,7 @@ def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> Non
 
 def stream_data(
     recipe: Recipe, codec: Codec, base: Path
-) -> tuple[StreamingData, AbstractContextManager[object]]:
+) -> tuple[TrainingData[ExampleStream], AbstractContextManager[object]]:
     """Datasets to read while an encoder worker, one on every machine, encodes them. Raises
     ``RecipeError`` if the recipe counts epochs, whose length is not known yet."""
     place = launched()
@@ -101,7 +104,7 @@ def stream_data(
     return data, beside
 
 
-def build_loader(recipe: Recipe, data: TrainingData, collate: Collate, world: World) -> Loader:
+def build_loader(recipe: Recipe, data: AnyData, collate: Collate, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
         data.order(recipe.data, seed=recipe.train.seed),
@@ -122,12 +125,13 @@ def no_batch(_features: Sequence[Features]) -> Batch:
     raise AssertionError("internal error: only the order of the examples is known here")
 
 
-def longest_document(recipe: Recipe, data: TrainingData) -> int:
+def longest_document(recipe: Recipe, data: AnyData) -> int:
     """Tokens of the longest document in packed rows, with what the stage adds to it; of those that
     are not encoded yet, as many as ``data.cutoff_len`` allows."""
     longest = recipe.data.longest
-    if data.order(recipe.data, seed=recipe.train.seed).is_complete:
-        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in data.complete)
+    if data.whole is not None:
+        every = (data.whole, *data.evals.values())
+        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in every)
         longest = longest_row(recipe.stage, encoded, longest)
     return longest + recipe.stage.max_new_tokens
 

@@ -14,7 +14,6 @@ from ..data.rows.catalog import Catalog
 from ..data.rows.rows import read_examples
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset
-from ..data.store.stream import names_of_rows
 from ..data.text.codec import Codec
 from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
@@ -98,7 +97,7 @@ def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
         shards = encode_all(recipe, codec)  # as far as it takes
         found = streamed(recipe, codec, partial(next, shards, None))
         numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
-        return dict(names_of_rows(numbers, found.train.parts))
+        return dict(found.train.rows_by_dataset(numbers))
     rows = _rows(prepared(recipe, codec).evals[""])
     return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
 

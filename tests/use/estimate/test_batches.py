@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.data.order.full_shuffle import FullShuffle
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs
@@ -46,7 +46,7 @@ def every_batch(made, items, ranks, steps):
     """All micro-batches of all processes, as their loaders give them."""
     loaders = [
         Loader(
-            FullShuffle(items, made.train.seed),
+            Shuffle(items, made.train.seed),
             Batching(
                 lambda features: collate(features, packing=made.data.packing),
                 micro_batch_size=made.train.micro_batch_size,

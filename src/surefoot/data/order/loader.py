@@ -18,12 +18,9 @@ from ...errors import DataError
 from ..data_order import Description, Index
 from ..store.dataset import EncodedDataset
 from ..store.stream import ExampleStream
-from .block_shuffle import BlockShuffle
-from .full_shuffle import FullShuffle
 from .micro_batches import Batching
 from .prefetch import Prefetch
-
-Order = FullShuffle | BlockShuffle  # of the examples of each epoch: positions count from 0 in each
+from .shuffle import Shuffle
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +60,7 @@ class Loader:
     both.
     """
 
-    order: Order
+    order: Shuffle
     batching: Batching
     _: KW_ONLY
     global_batch_size: int

@@ -64,71 +64,41 @@ def default_folder() -> Path:
     return default_cache().with_name("data")
 
 
-def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
+def load_or_build(
+    root: Path, fingerprint: str, build: Callable[[Writer], JSON], *, is_checked: bool = False
+) -> Cached:
     """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it, and again if it
-    turns out to be damaged while it is read.
+    turns out to be damaged while it is read. ``is_checked`` checks all bytes first, not each block
+    when it is read.
 
     If several processes need it at the same time, one builds and the others wait for it.
     """
-    folder = root / fingerprint
+    folder, check = root / fingerprint, _checked if is_checked else _unchecked
 
     def repair(_why: str) -> None:
-        with files.raising(DataError, "data.cache_dir"):
-            _loaded_or_built(folder, build, repair, is_checked=True)
+        load_or_build(root, fingerprint, build, is_checked=True)
 
     with files.raising(DataError, "data.cache_dir"):
-        return _loaded_or_built(folder, build, repair)
-
-
-def find(root: Path, fingerprint: str, repair: Repair | None = None) -> Cached | None:
-    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
-    again if it turns out to be damaged while it is read; without it, that is an error."""
-    folder = root / fingerprint
-
-    def give_up(why: str) -> None:
-        with files.raising(DataError, "data.cache_dir"):
-            files.remove_tree(folder)
-        raise DataError(
-            f"{folder} is damaged ({why}), and was removed; start the same command again to "
-            "encode the dataset again"
-        )
-
-    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
-        return _open(folder, repair or give_up)
-    return None
-
-
-def remove_damaged(folder: Path) -> bool:
-    """Remove a dataset from the cache, unless all of its bytes are as written; returns whether it
-    was there and is not any more."""
-    with files.raising(DataError, "data.cache_dir"):
-        try:
-            _checked(_open(folder, _no_repair))
-        except _DamagedError:
-            was_there = files.exists(folder)
-            files.remove_tree(folder)
-            return was_there
-    return False
-
-
-def _loaded_or_built(
-    folder: Path, build: Callable[[Writer], JSON], repair: Repair, *, is_checked: bool = False
-) -> Cached:
-    """The dataset in ``folder``, or what ``build`` writes; ``is_checked`` checks all bytes first,
-    not each block when it is read."""
-    check = _checked if is_checked else _unchecked
-    with contextlib.suppress(_DamagedError):
-        return check(_open(folder, repair))
-    files.make_folder(folder.parent)
-    with _alone(folder.with_name(f"{folder.name}.lock")) as is_alone:
-        try:
+        with contextlib.suppress(_DamagedError):
             return check(_open(folder, repair))
-        except _DamagedError as error:
-            if files.exists(folder):
-                logger.warning("%s is damaged (%s): encoding it again", folder, error)
-        if is_alone:
-            _remove_leftovers(folder)
-        return _build(folder, build, repair)
+        files.make_folder(root)
+        with _alone(folder.with_name(f"{fingerprint}.lock")) as is_alone:
+            try:
+                return check(_open(folder, repair))
+            except _DamagedError as error:
+                if files.exists(folder):
+                    logger.warning("%s is damaged (%s): encoding it again", folder, error)
+            if is_alone:
+                _remove_leftovers(folder)
+            return _build(folder, build, repair)
+
+
+def find(root: Path, fingerprint: str, repair: Repair) -> Cached | None:
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
+    again if it turns out to be damaged while it is read."""
+    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
+        return _open(root / fingerprint, repair)
+    return None
 
 
 class Writer:

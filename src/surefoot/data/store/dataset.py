@@ -82,6 +82,19 @@ class EncodedDataset:
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def length(self) -> int:
+        """The number of items, as an ``ExampleStream`` gives it."""
+        return len(self)
+
+    def reach(self, _count: int) -> int:
+        """How many items are known: all of them."""
+        return len(self)
+
+    def has(self, _count: int) -> bool:
+        """True: there is nothing to wait for."""
+        return True
+
     def probes(self) -> NDArray[np.uint64]:
         """[items] a hash of the length of each item and 16 of its tokens: the same for the same
         item in any dataset, and quick to compute for millions."""

@@ -41,7 +41,7 @@ class Encoder:
     encode: Encode
     writer: Writer
     first_row: int = 0
-    chosen: Index | None = None  # the numbers of the rows, if these are not all rows of the dataset
+    numbers: Index | None = None  # of the rows, if these are not all rows of the dataset
     report: DatasetReport = field(init=False)  # so far
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Encoder:
     def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
         start = self.first_row + self.report.rows
         numbers = [
-            i if self.chosen is None else int(self.chosen[i])
+            i if self.numbers is None else int(self.numbers[i])
             for i, row in enumerate(batch, start)
             if isinstance(row, Example)
         ]

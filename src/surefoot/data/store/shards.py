@@ -1,9 +1,11 @@
-"""A dataset that is encoded shard by shard: every shard can be read as soon as it is written.
+"""A dataset in the cache, shard by shard: every shard can be read as soon as it is written.
 
 A shard is a folder of the cache. The items of all shards, in order, are those of all rows. After an
-interruption, encoding resumes with the first missing shard.
+interruption, encoding resumes with the first missing shard. A dataset that is encoded before it is
+read is one shard.
 
-    <fingerprint>.shards/00000000/    the first rows, in the form that ``cache`` describes
+    <fingerprint>/                    all rows, in the form that ``cache`` describes
+    <fingerprint>.shards/00000000/    the first rows, in the same form
     <fingerprint>.shards/00000001/    the rows after those
     <fingerprint>.shards/whole.json   how many shards and items there are; written last
 """
@@ -11,7 +13,6 @@ interruption, encoding resumes with the first missing shard.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -19,29 +20,16 @@ from pathlib import Path
 
 from ...errors import DataError
 from ...storage import files
+from ..data_order import Index
 from ..example import JSON
 from ..rows.dataset_report import DatasetReport, add, report_from
-from ..rows.registry import DatasetEntry
-from ..rows.rows import read_examples
-from ..section import DataSection
 from . import cache
-from .cache import Cached, Writer, load_or_build
-from .checked_file import Repair
+from .cache import Cached, Writer
 from .encoder import Encode, Encoder, Row, no_items_error
-
-logger = logging.getLogger(__name__)
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
 MAX_WHOLE = 1 << 10  # bytes
-
-
-@dataclass(frozen=True)
-class CompleteDataset:
-    """A dataset that is completely encoded."""
-
-    shards: int
-    items: int
 
 
 @dataclass(frozen=True)
@@ -51,87 +39,92 @@ class RowSequence:
     name: str
     source: str  # where they are, for errors
     read: Callable[[], Iterator[Row]]  # from the beginning
-    stamp: Callable[[], str]  # changes whenever the rows may have changed
+    fingerprint: Callable[[], str]  # of all that the items depend on
     remarks: tuple[str, ...] = ()  # on how the source is read
+    numbers: Index | None = None  # of the rows, if these are not all rows of the dataset
 
 
-def rows_of(
-    entry: DatasetEntry, section: DataSection, key: Callable[[str], str] = str
-) -> RowSequence:
-    """The rows of one dataset; ``key`` makes its fingerprint of the stamp of its source."""
+@dataclass(frozen=True)
+class ShardedDataset:
+    """Rows, what encodes them, and the place of their shards in the cache."""
 
-    def read() -> Iterator[Row]:
-        limit = entry.limit(section.max_samples)
-        return read_examples(entry, max_samples=limit, max_broken_rows=section.max_broken_rows)
+    rows: RowSequence
+    encode: Encode
+    root: Path  # of the cache
+    fingerprint: str  # of ``rows`` when they were opened
+    shard_rows: int | None = None  # None: all rows are one shard
 
-    source = entry.source
-    return RowSequence(entry.name, str(source), read, lambda: key(source.stamp()), source.remarks)
+    @property
+    def folder(self) -> Path:
+        """The folder that contains the shards."""
+        return self.root if self.shard_rows is None else self.root / f"{self.fingerprint}.shards"
 
+    def find(self, number: int) -> Cached | None:
+        """A shard; None if it is missing or damaged. Damage that is noticed later is repaired."""
+        return cache.find(self.folder, self._name(number), lambda _: self.repair(number))
 
-def find_shard(folder: Path, number: int, repair: Repair | None = None) -> Cached | None:
-    """A shard of the dataset in ``folder``; None if it is missing or damaged. See ``cache.find``
-    for ``repair``."""
-    return cache.find(folder, _name(number), repair)
+    def repair(self, number: int) -> None:
+        """Encode a shard again that is missing or damaged. Raises ``DataError`` as ``encoded``, and
+        if the rows have changed since."""
+        if self.rows.fingerprint() != self.fingerprint:
+            raise DataError(
+                f"{self.folder}: shard {number} is damaged, and cannot be encoded again: "
+                f"{self.rows.source} has changed since; start the same command again"
+            )
+        next(islice(self.encoded(again=number), number, None), None)
 
+    def counts(self) -> tuple[int, int | None] | None:
+        """How many shards there are, and how many items if that is stored; None as long as one is
+        missing."""
+        if self.shard_rows is None:
+            return 1, None
+        with files.raising(DataError, "data.cache_dir"):
+            try:
+                with files.open_file(self.folder / WHOLE) as file:
+                    found = json.loads(files.read_all(file, MAX_WHOLE))
+                    return int(found["shards"]), int(found["items"])
+            except (FileNotFoundError, KeyError, TypeError, ValueError):
+                return None
 
-def encode_shard_again(rows: RowSequence, encode: Encode, folder: Path, number: int) -> None:
-    """Replace a damaged shard. Raises ``DataError`` as ``encode_shards``."""
-    damaged = folder / _name(number)
-    if cache.remove_damaged(damaged):
-        logger.warning("%s is damaged: encoding it again", damaged)
-    next(islice(encode_shards(rows, encode, folder), number, None), None)
+    def encoded(self, again: int | None = None) -> Iterator[DatasetReport]:
+        """Encode what is still missing; yields the report so far with every shard. All bytes of the
+        shard ``again`` are checked, too. Raises ``DataError`` if rows are broken, the source
+        changes meanwhile, or there are no trained tokens."""
+        rows, number = _Rows(self.rows.read()), 0
+        total = DatasetReport(name=self.rows.name, remarks=self.rows.remarks)
 
+        def build(writer: Writer) -> JSON:
+            encoder = Encoder(
+                self.rows.name, self.encode, writer, first_row=total.rows, numbers=self.rows.numbers
+            )
+            tokens = None if self.shard_rows is None else TOKENS
+            report = encoder.run(rows, max_rows=self.shard_rows, max_tokens=tokens)
+            if self.rows.fingerprint() != self.fingerprint:
+                raise DataError(
+                    f"dataset {self.rows.name!r}: {self.rows.source} changed while it was read"
+                )
+            if not total.items + report.items and rows.is_at_end():
+                raise no_items_error(add(total, report))
+            return asdict(report)
 
-def read_whole(folder: Path) -> CompleteDataset | None:
-    """The counts of the dataset in ``folder``; None as long as something is missing."""
-    with files.raising(DataError, "data.cache_dir"):
-        try:
-            with files.open_file(folder / WHOLE) as file:
-                return CompleteDataset(**json.loads(files.read_all(file, MAX_WHOLE)))
-        except (FileNotFoundError, TypeError, ValueError):
-            return None
+        while (counts := self.counts()) is None or number < counts[0]:
+            found = None if number == again else self.find(number)
+            if found is None:
+                rows.go_to(total.rows)
+                if self.shard_rows is not None and rows.is_at_end():
+                    break
+                found = cache.load_or_build(
+                    self.folder, self._name(number), build, is_checked=number == again
+                )
+            total, number = add(total, report_from(found.report, self.rows.name)), number + 1
+            yield total
+        if self.shard_rows is not None:
+            body = json.dumps({"shards": number, "items": total.items})
+            with files.raising(DataError, "data.cache_dir"):
+                files.write_aside(self.folder / WHOLE, body.encode())
 
-
-def encode_shards(
-    source: RowSequence, encode: Encode, folder: Path, *, shard_rows: int = ROWS
-) -> Iterator[DatasetReport]:
-    """Encode what is still missing of a dataset in ``folder``; yields the report so far with every
-    shard. Raises ``DataError`` if rows are broken, the source changes meanwhile, or there are no
-    trained tokens."""
-    rows = _Rows(source.read())
-    stamp, number, total = (
-        source.stamp(),
-        0,
-        DatasetReport(name=source.name, remarks=source.remarks),
-    )
-
-    def build(writer: Writer) -> JSON:
-        encoder = Encoder(source.name, encode, writer, first_row=total.rows)
-        report = encoder.run(rows, max_rows=shard_rows, max_tokens=TOKENS)
-        if source.stamp() != stamp:
-            raise DataError(f"dataset {source.name!r}: {source.source} changed while it was read")
-        return asdict(report)
-
-    while (whole := read_whole(folder)) is None or number < whole.shards:
-        found = find_shard(folder, number)
-        if found is None:
-            rows.go_to(total.rows)
-            if rows.is_at_end():
-                break
-            found = load_or_build(folder, _name(number), build)
-        total = add(total, report_from(found.report, source.name))
-        number += 1
-        yield total
-    if not total.items:
-        raise no_items_error(total)
-    with files.raising(DataError, "data.cache_dir"):
-        files.write_aside(
-            folder / WHOLE, json.dumps(asdict(CompleteDataset(number, total.items))).encode()
-        )
-
-
-def _name(number: int) -> str:
-    return f"{number:08d}"
+    def _name(self, number: int) -> str:
+        return self.fingerprint if self.shard_rows is None else f"{number:08d}"
 
 
 class _Rows:

@@ -11,8 +11,6 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -25,7 +23,7 @@ from ..rows.dataset_report import DatasetReport, add, report_from
 from ..rows.rows import too_many_broken
 from .cache import Cached
 from .dataset import EncodedStore
-from .shards import find_shard, read_whole
+from .shards import ShardedDataset
 
 logger = logging.getLogger(__name__)
 
@@ -33,34 +31,19 @@ OPEN = 32  # shards that are open at a time; each holds a few file descriptors
 MAX_ROWS = 1 << 44  # of a dataset
 
 
-@dataclass(frozen=True)
-class StreamedDataset:
-    """One dataset, and the folder of its shards."""
-
-    name: str
-    folder: Path
-
-
 class ExampleStream:
     """The items of some datasets, one after another."""
 
     def __init__(
-        self,
-        parts: Sequence[StreamedDataset],
-        more: Callable[[], None],
-        *,
-        repair: Callable[[int, int], None] | None = None,
-        max_broken_rows: int = 0,
+        self, parts: Sequence[ShardedDataset], more: Callable[[], None], *, max_broken_rows: int = 0
     ) -> None:
-        """``more`` is called while a shard is missing; it waits, or raises if nothing encodes.
-        ``repair`` encodes a damaged shard again, given its dataset's position and its number."""
+        """``more`` is called while a shard is missing; it waits, or raises if nothing encodes."""
         self.parts = parts
-        self._more, self._repair = more, repair
-        self._max_broken_rows = max_broken_rows
+        self._more, self._max_broken_rows = more, max_broken_rows
         self._ends = array("q")  # [shards] items up to the end of each
         self._chain: list[str] = []  # [shards] hash of the content up to the end of each
         self._firsts = [0]  # [parts begun] the first shard of each
-        self._report = DatasetReport(name=parts[0].name)
+        self._report = DatasetReport(name=parts[0].rows.name)
         self._stores: dict[int, EncodedStore] = {}  # by shard, the one used last behind the others
         self._lock = Lock()  # of these: a thread may make a window ahead
 
@@ -72,18 +55,18 @@ class ExampleStream:
     @property
     def length(self) -> int | None:
         """The number of items, if all datasets are completely encoded."""
-        wholes = [read_whole(part.folder) for part in self.parts]
-        return None if None in wholes else sum(whole.items for whole in wholes if whole)
+        counts = [part.counts() for part in self.parts]
+        return None if None in counts else sum(each[1] or 0 for each in counts if each)
 
     def reach(self, count: int) -> int:
         """Wait for ``count`` items, or the end of the data; returns how many are known."""
         while not self.has(count):
             self._find_next()
-        return self._known
+        return self._start(len(self._ends))
 
     def has(self, count: int) -> bool:
         """Whether ``count`` items are known, or all items."""
-        return self._known >= count or self.is_whole
+        return self._start(len(self._ends)) >= count or self.is_whole
 
     def content(self, shards: int) -> str | None:
         """The hash of the first ``shards`` shards; None if there are fewer."""
@@ -118,43 +101,46 @@ class ExampleStream:
 
     def rows(self, count: int) -> Index:
         """[items] The row of each of up to ``count`` first items, as a unique ascending number."""
-        found = [np.empty(0, np.int64)]
-        count = min(count, self.reach(count))
-        for shard in range(self.shards(count)):
-            part = bisect_right(self._firsts, shard) - 1
-            found.append(self._store(shard).rows + part * MAX_ROWS)
-        return np.concatenate(found)[:count]
+        found = [
+            store.rows + self._place(shard)[0] * MAX_ROWS
+            for shard, store in enumerate(self.stores(count))
+        ]
+        return np.concatenate([np.empty(0, np.int64), *found])[:count]
 
-    @property
-    def _known(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    def rows_by_dataset(self, numbers: Index) -> Iterator[tuple[str, list[int]]]:
+        """The numbers that ``rows`` gives, as rows of each dataset."""
+        for number, part in enumerate(self.parts):
+            of_it = numbers[numbers // MAX_ROWS == number] - number * MAX_ROWS
+            yield part.rows.name, np.unique(of_it).tolist()
 
     def _start(self, shard: int) -> int:
         return self._ends[shard - 1] if shard else 0
 
+    def _place(self, shard: int) -> tuple[int, int]:
+        """The dataset of a shard, and its number there."""
+        part = min(bisect_right(self._firsts, shard), len(self.parts)) - 1
+        return part, shard - self._firsts[part]
+
     def _find_next(self) -> None:
         """Find the next shard, or the end of a dataset; wait a little if neither exists."""
-        shard = len(self._ends)
-        folder, number = self._place(shard)
-        if (cached := self._found(shard)) is not None:
-            self._take(cached)
-        elif (whole := read_whole(folder)) is None:
+        part, number = self._place(len(self._ends))
+        dataset = self.parts[part]
+        if (cached := dataset.find(number)) is not None:
+            self._take(dataset.rows.name, cached)
+        elif (counts := dataset.counts()) is None:
             self._more()
-        elif number >= whole.shards:
-            self._end_part()
-        elif self._repair is not None:
-            self._repair(self._part(shard), number)
+        elif number < counts[0]:
+            dataset.repair(number)
         else:
-            self._more()
+            self._end_part()
 
-    def _take(self, cached: Cached) -> None:
-        name = self.parts[len(self._firsts) - 1].name
+    def _take(self, name: str, cached: Cached) -> None:
         self._report = add(self._report, report_from(cached.report, name))
         if len(self._report.broken) > self._max_broken_rows:
             raise too_many_broken(name, self._report.broken, self._max_broken_rows)
-        before = self._chain[-1] if self._chain else ""
-        self._keep(len(self._ends), cached.store)
-        self._ends.append(self._known + len(cached.store))
+        before, shard = self._chain[-1] if self._chain else "", len(self._ends)
+        self._keep(shard, cached.store)
+        self._ends.append(self._start(shard) + len(cached.store))
         self._chain.append(xxhash.xxh3_128_hexdigest(f"{before} {cached.store.content}".encode()))
 
     def _end_part(self) -> None:
@@ -162,35 +148,21 @@ class ExampleStream:
             logger.info("%s", line)
         self._firsts.append(len(self._ends))
         if not self.is_whole:
-            self._report = DatasetReport(name=self.parts[len(self._firsts) - 1].name)
-
-    def _place(self, shard: int) -> tuple[Path, int]:
-        part = self._part(shard)
-        return self.parts[part].folder, shard - self._firsts[part]
-
-    def _found(self, shard: int) -> Cached | None:
-        folder, number = self._place(shard)
-        if self._repair is None:
-            return find_shard(folder, number)
-        part, repair = self._part(shard), self._repair
-        return find_shard(folder, number, lambda _: repair(part, number))
-
-    def _part(self, shard: int) -> int:
-        return min(bisect_right(self._firsts, shard), len(self.parts)) - 1
+            self._report = DatasetReport(name=self.parts[len(self._firsts) - 1].rows.name)
 
     def _store(self, shard: int) -> EncodedStore:
         with self._lock:
             store = self._stores.get(shard)
         if store is None:
-            cached = self._found(shard)
-            if cached is None and self._repair is not None:
-                self._repair(self._part(shard), self._place(shard)[1])
-                cached = self._found(shard)
+            part, number = self._place(shard)
+            dataset = self.parts[part]
+            if (cached := dataset.find(number)) is None:
+                dataset.repair(number)
+                cached = dataset.find(number)
             if cached is None:
-                folder, number = self._place(shard)
                 raise DataError(
-                    f"{folder}: shard {number} is missing or damaged; start the same command "
-                    "again to encode it again"
+                    f"{dataset.folder}: shard {number} is missing or damaged; start the same "
+                    "command again to encode it again"
                 )
             store = cached.store
         self._keep(shard, store)
@@ -202,12 +174,3 @@ class ExampleStream:
             self._stores[shard] = store
             if len(self._stores) > OPEN:
                 del self._stores[next(iter(self._stores))]
-
-
-def names_of_rows(
-    numbers: Index, parts: Sequence[StreamedDataset]
-) -> Iterator[tuple[str, list[int]]]:
-    """The numbers that ``Stream.rows`` gives, as rows of each dataset."""
-    for number, part in enumerate(parts):
-        of_it = numbers[numbers // MAX_ROWS == number] - number * MAX_ROWS
-        yield part.name, np.unique(of_it).tolist()

@@ -10,10 +10,10 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX
 from ...data.data_order import Index
-from ...data.order.full_shuffle import FullShuffle
 from ...data.order.length_balancing import balance_by_length, num_passes, positions, sums
 from ...data.order.loader import Loader
 from ...data.order.micro_batches import Batching
+from ...data.order.shuffle import Shuffle
 from ...data.store.dataset import EncodedDataset, EncodedStore
 from ...recipe.recipe import Recipe
 from ...run.data_loading import no_batch
@@ -41,7 +41,7 @@ class RunLength:
 def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Loader:
     """The data order of a run over ``dataset``. Raises ``DataError`` if batches do not divide."""
     return Loader(
-        FullShuffle(dataset, recipe.train.seed, recipe.data.shuffle),
+        Shuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
             no_batch,
             micro_batch_size=recipe.train.fixed_micro_batch_size,

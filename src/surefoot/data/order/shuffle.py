@@ -1,43 +1,50 @@
-"""Block shuffle, the order of data that is still being encoded: blocks of one size, each permuted
-by itself.
+"""The order of the examples of an epoch: blocks of examples, each permuted by itself.
 
-It is a pure function of (seed, epoch, position), like the order of a complete dataset, so a
-position is all that a resume needs. A shuffle buffer would have to be saved, or filled again. The
-order does not depend on the progress of encoding.
+A complete dataset is one block, all of it. Data that is still being encoded has blocks of one size.
+The order is a pure function of (seed, epoch, position), so a position is all that a resume needs. A
+shuffle buffer would have to be saved, or filled again. The order does not depend on the progress of
+encoding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import numpy as np
 
+from ...errors import DataError
 from ..data_order import Description, Index, draw, permutation
+from ..store.dataset import EncodedDataset
 from ..store.stream import ExampleStream
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
-
-
-def _nothing() -> Index:
-    return np.empty(0, np.int64)
+NOTHING = np.empty(0, np.int64)
 
 
 @dataclass
-class BlockShuffle:
-    """Blocks of ``buffer_size`` examples. From the second epoch on, the first block of an epoch is
-    shorter, so that an example shares its block with other examples in each.
+class Shuffle:
+    """Blocks of ``buffer_size`` examples; None: all of a complete dataset. From the second epoch
+    on, the first block of an epoch is shorter, so that an example shares its block with other
+    examples in each.
 
     Examples that are ``held_out`` are never drawn, and positions do not count them.
     """
 
-    examples: ExampleStream
+    examples: EncodedDataset | ExampleStream
     seed: int
-    buffer_size: int
     shuffle: bool = True
-    held_out: Index = field(default_factory=_nothing)  # ascending
-    is_complete: ClassVar[bool] = False
+    buffer_size: int | None = None
+    held_out: Index = field(default_factory=lambda: NOTHING)  # ascending
     _newest: tuple[tuple[int, int, int], Index] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.is_complete and not self.examples.length:
+            raise DataError("there are no examples to load")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all examples are known from the beginning."""
+        return self.buffer_size is None
 
     @property
     def num_examples(self) -> int | None:
@@ -49,7 +56,7 @@ class BlockShuffle:
         """The examples at positions from ``start`` to ``end``, once encoded; fewer at the end."""
         if not self.shuffle:
             return self._numbers(np.arange(start, max(start, min(end, self.reach(end)))))
-        found, position = [_nothing()], start
+        found, position = [NOTHING], start
         while position < end:
             first, last = self._block(epoch, position)
             last = min(last, self.reach(last))
@@ -70,18 +77,39 @@ class BlockShuffle:
 
     def describe(self, epoch: int, position: int) -> Description:
         """What the examples before a position depend on; ``shards``: from how many they come."""
-        shards = self._shards_before(epoch, position)
+        if isinstance(self.examples, EncodedDataset):
+            return self._describe(0)
+        shards = self._shards_before(self.examples, epoch, position)
         return {"shards": shards, **self._describe(shards)}
 
     def describe_like(self, saved: Description) -> Description:
         """The same of this order, once as many shards as were saved are encoded."""
         return self._describe(int(saved.get("shards", 0)))
 
+    def _describe(self, shards: int) -> Description:
+        how: Description = {"seed": self.seed, "shuffle": self.shuffle}
+        if isinstance(self.examples, EncodedDataset):
+            return {
+                **how,
+                "length": len(self.examples),
+                "dataset": self.examples.fingerprint,
+            }
+        content = self.examples.content(shards)
+        return {
+            **how,
+            "streaming": True,
+            "buffer_size": self.buffer_size or 0,
+            "held": len(self.held_out),
+            "content": "less" if content is None else content,
+        }
+
     def _block(self, epoch: int, position: int) -> tuple[int, int]:
         """Start and end of the block of a position, if the data is that long; unshuffled, of
         one."""
         if not self.shuffle:
             return position, position + 1
+        if self.buffer_size is None:
+            return 0, self.examples.length or 0
         shift = draw(self.buffer_size, seed=self.seed, stream=epoch) if epoch else 0
         first = self.buffer_size - shift
         if position < first:
@@ -94,7 +122,7 @@ class BlockShuffle:
         place = epoch, start, end
         known = self._newest  # read once: another thread may replace it
         if known is None or known[0] != place:
-            stream = epoch * EPOCHS + start
+            stream = epoch if self.is_complete else epoch * EPOCHS + start
             known = place, permutation(end - start, seed=self.seed, stream=stream) + start
             self._newest = known
         return known[1]
@@ -104,22 +132,11 @@ class BlockShuffle:
         gaps = self.held_out - np.arange(len(self.held_out))  # examples to train on before each
         return positions + np.searchsorted(gaps, positions, side="right")
 
-    def _shards_before(self, epoch: int, position: int) -> int:
+    def _shards_before(self, stream: ExampleStream, epoch: int, position: int) -> int:
         """From how many shards the examples before a position were drawn."""
         if epoch:
-            return self.examples.shards(self.examples.reach(1 << 62))
+            return stream.shards(stream.reach(1 << 62))
         if not position:
             return 0
         _, end = self._block(0, position - 1)
-        return self.examples.shards(min(end, self.reach(end)) + len(self.held_out))
-
-    def _describe(self, shards: int) -> Description:
-        content = self.examples.content(shards)
-        return {
-            "streaming": True,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "buffer_size": self.buffer_size,
-            "held": len(self.held_out),
-            "content": "less" if content is None else content,
-        }
+        return stream.shards(min(end, self.reach(end)) + len(self.held_out))

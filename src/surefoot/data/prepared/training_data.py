@@ -1,0 +1,312 @@
+"""From the recipe's ``data`` section to encoded datasets, through the cache.
+
+Each dataset is encoded and cached by itself, so another combination, split or order of datasets
+needs no new encoding. With ``data.streaming`` they are read while another process encodes them;
+otherwise all of them are encoded first, and may be split and mixed item by item.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ...errors import DataError, counted
+from ..data_order import Index, hold_out
+from ..order.mixing import Mixing
+from ..order.shuffle import NOTHING, Shuffle
+from ..rows.catalog import Catalog, check_rows
+from ..rows.dataset_report import DatasetReport, EncodingReport, report_from
+from ..rows.registry import DatasetEntry
+from ..rows.rows import read_examples, too_many_broken
+from ..section import DataSection
+from ..store.cache import Cached, default_folder
+from ..store.dataset import EncodedDataset, EncodedStore, join
+from ..store.encoder import Encode, Row
+from ..store.shards import ROWS, RowSequence, ShardedDataset
+from ..store.stream import ExampleStream
+from .row_choice import DrawnRows, draw_rows, mixed_items, mixed_rows, mixing_of
+
+logger = logging.getLogger(__name__)
+
+VERSION = 2  # of what this module and the formats make of a row; part of the fingerprint
+ENCODING = ("template", "default_system", "cutoff_len", "on_too_long", "train_on_prompt")
+SETTINGS = (*ENCODING, "mask_history", "max_samples")  # what the items of a dataset depend on
+UNLIMITED = 1 << 62
+
+
+Examples_co = TypeVar("Examples_co", bound=EncodedDataset | ExampleStream, covariant=True)
+
+
+@dataclass(frozen=True)
+class TrainingData(Generic[Examples_co]):
+    """What a run trains on, what it is evaluated on, and what became of every row."""
+
+    train: Examples_co
+    evals: Mapping[str, EncodedDataset]  # by dataset; "" for what val_size holds out
+    report: EncodingReport = field(default_factory=lambda: EncodingReport(()))
+    held: Index = field(default_factory=lambda: NOTHING)  # items of a stream that are in ``evals``
+
+    @property
+    def whole(self) -> EncodedDataset | None:
+        """The training examples, if all of them are encoded before the first step."""
+        return self.train if isinstance(self.train, EncodedDataset) else None
+
+    def order(self, section: DataSection, *, seed: int) -> Shuffle:
+        """The order of the training examples in each epoch; see ``Shuffle``."""
+        size = section.buffer_size if self.whole is None else None
+        return Shuffle(self.train, seed, section.shuffle, size, self.held)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The datasets of a recipe, and all that determines what is encoded of them."""
+
+    section: DataSection  # which datasets, from where, and how
+    encode: Encode  # turns examples into features; one outcome per example
+    fingerprint: Mapping[str, str]  # of all other inputs of ``encode``: tokenizer, template, stage
+    seed: int  # determines which rows are drawn and held out, and how datasets are mixed
+    drawn_for: DataSection | None = None  # if not ``section``, of which the rows are drawn
+
+    def key(self, entry: DatasetEntry, content: str) -> str:
+        """The fingerprint of all inputs of an encoded dataset."""
+        settings = {name: str(v) for name, v in self.section.cache_settings(SETTINGS).items()}
+        parts = [VERSION, entry.describe(), content, settings, dict(self.fingerprint)]
+        if (drawn := self.drawn.get(entry.name)) is not None:
+            parts.append(xxhash.xxh3_128_hexdigest(drawn.distinct.tobytes()))
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+
+    @cached_property
+    def drawn(self) -> Mapping[str, DrawnRows]:
+        """The rows of datasets with ``num_samples``. Of data that is streamed, none are drawn: the
+        first ones are read."""
+        section = self.drawn_for or self.section
+        if section.streaming:
+            return {}
+        catalog = Catalog(section)
+        entries = [catalog.entry(name) for name in (*section.datasets, *section.eval_datasets)]
+        return draw_rows(entries, max_samples=section.max_samples, seed=self.seed)
+
+    def complete(self, entry: DatasetEntry) -> ShardedDataset:
+        """A dataset that is encoded before it is read, known by its content."""
+        rows = self._rows(entry, entry.source.content_hash)
+        return self._opened(rows, None)
+
+    def streamed(self, shard_rows: int = ROWS) -> list[ShardedDataset]:
+        """The training datasets, known by the names and times of their files: to read all of them
+        would be to wait. One after another; or as one, if their rows are mixed."""
+        section, every = self.section, entries_of(self.section)
+        entries = [entry for entry in every if entry.name in section.datasets]
+        rows = [self._rows(entry, entry.source.stamp) for entry in entries]
+        mixing = mixing_of(section, self.seed)
+        if not mixing.is_plain:
+            rows = [self._mixed(mixing, entries, rows)]
+        return [self._opened(each, shard_rows) for each in rows]
+
+    def _opened(self, rows: RowSequence, shard_rows: int | None) -> ShardedDataset:
+        root = self.section.cache_dir or default_folder()
+        return ShardedDataset(rows, self.encode, root, rows.fingerprint(), shard_rows)
+
+    def _rows(self, entry: DatasetEntry, content: Callable[[], str]) -> RowSequence:
+        section, source, drawn = self.section, entry.source, self.drawn.get(entry.name)
+        chosen = None if drawn is None else drawn.distinct
+
+        def read() -> Iterator[Row]:
+            limit = entry.limit(section.max_samples) if chosen is None else None
+            broken = section.max_broken_rows
+            return read_examples(entry, max_samples=limit, max_broken_rows=broken, chosen=chosen)
+
+        def fingerprint() -> str:
+            return self.key(entry, content())
+
+        return RowSequence(entry.name, str(source), read, fingerprint, source.remarks, chosen)
+
+    def _mixed(
+        self, mixing: Mixing, entries: Sequence[DatasetEntry], rows: Sequence[RowSequence]
+    ) -> RowSequence:
+        how = f"{mixing} {self.section.max_broken_rows}"
+
+        def fingerprint() -> str:
+            parts = [how, *(each.fingerprint() for each in rows)]
+            return xxhash.xxh3_128_hexdigest(" ".join(parts).encode())
+
+        name = " + ".join(each.name for each in rows)
+        where = " or ".join(each.source for each in rows)
+        read = partial(mixed_rows, mixing, entries, self.section)
+        return RowSequence(name, where, read, fingerprint)
+
+
+def entries_of(section: DataSection) -> list[DatasetEntry]:
+    """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
+    return Catalog(section).entries
+
+
+def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
+    """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
+    is missing or broken, or has no trained tokens."""
+    section = encoding.section
+    loaded = _load_all(entries_of(section), encoding)
+    found = _arranged(encoding, loaded)
+    _warn_of_the_same_rows(section, found)
+    if section.val_size == 1:
+        logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
+    return found
+
+
+def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
+    """What ``prepare`` would load from the cache; None unless all of it is there."""
+    loaded = {}
+    for entry in entries_of(encoding.section):
+        cached = encoding.complete(entry).find(0)
+        if cached is None:
+            return None
+        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
+    return _arranged(encoding, loaded)
+
+
+def open_stream(encoding: Encoding, more: Callable[[], None]) -> TrainingData[ExampleStream]:
+    """The datasets of a recipe, which another process encodes; see ``ExampleStream`` for ``more``.
+
+    The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
+    for.
+    """
+    section, parts = encoding.section, encoding.streamed()
+    is_mixed = len(parts) < len(section.datasets)  # then each dataset is checked as it is read
+    limit = UNLIMITED if is_mixed else section.max_broken_rows
+    stream = ExampleStream(parts, more, max_broken_rows=limit)
+    entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
+    evals = {name: each.dataset for name, each in _load_all(entries, encoding).items()}
+    held = _held_items(stream, section, encoding.seed)
+    if len(held):
+        evals[""] = EncodedDataset(join(stream.stores(int(held[-1]) + 1)).stores, held)
+    return TrainingData(stream, evals, held=held)
+
+
+def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
+    """Encode the training datasets completely, one after another; yields the report of a dataset so
+    far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
+    trained tokens."""
+    for dataset in encoding.streamed(shard_rows):
+        yield from dataset.encoded()
+
+
+def _warn_of_the_same_rows(section: DataSection, found: TrainingData[EncodedDataset]) -> None:
+    """Rows under another name, or in another order, are the same rows."""
+    names = [name for name in found.evals if name and name not in section.datasets]
+    if not names:
+        return
+    trained = found.train.probes()
+    for name in names:
+        rows = found.evals[name].probes()
+        alike = np.flatnonzero(np.isin(trained, rows)).tolist()
+        texts = {found.train.tokens_of(item) for item in alike}
+        kept = np.flatnonzero(np.isin(rows, trained)).tolist()
+        if same := sum(found.evals[name].tokens_of(item) in texts for item in kept):
+            logger.warning(
+                "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
+                "evaluation metrics do not measure generalization",
+                name,
+                f"{same:,}",
+                counted(len(rows), "example"),
+            )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A complete dataset, and its rows in order."""
+
+    store: EncodedStore
+    report: DatasetReport
+    order: Index  # as ``DrawnRows.order``
+    num_rows: int  # the numbers of its rows are below this
+
+    @classmethod
+    def of(cls, cached: Cached, entry: DatasetEntry, encoding: Encoding) -> _Loaded:
+        report = report_from(cached.report, entry.name, entry.source.remarks)
+        drawn = encoding.drawn.get(entry.name) or DrawnRows(np.arange(report.rows), report.rows)
+        return cls(cached.store, report, drawn.order, drawn.num_rows)
+
+    @property
+    def dataset(self) -> EncodedDataset:
+        """Its items in order."""
+        return EncodedDataset((self.store,), _epoch([self], Mixing()))
+
+
+def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, _Loaded]:
+    """All datasets, by name. Before any is encoded, the first rows of all of them are read."""
+    section = encoding.section
+    for name in set(section.datasets) & set(section.eval_datasets):
+        logger.warning(
+            "dataset %r is used for training and for evaluation: its evaluation metrics do not "
+            "measure generalization",
+            name,
+        )
+    datasets = {entry.name: encoding.complete(entry) for entry in entries}
+    new = [entry for entry in entries if datasets[entry.name].find(0) is None]
+    check_rows(new, section)
+    loaded = {}
+    for entry in entries:
+        start = time.monotonic()
+        while (cached := datasets[entry.name].find(0)) is None:
+            for _ in datasets[entry.name].encoded():
+                pass
+        seconds = f"encoded in {time.monotonic() - start:.1f} s"
+        logger.info("%s: %s", entry.name, seconds if entry in new else "loaded from the cache")
+        one = loaded[entry.name] = _Loaded.of(cached, entry, encoding)
+        if len(one.report.broken) > section.max_broken_rows:
+            raise too_many_broken(entry.name, one.report.broken, section.max_broken_rows)
+    return loaded
+
+
+def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData[EncodedDataset]:
+    """The datasets, combined and split for training and evaluation."""
+    section = encoding.section
+    parts = [loaded[name] for name in section.datasets]
+    evals = {str(name): loaded[name].dataset for name in section.eval_datasets}
+    stores = tuple(part.store for part in parts)
+    train = _epoch(parts, mixing_of(section, encoding.seed))
+    if section.val_size:
+        held = _held_out(parts, section.val_size, encoding.seed)
+        evals[""] = EncodedDataset(stores, np.flatnonzero(held))
+        train = train[~held[train]]
+    reports = tuple(each.report for each in loaded.values())
+    report = EncodingReport(reports, len(evals.get("", ())))
+    return TrainingData(EncodedDataset(stores, train), evals, report)
+
+
+def _epoch(parts: Sequence[_Loaded], mixing: Mixing) -> Index:
+    """The items of an epoch, before any is held out."""
+    return mixed_items(mixing, [part.order for part in parts], [part.store.rows for part in parts])
+
+
+def _held_out(parts: Sequence[_Loaded], val_size: float, seed: int) -> NDArray[np.bool_]:
+    """[items] whether it is held out; all pieces of a row are, and each time that it is drawn."""
+    starts = np.cumsum([0, *(part.num_rows for part in parts)])
+    rows = [part.store.rows + start for part, start in zip(parts, starts, strict=False)]
+    return hold_out(np.concatenate(rows), num_rows=int(starts[-1]), val_size=val_size, seed=seed)
+
+
+def _held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index:
+    """The items of ``val_size`` rows among those of the first ``buffer_size`` items of a stream."""
+    if not section.val_size:
+        return NOTHING
+    rows = stream.rows(section.buffer_size + 1)
+    if len(rows) > section.buffer_size:  # the last row may go on: none of it is held out
+        rows = rows[rows != rows[-1]]
+    _, numbers = np.unique(rows, return_inverse=True)
+    if section.val_size >= (count := int(numbers.max(initial=-1)) + 1):
+        raise DataError(
+            f"data.val_size = {section.val_size:g} leaves nothing to train on: with "
+            "data.streaming it holds out rows of the first data.buffer_size examples, which "
+            f"are {counted(count, 'row')}"
+        )
+    held = hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
+    return np.flatnonzero(held).astype(np.int64)
