@@ -17,7 +17,7 @@ ROWS = [
     ["cli"],
     ["serve"],
     ["use", "board"],
-    ["run", "sweep"],
+    ["run"],
     ["interchange", "integrations", "remote"],
     ["recipe"],
     ["stages", "methods"],

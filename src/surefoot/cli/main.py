@@ -33,7 +33,6 @@ COMMANDS = {
     "encode": "Encode the data of a recipe before its run.",
     "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
     "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
-    "sweep": "Train a recipe with other settings, several times, and find the best ones.",
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "watch": "Show how runs train in the terminal: curves, figures, time left, state.",
@@ -105,10 +104,10 @@ def listed() -> dict[str, str]:
 
 def _of_a_plugin(name: str) -> click.Command | None:
     """The command that a plugin adds; entry points are read for what is not bundled only."""
-    if name in bundled_commands():
-        return imported(bundled_commands()[name][1])
-    entry = entries("commands").get(name)
-    return imported(entry.place) if entry else None
+    place = bundled_commands().get(name, ("", ""))[1]
+    if not place and (entry := entries("commands").get(name)):
+        place = entry.place
+    return imported(place) if place else None
 
 
 class Commands(click.Group):
