@@ -21,7 +21,8 @@ def sweep_row(root: Path, folder: Path) -> dict[str, object]:
     spec, results = small_json(folder / SWEEP, _MAX_BYTES), small_json(folder / RESULTS, _MAX_BYTES)
     trials = _mappings(results, "trials")
     states = [str(one.get("state")) for one in trials]
-    best = _best(results, trials)
+    number = (results or {}).get("best")
+    best = next((one for one in trials if one.get("number") == number), None)
     return {
         "sweep": name_of(root, folder),
         **_state(folder, results, states),
@@ -83,13 +84,6 @@ def _state(
 def _problem(spec: Mapping[str, object] | None, results: Mapping[str, object] | None) -> str | None:
     missing = SWEEP if spec is None else RESULTS if results is None else None
     return None if missing is None else f"{missing}: is missing or cannot be read"
-
-
-def _best(
-    results: Mapping[str, object] | None, trials: list[dict[str, object]]
-) -> dict[str, object] | None:
-    number = (results or {}).get("best")
-    return next((one for one in trials if one.get("number") == number), None)
 
 
 def _mappings(found: Mapping[str, object] | None, name: str) -> list[dict[str, object]]:
