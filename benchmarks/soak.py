@@ -43,11 +43,6 @@ SCHEMA = {
 STEADY = "steady"  # the name of an adapter that stays
 CUT = (  # requests whose connections are cut
     (TEXT, b'{"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": true}'),
-    (
-        TEXT,
-        b'{"model": "model", "max_tokens": 0, "echo": true, "logprobs": 1, "prompt": [%s"x"]}'
-        % (b'"ship ship ship", ' * 40),
-    ),
 )
 GAUGES = ("surefoot_rows_open", "surefoot_rows_running", "surefoot_rows_waiting")
 
@@ -84,7 +79,7 @@ class Soak:
         """Ask until it is over."""
         chance = random.Random(seed)
         kinds = [self.whole, self.streamed, self.left, self.several, self.stopped]
-        kinds += [self.formed, self.nonsense, self.reset, self.echoed, self.repeated]
+        kinds += [self.formed, self.nonsense, self.reset, self.repeated]
         while not self.is_over:
             if not self.may_ask.is_set():
                 self.idle.release()
@@ -166,11 +161,6 @@ class Soak:
         ask = [{"role": "user", "content": "How many?"}]
         body = {"messages": ask, "max_tokens": 30, "temperature": 1, "response_format": form}
         self.post(CHAT, {"model": self.model(chance), **body}, 200, 404)
-
-    def echoed(self, chance: random.Random) -> None:
-        """The log-probabilities of a prompt."""
-        body = {"model": "model", "prompt": "ship " * chance.randrange(1, 40), "max_tokens": 0}
-        self.post(TEXT, {**body, "echo": True, "logprobs": 1})
 
     def nonsense(self, chance: random.Random) -> None:
         """What is refused."""

@@ -15,9 +15,8 @@ PICTURE = PROJECT / "docs" / "img" / "house.svg"
 ROWS = [
     ["plugins"],
     ["cli"],
-    ["serve"],
     ["use", "board"],
-    ["run"],
+    ["run", "sweep"],
     ["interchange", "integrations", "remote"],
     ["recipe"],
     ["stages", "methods"],

@@ -38,17 +38,17 @@ TORCH_FREE = (
 )
 
 # Files of runs and of strangers' folders are read here, through the one door of `storage.files`.
-BEHIND_THE_DOOR = ("board", "serve", "recipe", "cli/runs", "cli/watch", "cli/rollouts")
+BEHIND_THE_DOOR = ("board", "plugins/serve", "recipe", "cli/runs", "cli/watch", "cli/rollouts")
 BEHIND_THE_DOOR += (
     "training/callbacks/follower",
     "training/callbacks/launches",
     "training/callbacks/training_process",
 )
 BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
-BEHIND_THE_DOOR += ("plugins/sweep/trial", "plugins/mindspore/recipe")
+BEHIND_THE_DOOR += ("sweep/files", "sweep/trial_process", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
-KNOW_THE_RECIPE = {"recipe", "run", "use", "board", "serve", "cli"}
+KNOW_THE_RECIPE = {"recipe", "run", "sweep", "use", "board", "cli"}
 KNOW_THE_RECIPE |= {"plugins"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs

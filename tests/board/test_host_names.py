@@ -8,9 +8,9 @@ from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
 from surefoot.board.app import create_app
-from surefoot.board.host_names import Hosts, host_name, hosts_of, is_loopback
 from surefoot.cli.main import main
 from surefoot.errors import RunError
+from surefoot.storage.web import Hosts, host_name, hosts_of, is_loopback
 
 BEARER = {"Authorization": "Bearer a-long-secret"}
 ATTACKS = [

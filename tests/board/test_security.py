@@ -10,12 +10,11 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
-from surefoot.board import server as board_server
 from surefoot.board.app import create_app
-from surefoot.board.host_names import hosts_of
 from surefoot.board.run_folders import OutsideRootError, inside, new_inside
 from surefoot.board.security import MAX_BODY, MAX_REQUESTS
-from surefoot.board.server import PromptProtocol, bound
+from surefoot.storage import web
+from surefoot.storage.web import PromptProtocol, bound, hosts_of
 
 OWN = "http://127.0.0.1:7860"
 MINE = {"X-Surefoot": "1"}
@@ -258,7 +257,7 @@ def asks(port, count=1):
 
 
 def test_connections_that_ask_nothing_make_room_for_the_owner(root, monkeypatch):
-    monkeypatch.setattr(board_server, "MOST_WAITING", 8)
+    monkeypatch.setattr(web, "MOST_WAITING", 8)
     with served(create_app(root)) as port, contextlib.ExitStack() as stack:
         for one in asks(port, 40):
             stack.callback(one.close)
@@ -267,7 +266,7 @@ def test_connections_that_ask_nothing_make_room_for_the_owner(root, monkeypatch)
 
 
 def test_headers_that_never_end_are_not_waited_for(root, monkeypatch):
-    monkeypatch.setattr(board_server, "SECONDS_FOR_HEADERS", 0.2)
+    monkeypatch.setattr(web, "SECONDS_FOR_HEADERS", 0.2)
     with served(create_app(root)) as port:
         (slow,) = asks(port)
         with slow:

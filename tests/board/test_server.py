@@ -85,7 +85,8 @@ def test_a_port_that_is_taken_is_said(server, root):
 
 
 def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
-    for name in [n for n in sys.modules if n.startswith("surefoot.board")]:
+    ours = ("surefoot.board", "surefoot.storage.web")
+    for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = CliRunner().invoke(main, ["board", str(root)])

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import uvicorn
 
-from surefoot.board.server import bound
-from surefoot.serve.app import create_app
-from surefoot.serve.running.settings import ServeSettings
+from surefoot.plugins.serve.app import create_app
+from surefoot.plugins.serve.models import ServeSettings
+from surefoot.storage.web import bound
 
 
 class Client:

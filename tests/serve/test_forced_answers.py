@@ -9,7 +9,7 @@ from folders import save_model
 from serve.running import running
 from surefoot.data.text.templates import bundled
 from surefoot.data.text.tool_calls import parse_tool_calls
-from surefoot.serve.answers.grammar import call_grammar
+from surefoot.plugins.serve.grammar import call_grammar
 from tiny_tokenizers import tokenizer
 
 pytest.importorskip("llguidance")
@@ -113,10 +113,14 @@ def test_what_clients_send_by_habit_is_accepted(client):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"tool_choice": "yes"}, "tool_choice: expected 'none', 'auto' or 'required' or an object"),
+        (
+            {"tool_choice": "yes"},
+            "tool_choice: Input should be 'none', 'auto' or 'required', or "
+            "Input should be a valid dictionary or instance of FunctionChoice",
+        ),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
-            "tool_choice: function.name: Field required",
+            "tool_choice.function.name: Field required",
         ),
         ({"tool_choice": "auto"}, "tool_choice: it needs tools"),
         ({"tool_choice": {"function": {"name": "pick"}}}, "tool_choice: it needs tools"),
@@ -126,7 +130,7 @@ def test_what_clients_send_by_habit_is_accepted(client):
             {"max_completion_tokens": 2},
             "max_completion_tokens: it and max_tokens exclude each other; send one of them",
         ),
-        ({"stop": 3}, "stop: expected a text or a list of texts"),
+        ({"stop": 3}, "stop: Input should be a valid string, or Input should be a valid list"),
         ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},

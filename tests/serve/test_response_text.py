@@ -7,7 +7,7 @@ import pytest
 
 from surefoot.data.text.thoughts import USUAL
 from surefoot.data.text.tool_calls import OPENINGS, SYNTAXES
-from surefoot.serve.answers.response_text import ResponseText
+from surefoot.plugins.serve.response_text import ResponseText
 
 TOOLS = [
     {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

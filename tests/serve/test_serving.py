@@ -16,8 +16,8 @@ from serve.running import alike, running
 from surefoot.data.text.templates import bundled
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
-from surefoot.serve.app import create_app
-from surefoot.serve.running.settings import ServeSettings
+from surefoot.plugins.serve.app import create_app
+from surefoot.plugins.serve.models import ServeSettings
 from surefoot.use import Conversation, open_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -81,7 +81,7 @@ SETTINGS = [
     {"temperature": 0.8, "seed": 5, "n": 3},
     {"temperature": 1.5, "seed": 6, "top_p": 0.8, "repetition_penalty": 1.2},
     {"temperature": 1, "seed": 7, "top_k": 9, "presence_penalty": 1, "frequency_penalty": 0.5},
-    {"temperature": 1, "seed": 7, "logit_bias": {"70": 3.5}, "min_p": 0.3, "echo": True},
+    {"temperature": 1, "seed": 7, "logit_bias": {"70": 3.5}, "min_p": 0.3},
     {"temperature": 1, "seed": 8, "model": "one"},
 ]
 
@@ -248,8 +248,9 @@ def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
         ({"temperature": -1}, 400, "temperature", "invalid_value"),
         ({"min_p": 1.1}, 400, "min_p", "invalid_value"),
         ({"repetition_penalty": 5e-324}, 400, "repetition_penalty", "invalid_value"),
-        ({"max_tokens": 0}, 400, "max_tokens", None),
-        ({"suffix": "end"}, 400, "suffix", None),
+        ({"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+        ({"suffix": "end"}, 400, "suffix", "invalid_value"),
+        ({"echo": True}, 400, "echo", "invalid_value"),
         ({"best_of": 3}, 400, "best_of", None),
         ({"stop": ""}, 400, "stop", "invalid_value"),
         ({"prompt": []}, 400, "prompt", None),

@@ -14,10 +14,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from ..errors import SurefootError
+from ..storage.web import Hosts
 from ..terminal_text import plain
 from .api import chat, checkpoints, recipes, runs, sweeps
 from .board import Board
-from .host_names import Hosts
 from .run_folders import OutsideRootError
 from .security import Guard
 

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .host_names import Hosts
+from ..storage.web import Hosts, LimitedBody
 
 MAX_BODY = 1 << 20
 MAX_REQUESTS = 600  # of all who have the token, in the time below
@@ -61,7 +61,7 @@ class Guard:
         if refused is not None:
             await refused(scope, receive, _with_headers(send))
             return
-        limited = LimitedBody(receive)
+        limited = LimitedBody(receive, MAX_BODY)
         await self.app(scope, limited, _with_headers(send))
 
     def _refusal(self, scope: Scope) -> Response | None:
@@ -104,21 +104,6 @@ class Guard:
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), (self.token or "").encode())
-
-
-class LimitedBody:
-    """The body of a request, at most ``most`` bytes, whatever its header says."""
-
-    def __init__(self, receive: Receive, most: int = MAX_BODY) -> None:
-        self._receive, self._most, self._length = receive, most, 0
-
-    async def __call__(self) -> Message:
-        """The next part of it; as if the client had left, beyond the limit."""
-        message = await self._receive()
-        self._length += len(message.get("body", b""))
-        if self._length > self._most:
-            return {"type": "http.disconnect"}
-        return message
 
 
 def _size_problem(headers: Headers) -> Response | None:

@@ -3,7 +3,7 @@
 The layers of the base compute all rows at once, with PEFT's adapters switched off. A forward hook
 then adds to the rows of each adapter what PEFT's layer would: ``x A^T B^T * scaling``. The rows of
 an adapter are computed in multiples of 4: then a row has the same bits whatever is beside it, on
-some CPUs in float32. Who promises bits tries it (``serve`` does).
+some CPUs in float32.
 
 PEFT's own ``adapter_names`` does the same, but for that multiple, for types narrower than float32
 (it rounds the product before it adds it), and for a hook in every layer that it adds and removes in

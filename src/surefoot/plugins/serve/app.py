@@ -1,0 +1,186 @@
+"""The application: all addresses, their errors, and the guard in front of them.
+
+Who may use the server: this machine, or whoever has the key. The Host of a request must be a name
+of this machine or one that was given at the start, so that no page of another site reaches the
+server under a name of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from fastapi import APIRouter, FastAPI
+from fastapi import Request as HttpRequest
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ... import __version__
+from ...storage.web import Hosts, LimitedBody
+from . import chat, completions
+from .body import Strict, post
+from .errors import ANSWERED, ApiError, answered
+from .models import ServeSettings
+from .responses import answer_at
+from .server_state import ServerState
+
+_OPEN = ("/health",)  # for whoever watches over the server
+_REFUSALS: dict[int | str, dict[str, object]] = {
+    400: {"description": "The request is refused"},
+    401: {"description": "The key is missing"},
+    404: {"description": "There is no such model"},
+    413: {"description": "The request is too large"},
+    421: {"description": "The request is for another host"},
+    429: {"description": "Too many requests are waiting"},
+}
+
+
+def create_app(settings: ServeSettings) -> ASGIApp:
+    """The server of what ``settings`` name. The model is opened here, so that an error of it is one
+    of the command line."""
+    state = ServerState(settings)
+    state.models.open_first()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        state.engine.start(asyncio.get_running_loop())
+        await state.models.load_given()
+        yield
+        await asyncio.to_thread(state.engine.close)
+
+    app = FastAPI(
+        title="Surefoot", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    router = APIRouter(responses=_REFUSALS)
+    kind = chat.ChatCompletionBody
+    answer_at(router, "/v1/chat/completions", kind, state, chat.prepared)
+    answer_at(router, "/v1/completions", completions.CompletionBody, state, completions.prepared)
+    _add_models(router, state)
+    app.include_router(router)
+    for error in ANSWERED:
+        app.add_exception_handler(error, answered)
+    app.get("/health")(lambda: JSONResponse({"status": "ok"}))
+
+    async def metrics() -> Response:
+        """Figures in Prometheus' format."""
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    app.get("/metrics")(metrics)
+
+    def note(path: str, status: int) -> None:
+        state.metrics.requests.labels(path, str(status)).inc()
+
+    return ApiGuard(app, settings.api_key, settings.hosts, settings.max_body, note)
+
+
+class AdapterBody(Strict):
+    """An adapter to load, as vLLM takes it."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str = Field(min_length=1, max_length=4096)
+
+
+class AdapterNameBody(Strict):
+    """An adapter to unload."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_int_id: int | None = None
+
+
+class WeightsBody(Strict):
+    """Weights to serve in place of those that came before."""
+
+    path: str = Field(min_length=1, max_length=4096)
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    kind: Literal["full", "adapter"]
+
+
+def _add_models(router: APIRouter, state: ServerState) -> None:
+    """``/v1/models``, and adapters that are loaded and unloaded while the server runs."""
+    models = state.models
+
+    async def every() -> dict[str, object]:
+        """The models that requests may name."""
+        return {"object": "list", "data": list(models.cards.values())}
+
+    async def one(name: str) -> dict[str, object]:
+        """One of them."""
+        if name not in models.cards:
+            raise models.unknown(name)
+        return models.cards[name]
+
+    async def load(body: AdapterBody, _: HttpRequest) -> Response:
+        """Serve the adapter in a folder of this machine under a name."""
+        await models.load_adapter(body.lora_name, body.lora_path)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(body: AdapterNameBody, _: HttpRequest) -> Response:
+        """Let an adapter go. Requests to it that have begun are answered."""
+        await models.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def update(body: WeightsBody, _: HttpRequest) -> dict[str, object]:
+        """Serve the weights in a folder under a name, in place of those that came before them."""
+        name = body.name or f"weights-{secrets.token_hex(4)}"
+        await models.replace(body.path, is_adapter=body.kind == "adapter", name=name)
+        return {"model": name}
+
+    router.get("/v1/models")(every)
+    router.get("/v1/models/{name:path}")(one)
+    post(router, "/v1/load_lora_adapter", AdapterBody, load)
+    post(router, "/v1/unload_lora_adapter", AdapterNameBody, unload)
+    post(router, "/v1/update_weights", WeightsBody, update)
+
+
+@dataclass(frozen=True)
+class ApiGuard:
+    """Refuses requests without permission, before any other code runs."""
+
+    app: ASGIApp
+    api_key: str | None
+    hosts: Hosts
+    max_body: int
+    note: Callable[[str, int], None]  # gets the address and the status of each request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or refuse one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.note(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        if (refused := self._refusal(scope)) is not None:
+            await refused.response(scope, receive, noted)
+        else:
+            await self.app(scope, LimitedBody(receive, self.max_body), noted)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if why := self.hosts.refusal(headers.getlist("host"), "server"):
+            return ApiError(why, status=421)
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()):
+            return ApiError("content-length: expected digits")
+        if int(length) > self.max_body:
+            return ApiError(f"the request has more than {self.max_body:,} bytes", status=413)
+        if self.api_key is None or scope["path"] in _OPEN:
+            return None
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(given.encode(), self.api_key.encode()):
+            return None
+        return ApiError(
+            "expected the header 'Authorization: Bearer KEY' with the key of this server",
+            status=401,
+            code="invalid_api_key",
+        )

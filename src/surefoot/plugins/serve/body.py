@@ -1,0 +1,125 @@
+"""The body of a request: what every one may have, and how it is read.
+
+It is parsed and checked in a thread, since both grow with it and the event loop has other clients.
+Lists end at their first wrong element: the errors of a million would take minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import ClientDisconnect
+
+from .errors import ApiError
+
+WITHOUT_EFFECT = "It has no effect on the answer."
+_FIRST = Field(fail_fast=True)  # the first wrong element of a list or dict is its only error
+Texts = Annotated[list[str], _FIRST]
+Ids = Annotated[list[int], _FIRST]
+Prompts = str | Texts | Ids | Annotated[list[Ids], _FIRST]
+_MOST_PARTS = 100_000  # lists, objects and keys; a million are parsed in a second, in one call
+_SHOWN = 100  # characters of a client's own key in an error
+B = TypeVar("B", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A part of a request, which has no other fields."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Body(Strict):
+    """What every request may have."""
+
+    model: str | None = Field(default=None, max_length=4096)
+    user: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    metadata: dict[str, JsonValue] | None = Field(default=None, description=WITHOUT_EFFECT)
+    store: bool | None = Field(default=None, description=WITHOUT_EFFECT)
+    service_tier: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    safety_identifier: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    prompt_cache_key: str | None = Field(default=None, description=WITHOUT_EFFECT)
+
+
+def post(
+    router: APIRouter, path: str, kind: type[B], answer: Callable[[B, HttpRequest], Any]
+) -> None:
+    """Answer requests to ``path``, whose bodies are of a ``kind``. OpenAPI's schema has them as if
+    FastAPI read them, which would do so on the event loop."""
+
+    async def read(http: HttpRequest) -> B:
+        given = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if given != "application/json" and not given.endswith("+json"):
+            raise ApiError("the body is not JSON: send it with Content-Type: application/json")
+        try:
+            data = await http.body()
+        except ClientDisconnect:
+            raise ApiError("the body ended early, or is too long") from None
+        return await asyncio.to_thread(_parsed, kind, data)
+
+    body = Depends(read)
+
+    async def answering(http: HttpRequest, body: Any = body) -> Any:
+        return await answer(body, http)
+
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = kind.model_json_schema(ref_template=place + "/$defs/{model}")
+    described = {"required": True, "content": {"application/json": {"schema": schema}}}
+    extra = {"requestBody": described}
+    router.post(path, openapi_extra=extra, description=answer.__doc__)(answering)
+
+
+def _parsed(kind: type[B], data: bytes) -> B:
+    """The body in ``data``. Raises ``ApiError``."""
+    if sum(map(data.count, (b"[", b"{", b'":'))) > _MOST_PARTS:
+        raise ApiError(f"the body has more than {_MOST_PARTS:,} lists, objects and keys")
+    try:
+        given = from_json(data)
+    except ValueError as error:
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_value") from None
+    if not isinstance(given, dict):
+        raise ApiError("the body is JSON, but no object: expected {...}")
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    if unknown := next((name for name in given if name not in names), None):
+        raise _unknown(str(unknown)[:_SHOWN])
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_input=False), given) from None
+
+
+def _refusal(errors: Sequence[ErrorDetails], given: object) -> ApiError:
+    """The first wrong parameter, under the names that the client has sent. A value that fits none
+    of several forms has an error for each of them; the longest paths are of the form that was
+    meant."""
+    parameter = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    deepest = max(len(one["loc"]) for one in parameter)
+    meant = [one for one in parameter if len(one["loc"]) == deepest]
+    places = zip(*(_sent(one, given) for one in meant), strict=False)
+    name = ".".join(parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, places))
+    if meant[0]["type"] == "extra_forbidden":
+        return _unknown(name)
+    said = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in meant)
+    return ApiError(f"{name}: {', or '.join(said)}", param=name, code="invalid_value")
+
+
+def _sent(error: ErrorDetails, value: Any) -> list[str]:
+    """Where an error is, without the names that pydantic gives to the forms of a value."""
+    names = []
+    for part in error["loc"]:
+        is_key = isinstance(value, dict) and part in value
+        if is_key or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+            names.append(str(part)[:_SHOWN])
+    return [*names, str(error["loc"][-1])] if error["type"] == "missing" else names
+
+
+def _unknown(name: str) -> ApiError:
+    message = f"{name}: this server has no such parameter, and ignores none; remove it"
+    return ApiError(message, param=name, code="unknown_parameter")

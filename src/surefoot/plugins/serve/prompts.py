@@ -1,0 +1,142 @@
+"""What a model reads: the messages of a request as it saw them in training, or plain texts and
+token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...data.example import JSON, Example
+from ...data.rows.formats.openai import OpenAI
+from ...data.text.codec import Codec
+from ...errors import DataError, SurefootError
+from .errors import ApiError
+from .models import ServedModel
+from .response_text import ResponseText
+
+_TAIL = 16  # last tokens of a prompt in which a thought may begin
+Given = str | list[str] | list[int] | list[list[int]]  # a text or several, or their token ids
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation up to its next response."""
+
+    ids: Sequence[int]
+    tools: Sequence[JSON]
+    is_thinking: bool  # it has begun a thought
+
+    def text(self, model: ServedModel, *, is_forced: bool) -> ResponseText:
+        """What takes a response apart; ``is_forced``: it must be calls."""
+        template = model.opened.template
+        assert template is not None
+        syntax = model.tool_syntax if self.tools else None
+        return ResponseText(template.thoughts, self.is_thinking, syntax, self.tools, is_forced)
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+) -> ChatPrompt:
+    """The prompt of a conversation. ``arguments`` are the template's. Raises ``ApiError``."""
+    template = model.opened.template
+    if template is None:
+        raise ApiError(
+            f"the model {model.name!r} has no chat template; use /v1/completions", param="messages"
+        )
+    check_length(model, sum(map(_num_characters, messages)), "messages")
+    example = _read(messages, tools)
+    if example.tools and model.tool_syntax is None:
+        raise ApiError(f"tools: the chat template of {model.name!r} writes no tools", param="tools")
+    try:
+        ids = _codec(model, arguments).encode_prompt(example.messages, example.tools)
+    except SurefootError as error:
+        raise ApiError(f"messages: {error}", param="messages") from None
+    begun = model.exactly(ids[-_TAIL:]).rstrip().endswith(template.thoughts[0].strip())
+    return ChatPrompt(ids, example.tools, begun)
+
+
+def _num_characters(message: Mapping[str, Any]) -> int:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Example:
+    """The conversation, as rows of datasets in OpenAI's format are read."""
+    try:
+        return OpenAI().read({"messages": list(messages), "tools": list(tools) or None})
+    except DataError as error:
+        param = "tools" if "'tools'" in str(error) else "messages"
+        raise ApiError(f"{param}: {error}", param=param) from None
+
+
+def _codec(model: ServedModel, arguments: Mapping[str, Any]) -> Codec:
+    """The codec of a template with arguments."""
+    try:
+        return model.codec(json.dumps(arguments, sort_keys=True))
+    except DataError:
+        known = ", ".join(map(repr, arguments))
+        raise ApiError(
+            f"chat_template_kwargs: the chat template has no such argument ({known}), so it would "
+            "change nothing; remove it",
+            param="chat_template_kwargs",
+        ) from None
+
+
+def each_prompt(given: Given) -> list[Any]:
+    """The prompts of a request, of which one may come without a list around it."""
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    return [given] if is_one else [*given]
+
+
+def plain_prompts(model: ServedModel, given: Given) -> list[list[int]]:
+    """The token ids of each prompt of a completion. Raises ``ApiError``: one is empty, too long, or
+    has ids outside the vocabulary."""
+    every = each_prompt(given)
+    for one in every:
+        if isinstance(one, str):
+            check_length(model, len(one), "prompt")
+    prompts = [_continued(model, one) if isinstance(one, str) else one for one in every]
+    for prompt in prompts or [[]]:
+        check_prompt(model, prompt, "prompt")
+    return prompts
+
+
+def _continued(model: ServedModel, text: str) -> list[int]:
+    """The ids of a text. If it begins with the first token that the tokenizer adds, it has it
+    once."""
+    ids = model.opened.continuation(text)
+    first = model.opened.tokenizer.bos_token_id
+    return ids[1:] if first is not None and ids[:2] == [first, first] else ids
+
+
+def check_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> None:
+    """Raise ``ApiError`` if the model cannot read ``prompt``."""
+    if not prompt:
+        raise ApiError("the prompt is empty", param=param)
+    if len(prompt) > model.longest:
+        raise too_long(model, f"{len(prompt):,} tokens", param)
+    model.check_ids([min(prompt), max(prompt)], param)
+
+
+def check_length(model: ServedModel, num_characters: int, param: str) -> None:
+    """Raise ``ApiError`` if the tokens of so many characters can only be too many: it takes
+    seconds to compute those of some megabytes."""
+    if num_characters > model.most_characters:
+        raise too_long(model, f"{num_characters:,} characters", param)
+
+
+def too_long(model: ServedModel, size: str, param: str) -> ApiError:
+    """The error of a prompt that fills the context."""
+    return ApiError(
+        f"the prompt has {size}, and the context length is {model.longest:,} tokens, "
+        "which leaves no room for a response; shorten the prompt",
+        param=param,
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,177 @@
+"""The parameters of a request that say how it is sampled. None is ignored: what has no effect on
+the answer is named as such, and everything else is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+
+from ...generate.choosing import Chooser
+from ...generate.decode import Decode
+from ...generate.generation import room
+from ...generate.live import Constraint, RowSettings
+from ...generate.requests import OpenResponse, Request, requests_of
+from ...generate.section import GenerateSection, with_options
+from .body import WITHOUT_EFFECT, Body, Strict, Texts
+from .engine import EngineThread
+from .models import ServedModel
+from .prompts import check_prompt, too_long
+
+_SEEDS = 2**63
+_TOKEN = re.compile("[0-9]{1,9}")
+
+
+class StreamOptions(Strict):
+    """What a stream has beside the answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = Field(default=None, description=WITHOUT_EFFECT)
+
+
+class SamplingBody(Body):
+    """How responses are sampled. What is not given is as in the run's recipe (``generate``)."""
+
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=1 << 30)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=4096, fail_fast=True)
+    seed: int | None = Field(default=None, ge=-_SEEDS, lt=_SEEDS)
+    stop: str | Texts | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=256, fail_fast=True)
+    ignore_eos: bool = False
+    n: int | None = Field(default=None, ge=1, le=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = None
+
+    most_stops: ClassVar[int] = 64
+
+    @field_validator("stream_options")
+    @classmethod
+    def _check_options(
+        cls, value: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("it needs stream: true")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if not all(texts):
+            raise ValueError("an empty text would end every response")
+        if len(texts) > cls.most_stops or any(len(text) > 1000 for text in texts):
+            raise ValueError(f"at most {cls.most_stops} texts of 1,000 characters")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (value or {}).items():
+            if not _TOKEN.fullmatch(token) or not -100 <= bias <= 100:
+                raise ValueError("expected token ids with numbers from -100 to 100")
+        return value
+
+
+@dataclass(frozen=True)
+class Bias:
+    """``logit_bias``, and penalties of the tokens that a response has so far."""
+
+    biases: dict[int, float]
+    presence: float
+    frequency: float
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it has an effect."""
+        return bool(self.biases or self.presence or self.frequency)
+
+    def apply(self, logits_V: torch.Tensor, row: OpenResponse) -> torch.Tensor:
+        """OpenAI's formula: a token that occurred n times loses n * frequency + presence."""
+        for token, bias in self.biases.items():
+            logits_V[token] += bias
+        if row.ids and (self.presence or self.frequency):
+            counts_V = torch.bincount(torch.tensor(row.ids), minlength=len(logits_V))
+            counts_V = counts_V.to(logits_V.device)
+            logits_V -= self.frequency * counts_V + self.presence * (counts_V > 0)
+        return logits_V
+
+    def add(self, token: int) -> None:
+        """The row has its tokens."""
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What a response says of its tokens."""
+
+    num_alternatives: int | None
+    decode: Decode
+    param: str  # that has the prompt
+    constraints: Callable[[], Sequence[Constraint]] = tuple  # of one row, as each has a state
+
+
+def rows_for(
+    engine: EngineThread,
+    model: ServedModel,
+    body: SamplingBody,
+    prompts: Sequence[Sequence[int]],
+    most: int | None,
+    reported: Reported,
+) -> list[tuple[Request, RowSettings]]:
+    """``n`` rows for each prompt; not for the event loop, as it grows with them. Raises
+    ``ApiError``: a prompt is empty, is too long, or has ids outside the vocabulary."""
+    count = body.n or 1
+    left = [_left(model, prompt, reported.param) for prompt in prompts]
+    wanted = most or max(left)
+    model.check_ids(stops := body.stop_token_ids or [], "stop_token_ids")
+    if not body.ignore_eos:
+        stops = [*stops, *model.opened.stop_token_ids]
+    chooser = Chooser(_section(body, model, wanted), frozenset(stops), reported.decode)
+    biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    model.check_ids(biases, "logit_bias")
+    bias = Bias(biases, body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
+
+    def settings() -> RowSettings:
+        return RowSettings(
+            chooser,
+            reported.decode,
+            (*([bias] if bias.changes_logits else []), *reported.constraints()),
+            reported.num_alternatives,
+            model.after_settings,
+        )
+
+    every = [ids for prompt in prompts for ids in [tuple(prompt)] * count]  # no copies
+    allowed = [min(space, wanted) for space in left for _ in range(count)]
+    found = requests_of(every, allowed, body.seed, max_new_tokens=wanted)
+    return [(replace(request, index=engine.number()), settings()) for request in found]
+
+
+def _section(body: SamplingBody, model: ServedModel, most: int) -> GenerateSection:
+    """The generation settings of a request."""
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    given: dict[str, Any] = {name: getattr(body, name) for name in names}
+    given["top_k"] = None if body.top_k is None else max(body.top_k, 0)
+    stop = (body.stop,) if isinstance(body.stop, str) else body.stop
+    given["stop"] = None if stop is None else tuple(stop)
+    return with_options(model.opened.generate, {**given, "max_new_tokens": most})
+
+
+def _left(model: ServedModel, prompt: Sequence[int], param: str) -> int:
+    """Tokens that are left for the response."""
+    check_prompt(model, prompt, param)
+    space = room(model.opened.model, prompt)
+    left = min(model.longest - len(prompt), model.longest if space is None else space)
+    if left <= 0:
+        raise too_long(model, f"{len(prompt):,} tokens", param)
+    return left

@@ -1,1 +1,0 @@
-"""Requests to prompts, and tokens to what a response says."""

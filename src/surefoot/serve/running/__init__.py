@@ -1,1 +1,0 @@
-"""The thread that generates, and the models in it."""

@@ -1,0 +1,1 @@
+"""Sweeps: trials of a recipe with other values of some settings, each an ordinary run."""

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from surefoot.errors import RecipeError
+from surefoot.sweep.objective import Objective, ReportedValue, choose_objective
+from surefoot.sweep.space import open_space
+
+from .test_space import RECIPE
+
+LAST = Objective("eval_loss", "minimize", "last")
+BEST = Objective("eval_loss", "minimize", "best")
+WINDOW = Objective("loss", "minimize", "window")
+EVALS = [{"step": 5, "loss": 9.0}, {"step": 5, "eval_loss": 2.0}, {"step": 10, "eval_loss": 3.0}]
+
+
+def test_an_evaluation_counts_at_its_step_and_the_last_or_the_best_decides():
+    reports = LAST.reports(EVALS, 10)
+    assert reports == [ReportedValue(5, 2.0), ReportedValue(10, 3.0)]
+    assert LAST.outcome(reports) == ReportedValue(10, 3.0)
+    assert BEST.outcome(reports) == ReportedValue(5, 2.0)
+    assert LAST.outcome([]) is None
+
+
+def test_nan_is_no_value_and_never_the_best():
+    reports = LAST.reports([*EVALS, {"step": 15, "eval_loss": None}], 15)
+    assert LAST.outcome(reports) == ReportedValue(15, None)
+    assert BEST.outcome(reports) == ReportedValue(5, 2.0)
+    logs = [{"step": step, "loss": None if step == 7 else 1.0} for step in range(1, 11)]
+    assert WINDOW.reports(logs, 10)[6] == ReportedValue(7, None)
+
+
+def test_a_training_loss_is_a_mean_over_each_tenth_that_is_complete():
+    logs = [{"step": step, "loss": float(step)} for step in range(1, 26)]
+    reports = WINDOW.reports(logs, 40)
+    assert reports[0] == ReportedValue(4, 2.5)
+    assert [report.step for report in reports] == [4, 8, 12, 16, 20, 24], "the seventh lacks steps"
+    early = WINDOW.reports(logs, 40, is_ended=True)
+    assert early[-1] == ReportedValue(25, 25.0), "a run that stopped early has ended there"
+
+
+@pytest.fixture
+def choose(tmp_path):
+    def choose(*arguments, metric=None, direction=None, **sections):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps({**RECIPE, **sections}))
+        space = open_space(path, arguments or ["method.lora.rank=8,16"])
+        return choose_objective(space.base, space.keys, metric, direction)
+
+    return choose
+
+
+DATA = {**RECIPE["data"], "val_size": 8}
+TRAIN = {**RECIPE["train"], "eval_steps": 5}
+
+
+def test_the_held_out_metric_decides_where_there_are_held_out_rows(choose):
+    assert choose() == WINDOW
+    assert "mean of its logs in the last 1/10 of the steps" in str(choose())
+    assert choose(data=DATA, train=TRAIN) == LAST
+    best = {**TRAIN, "load_best_model_at_end": True}
+    assert choose(data=DATA, train=best) == BEST
+    accuracy = {**TRAIN, "metric_for_best_model": "eval_token_accuracy"}
+    assert choose(data=DATA, train=accuracy).direction == "maximize"
+    assert choose(metric="grad_norm", direction="minimize").direction == "minimize"
+    with pytest.raises(RecipeError, match=r"never evaluates; set train\.eval_steps"):
+        choose(data=DATA)
+    with pytest.raises(RecipeError, match="no held-out rows"):
+        choose(metric="eval_loss")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["stage=sft,pt", "data.val_size=4,8", "data.cutoff_len=64..128", "train.seed=1,2"],
+)
+def test_losses_that_mean_different_things_are_not_compared(choose, argument):
+    with pytest.raises(RecipeError, match=r"does not\s+compare"):
+        choose(argument, data=DATA, train=TRAIN)
+    assert choose(argument, data=DATA, train=TRAIN, metric="eval_loss") == LAST
+
+
+def test_training_data_may_vary_if_the_held_out_rows_do_not(choose):
+    held_out = {**RECIPE["data"], "eval_datasets": ["held"]}
+    assert choose("data.datasets=[a],[a,b]", data=held_out, train=TRAIN) == LAST
+    with pytest.raises(RecipeError, match=r"does not compare"):
+        choose("data.datasets=[a],[a,b]", data=DATA, train=TRAIN)

@@ -1,0 +1,158 @@
+"""Sweeps of real runs: killed, resumed, several at once, with trials that fail."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+from ruamel.yaml import YAML
+
+from project import Project, assert_same, checkpoints, final_weights, losses, start, surefoot
+from surefoot.cli.main import main
+from surefoot.recipe.recipe import load
+
+RATES = "optim.adamw.learning_rate=1e-4..1e-2:log"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    data, train = {"val_size": 4}, {"max_steps": 24, "eval_steps": 8}
+    lora = {"lora": {"rank": 2, "dropout": 0.1}}
+    saves = {"save_steps": 6}
+    return Project(folder, data=data, train=train, method=lora, checkpoint=saves)
+
+
+@pytest.fixture(scope="module")
+def done(project):
+    """A sweep that nothing disturbed."""
+    command = ("sweep", project.recipe, RATES, "--trials", "3", "--sampler", "random")
+    code, out, err = surefoot(*command, "--json", "--jobs", "2")
+    assert code == 0, err
+    return json.loads(out), err
+
+
+def test_trials_are_ordinary_runs_and_the_best_recipe_is_written(project, done):
+    found, err = done
+    folder = project.folder / "run-sweep"
+    assert found["output"] == str(folder)
+    assert "minimize eval_loss, at the last evaluation" in err
+    assert "42, the same in every trial" in err
+    values = {one["number"]: one["value"] for one in found["trials"]}
+    for one in found["trials"]:
+        run = folder / one["folder"]
+        results = json.loads((run / "all_results.json").read_text())
+        assert (one["value"], one["step"]) == (results["eval_loss"], 24)
+        recipe = load(run / "recipe.yaml")
+        assert recipe.optim.learning_rate == one["values"]["optim.adamw.learning_rate"]
+        assert len(losses(run)) == 24
+    assert found["best"] == min(values, key=values.get)
+    best = load(folder / "best.yaml")
+    rate = found["trials"][found["best"]]["values"]["optim.adamw.learning_rate"]
+    assert best.optim.learning_rate == rate
+    code, _, err = surefoot("train", folder / "best.yaml", "train.max_steps=1")
+    assert code == 0, err
+    assert not (folder / f"trial-{found['best']:04d}/checkpoint-1").exists()
+
+
+def wait_for(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "power lost",
+        pytest.param(signal.SIGKILL, marks=pytest.mark.proof),
+        pytest.param(signal.SIGINT, marks=pytest.mark.proof),
+    ],
+)
+def test_a_killed_sweep_resumes_half_run_trials_to_the_last_bit(project, done, tmp_path, how):
+    command = ["sweep", project.recipe, RATES, "--trials", "3", "--sampler", "random"]
+    command += ["--output", tmp_path / "sweep", "--json"]
+    process = start(*command)
+    half = tmp_path / "sweep/trial-0001"
+    wait_for(lambda: half.is_dir() and checkpoints(half), process)
+    trial = json.loads((half / ".heartbeat.json").read_text())["pid"]
+    process.send_signal(signal.SIGINT if how == signal.SIGINT else signal.SIGKILL)
+    if how == "power lost":
+        os.kill(trial, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if how == signal.SIGINT else -9)
+    assert len(losses(half)) < 24
+    code, out, err = surefoot(*command)
+    assert code == 0, err
+    assert "trial 1: resumed:" in err
+    found, expected = json.loads(out), done[0]
+    assert found["trials"] == expected["trials"]
+    for number in range(3):
+        run, other = (
+            folder / f"trial-{number:04d}"
+            for folder in (tmp_path / "sweep", project.folder / "run-sweep")
+        )
+        assert_same(final_weights(run), final_weights(other))
+    before = sorted((tmp_path / "sweep").glob("trial-*/checkpoint-*"))
+    code, out, err = surefoot(*command)
+    assert json.loads(out)["trials"] == expected["trials"]
+    assert "resumed:" not in err, "nothing is left to do"
+    assert sorted((tmp_path / "sweep").glob("trial-*/checkpoint-*")) == before
+
+
+def test_other_ranges_are_refused_and_more_trials_are_not(project, done):
+    command = ["sweep", project.recipe, "--sampler", "random", "--trials", "3"]
+    folder = project.folder / "run-sweep"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    code, _, err = surefoot(*command, "optim.adamw.learning_rate=1e-4..2e-2:log")
+    assert code == 2
+    assert (
+        "contains a sweep with other settings (ranges: optim.adamw.learning_rate=1e-4..1e-2:log -> "
+        in err
+    )
+    code, _, err = surefoot(*command, RATES, "train.max_steps=50", "--seed", "7")
+    assert code == 2
+    assert "seed: 0 -> 7; train.max_steps: 24 -> 50" in err
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_failed_trial_stops_nobody_and_a_bad_one_ends_early(project, tmp_path):
+    rates = "optim.adamw.learning_rate=3e-3,1e30,1e-7"
+    command = ["sweep", project.recipe, rates, "method=full", "--sampler", "grid"]
+    command += ["--pruner", "median", "--prune-after", "1", "--output", tmp_path / "sweep"]
+    code, out, err = surefoot(*command)
+    assert code == 0, err
+    assert "trial 1: failed: " in err
+    assert "NaN" in err
+    results = json.loads((tmp_path / "sweep/results.json").read_text())
+    good, broken, slow = results["trials"]
+    assert (good["state"], broken["state"], slow["state"]) == ("complete", "failed", "pruned")
+    assert results["best"] == 0
+    assert slow["reason"] == "worse than the median at 8", "however late the sweep has looked"
+    assert slow["reports"][-1][0] == slow["step"] == 8
+    best = YAML(typ="safe").load(tmp_path / "sweep/best.yaml")
+    assert best["optim"]["adamw"]["learning_rate"] == 3e-3
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdigit()] == ["0", "1", "2"]
+
+
+def test_a_folder_of_something_else_is_left_alone(project, tmp_path):
+    command = ["sweep", project.recipe, RATES, "--output", tmp_path]
+    (tmp_path / "trial-0000").mkdir()
+    code, _, err = surefoot(*command)
+    assert code == 2
+    assert "contains trial-0000, but no sweep.json, so no sweep wrote it" in err
+    assert not (tmp_path / "study.journal").exists()
+
+
+def test_without_optuna_the_error_says_what_to_install(project, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("surefoot.sweep.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    found = CliRunner().invoke(main, ["sweep", str(project.recipe), RATES])
+    assert found.exit_code == 2
+    assert "pip install 'surefoot[sweep]'" in found.output
