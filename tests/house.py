@@ -16,7 +16,7 @@ ROWS = [
     ["plugins"],
     ["cli"],
     ["use", "board"],
-    ["run", "sweep"],
+    ["run"],
     ["interchange", "integrations", "remote"],
     ["recipe"],
     ["stages", "methods"],

@@ -45,10 +45,10 @@ BEHIND_THE_DOOR += (
     "training/callbacks/training_process",
 )
 BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
-BEHIND_THE_DOOR += ("sweep/files", "sweep/trial_process", "plugins/mindspore/recipe")
+BEHIND_THE_DOOR += ("plugins/sweep/trial", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
-KNOW_THE_RECIPE = {"recipe", "run", "sweep", "use", "board", "cli"}
+KNOW_THE_RECIPE = {"recipe", "run", "use", "board", "cli"}
 KNOW_THE_RECIPE |= {"plugins"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("recipe/from_llamafactory", "recipe/from_trainers")  # the words of other programs

@@ -25,6 +25,7 @@ BUNDLED = (
     "surefoot.plugins.mindspore.plugin:PLUGIN",
     "surefoot.plugins.quantize.plugin:PLUGIN",
     "surefoot.plugins.gguf.plugin:PLUGIN",
+    "surefoot.plugins.sweep.plugin:PLUGIN",
     "surefoot.plugins.serve.plugin:PLUGIN",
     "surefoot.interchange.plugin:PLUGIN",
 )

@@ -14,8 +14,14 @@ from surefoot.training.section import TrainSection
 from surefoot.use import fitting
 from surefoot.use.estimate.memory_estimate import make_plan
 from surefoot.use.estimate.rank_memory import Machine
-from surefoot.use.fitting import choose_micro_batch_size, fastest_fit, largest_fit
-from surefoot.use.other_settings import RECOMPUTE, changed
+from surefoot.use.fitting import (
+    RECOMPUTE,
+    changed,
+    choose_micro_batch_size,
+    fastest_fit,
+    largest_fit,
+    value,
+)
 
 GPU = Machine(1, on_gpu=True)
 
@@ -33,7 +39,7 @@ def loaded(project, *overrides):
 
 
 def peak(recipe, machine):
-    return make_plan(recipe, machine, searches=False).memory.peak
+    return make_plan(recipe, machine).memory.peak
 
 
 def for_model(size, machine=GPU):
@@ -62,6 +68,13 @@ def test_the_fastest_policy_with_which_the_recipe_fits_is_chosen(project, monkey
     with pytest.raises(RecipeError, match="selective would keep products to which an adapter"):
         peak(changed(adapted, {RECOMPUTE: "selective"}), GPU)
     assert fitting._policies(asked, Machine(1, on_gpu=False)) == ["none", "selective", "full"]
+
+
+def test_settings_of_a_section_change_together(project):
+    made = loaded(project, "parallel.num_processes=4")
+    found = changed(made, {"parallel.dp_shard": 2, "parallel.tp": 2, RECOMPUTE: "full"})
+    assert (found.parallel.dp_shard, found.parallel.tp, value(found, RECOMPUTE)) == (2, 2, "full")
+    assert made.model.gradient_checkpointing == "none"
 
 
 def test_an_automatic_size_is_chosen_once_said_and_kept(project, tmp_path, caplog):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ..errors import RunError
 from ..recipe.files import RUN_RECIPE
-from ..sweep.files import is_sweep
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.training_process import LOG
 
 METRICS = "metrics.jsonl"
 RESULTS = "all_results.json"
 LOCK = ".lock"
+SWEEP = "sweep.json"  # what the folder of a sweep is known by
 MAX_RUNS = 2000
 MAX_FOLDERS = 20_000
 MAX_DEPTH = 6
@@ -97,6 +97,11 @@ def is_run(folder: Path) -> bool:
         return True
     is_begun = (folder / LOCK).is_file() or (folder / LOG).is_file()
     return is_begun and (folder / RUN_RECIPE).is_file()
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether ``folder`` has the files of a sweep."""
+    return (folder / SWEEP).is_file()
 
 
 def name_of(root: Path, folder: Path) -> str:

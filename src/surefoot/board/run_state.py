@@ -99,10 +99,10 @@ def last_launch(folder: Path) -> LastLaunch:
     return found
 
 
-def small_json(path: Path) -> Mapping[str, object] | None:
+def small_json(path: Path, limit: int = MAX_SMALL) -> Mapping[str, object] | None:
     """The object in a small file; None if it is missing or half-written."""
     try:
-        return parsed(files.read_inside(path.parent, path.name, MAX_SMALL))
+        return parsed(files.read_inside(path.parent, path.name, limit))
     except OSError:
         return None
 

@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..storage.folder_lock import is_held
-from ..sweep.files import BEST, LOCK, RESULTS, SPEC, read_json
-from .run_folders import is_run, name_of
+from .run_folders import SWEEP, is_run, name_of
+from .run_state import small_json
 from .run_summary import Summaries
 
+RESULTS, BEST, LOCK = "results.json", "best.yaml", ".sweep.lock"
+_MAX_BYTES = 32 << 20
 _MAX_TRIALS = 2000  # that a page shows
 HALF_RUN = "half-run"
 
 
 def sweep_row(root: Path, folder: Path) -> dict[str, object]:
     """One sweep in a list."""
-    spec, results = read_json(folder / SPEC), read_json(folder / RESULTS)
-    trials = _trials(results)
+    spec, results = small_json(folder / SWEEP, _MAX_BYTES), small_json(folder / RESULTS, _MAX_BYTES)
+    trials = _mappings(results, "trials")
     states = [str(one.get("state")) for one in trials]
-    best = _best(results, trials)
+    number = (results or {}).get("best")
+    best = next((one for one in trials if one.get("number") == number), None)
     return {
         "sweep": name_of(root, folder),
         **_state(folder, results, states),
@@ -34,8 +37,8 @@ def sweep_row(root: Path, folder: Path) -> dict[str, object]:
 
 def sweep_details(root: Path, summaries: Summaries, folder: Path) -> dict[str, object]:
     """One sweep with all its trials."""
-    spec, results = read_json(folder / SPEC), read_json(folder / RESULTS)
-    trials = _trials(results)
+    spec, results = small_json(folder / SWEEP, _MAX_BYTES), small_json(folder / RESULTS, _MAX_BYTES)
+    trials = _mappings(results, "trials")
     return {
         "row": sweep_row(root, folder),
         "keys": _mappings(spec, "keys"),
@@ -79,19 +82,8 @@ def _state(
 
 
 def _problem(spec: Mapping[str, object] | None, results: Mapping[str, object] | None) -> str | None:
-    missing = SPEC if spec is None else RESULTS if results is None else None
+    missing = SWEEP if spec is None else RESULTS if results is None else None
     return None if missing is None else f"{missing}: is missing or cannot be read"
-
-
-def _best(
-    results: Mapping[str, object] | None, trials: list[dict[str, object]]
-) -> dict[str, object] | None:
-    number = (results or {}).get("best")
-    return next((one for one in trials if one.get("number") == number), None)
-
-
-def _trials(results: Mapping[str, object] | None) -> list[dict[str, object]]:
-    return _mappings(results, "trials")
 
 
 def _mappings(found: Mapping[str, object] | None, name: str) -> list[dict[str, object]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..use.bench.result import BenchResult
     from ..use.bench.search import Search, Trial
     from ..use.bench.single_rank import SingleRankRecipe
-    from ..use.other_settings import Changes
+    from ..use.fitting import Changes
 
 PHASES = {
     "data": "the next window: examples read, packed or padded",

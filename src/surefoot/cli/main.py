@@ -33,7 +33,6 @@ COMMANDS = {
     "encode": "Encode the data of a recipe before its run.",
     "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
     "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
-    "sweep": "Train a recipe with other settings, several times, and find the best ones.",
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "watch": "Show how runs train in the terminal: curves, figures, time left, state.",

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..errors import counted
 from .loading import loading
-from .table import cell, console, frame, in_bytes, print_json, table
+from .table import console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
@@ -84,9 +84,6 @@ def _size(_context: click.Context, option: click.Parameter, text: str | None) ->
     help="Choose model.gradient_checkpointing and train.micro_batch_size so that a rank fits in "
     "SIZE, such as 24GB.",
 )
-@click.option(
-    "--no-search", is_flag=True, help="Estimate the recipe itself, and try no other settings."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def plan(
     recipe: Path,
@@ -95,7 +92,6 @@ def plan(
     device: str | None,
     tokens_per_second: float | None,
     memory: int | None,
-    no_search: bool,
     as_json: bool,
 ) -> None:
     """Estimate a run of RECIPE: steps, tokens, memory, disk, and time if the speed is known.
@@ -125,7 +121,7 @@ def plan(
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
         loaded, machine, said = _fitted(loaded, machine, memory)
-        found = make_plan(loaded, machine, tokens_per_second, searches=not no_search)
+        found = make_plan(loaded, machine, tokens_per_second)
     if as_json:
         print_json(as_data(found) | ({"fitted": said} if said else {}))
         return
@@ -142,8 +138,7 @@ def _fitted(
     set. Without ``memory``, only a micro-batch size of auto is chosen."""
     from ..errors import RecipeError
     from ..use.estimate.memory_estimate import imported
-    from ..use.fitting import fastest_fit, largest_fit
-    from ..use.other_settings import SIZE, changed
+    from ..use.fitting import SIZE, changed, fastest_fit, largest_fit
 
     taken = 0 if machine.on_gpu else imported()
     if memory is None and recipe.train.micro_batch_size != "auto":
@@ -170,7 +165,7 @@ def _fitted(
 
 
 def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
-    """Print facts, memory, checkpoints and other settings."""
+    """Print facts, memory and checkpoints."""
     from ..recipe.batch_sizes import with_batch_sizes
 
     recipe, _ = with_batch_sizes(recipe, found.mesh.num_data_ranks)
@@ -181,9 +176,6 @@ def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
         screen.print(line, soft_wrap=True)
     screen.print()
     screen.print(_saving_table(recipe, found))
-    if found.options:
-        screen.print()
-        screen.print(_options_table(found))
 
 
 def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
@@ -213,18 +205,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     heavy = found.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"
     yield "peak micro-batch", several
-    if mesh.pp > 1:
-        yield "largest stage", _stage(found)
     yield "time", _time(recipe, found, is_given=is_given)
-
-
-def _stage(found: Plan) -> str:
-    """The rank of the pipeline whose memory is shown."""
-    runs = [
-        f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in found.layers
-    ]
-    layers = f"layers {' and '.join(runs)} (the first is 0)"
-    return f"rank {found.place + 1:,} of {found.mesh.pp:,}, with {layers}"
 
 
 def _time(recipe: Recipe, found: Plan, *, is_given: bool) -> str:
@@ -247,9 +228,7 @@ def duration(seconds: float) -> str:
 
 
 def _memory_table(found: Plan) -> Table:
-    pp = found.mesh.pp
-    whose = "a process" if pp == 1 else f"stage {found.place + 1:,} of {pp:,}"
-    made = table(f"memory of {whose}", "size", "what it is", numbers=_NUMBERS)
+    made = table("memory of a process", "size", "what it is", numbers=_NUMBERS)
     for name, size in found.memory.parts().items():
         if size or name in ("weights", "gradients", "optimizer"):
             made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
@@ -289,6 +268,9 @@ def _peak_note(found: Plan, has_more: bool) -> Text:
 
 
 def _verdict(found: Plan) -> Iterator[Text]:
+    capacity = found.machine.capacity
+    if capacity is not None and found.total > capacity:
+        yield Text(f"`surefoot plan --memory {capacity / 1e9:.3g}GB` looks for settings that fit")
     if found.not_known is not None:
         yield Text(f"activations are not known: {found.not_known}", style="red")
     if found.rows_read is not None:
@@ -312,21 +294,6 @@ def _saving_table(recipe: Recipe, found: Plan) -> Table:
     if saving.shared_memory:
         text = "shared memory of a rank, for asynchronous saves"
         made.add_row("snapshot", in_bytes(saving.shared_memory), Text(text, style="dim"))
-    return made
-
-
-def _options_table(found: Plan) -> Table:
-    made = table("other settings", "a process", "difference", "besides", numbers=_NUMBERS)
-    for option in found.options:
-        settings = " ".join(f"{name}={_value(value)}" for name, value in option.changes.items())
-        difference = option.memory.peak - found.memory.peak
-        sign = "+" if difference > 0 else "−" if difference < 0 else "±"
-        made.add_row(
-            cell(settings),
-            in_bytes(option.memory.peak),
-            f"{sign}{in_bytes(abs(difference))}",
-            Text(option.effect, style="dim"),
-        )
     return made
 
 

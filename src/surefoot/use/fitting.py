@@ -1,5 +1,5 @@
-"""What fits in a given memory: the most examples per micro-batch, under the fastest policy of
-recomputation with which enough of them fit.
+"""The search for settings that fit in a given memory: the most examples per micro-batch, under the
+policies of recomputation. ``plan``, ``bench`` and ``micro_batch_size: auto`` ask it.
 
 Each candidate is a dry run of its peak micro-batch. Memory grows with the size, so a few of them
 find the largest one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,17 +30,18 @@ from .estimate.memory_estimate import saving_of
 from .estimate.rank_memory import (
     Machine,
     PlanBase,
+    first_rank,
     machine_for,
     memory_of,
     mesh_of,
-    processes,
     recomputes_on,
     rehearsed,
     whole,
 )
-from .other_settings import RECOMPUTE, SIZE, Changes, changed
 
 logger = logging.getLogger(__name__)
+SIZE, RECOMPUTE = "train.micro_batch_size", "model.gradient_checkpointing"
+Changes = Mapping[str, int | bool | str]  # settings by dotted path
 POLICIES: Sequence[Recomputation] = ("none", "selective", "full", "offload")  # the fastest first
 SPARE = 0.1  # of the memory: what allocators reserve, and the error of the estimate
 _RUNTIME = 500_000_000  # bytes of a GPU that its runtime takes
@@ -53,6 +54,11 @@ class Fit:
     policy: Recomputation
     micro_batch_size: int
     num_bytes: int  # that a process takes at its peak
+    sizes: Sequence[int] = ()  # of all micro-batches that divide the examples of a rank
+
+    def holds(self, size: int) -> bool:
+        """Whether micro-batches of ``size`` fit, or of the next smaller one that divides."""
+        return self.micro_batch_size >= max(each for each in self.sizes if each <= size)
 
     @property
     def changes(self) -> Changes:
@@ -60,12 +66,29 @@ class Fit:
         return {RECOMPUTE: self.policy, SIZE: self.micro_batch_size}
 
 
+def value(recipe: Recipe, name: str) -> int | bool | str:
+    """A setting by its dotted path."""
+    section, _, setting = name.partition(".")
+    found: int | bool | str = getattr(getattr(recipe, section), setting)
+    return found
+
+
+def changed(recipe: Recipe, changes: Changes) -> Recipe:
+    """The same with other settings. Those of a section change together: they are checked as one."""
+    names: dict[str, dict[str, int | bool | str]] = {}
+    for name, new in changes.items():
+        section, _, setting = name.partition(".")
+        names.setdefault(section, {})[setting] = new
+    sections = {name: replace(getattr(recipe, name), **values) for name, values in names.items()}
+    return replace(recipe, **sections)
+
+
 def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
     """The number that ``train.micro_batch_size: auto`` is for the ranks of ``world``, with the
     memory that is free now on this machine. Raises ``RecipeError`` if not even one example fits, or
     nobody can tell."""
     machine = replace(machine_for(recipe, None), num_processes=world.size)
-    free = _free(world.num_local_ranks)
+    free = available(world.num_local_ranks)
     if free is None:
         raise RecipeError(
             "train.micro_batch_size: auto needs to know the free memory, which this system does "
@@ -91,18 +114,21 @@ def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
     """The first policy with which the recipe's micro-batch fits, or else the one with which the
     most examples do; with the largest micro-batch that fits. None: not even one example does.
     ``memory`` and ``taken`` are those of ``largest_fit``."""
-    wanted, limit = recipe.train.micro_batch_size, _limit(machine, memory, taken)
-    *others, least = _policies(recipe, machine)
-    last = _Trial.of(recipe, machine, least)
-    if last.peak(1) > limit:
-        return None
-    trials: list[_Trial] = []
-    for policy in (*others, least):
-        trials.append(last if policy == least else _Trial.of(recipe, machine, policy))
-        if trials[-1].peak(1 if wanted == "auto" else trials[-1].nearest(wanted)) <= limit:
-            return trials[-1].largest(limit, taken)
-    found = [fit for trial in trials if (fit := trial.largest(limit, taken)) is not None]
-    return max(found, key=lambda fit: fit.micro_batch_size, default=None)
+    wanted, fits = recipe.train.micro_batch_size, list[Fit]()
+    for fit in fits_of(recipe, machine, memory, taken=taken):
+        fits.append(fit)
+        if fit.holds(1 if wanted == "auto" else wanted):
+            break
+    return max(fits, key=lambda fit: fit.micro_batch_size, default=None)
+
+
+def fits_of(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Iterator[Fit]:
+    """The largest micro-batch that fits under each policy under which one does, the fastest policy
+    first; as ``largest_fit``."""
+    for policy in _policies(recipe, machine):
+        trial = _Trial.of(recipe, machine, policy)
+        if fit := trial.largest(_limit(machine, memory, taken), taken):
+            yield fit
 
 
 def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
@@ -130,7 +156,7 @@ class _Trial:
     recipe: Recipe
     sizes: Sequence[int]  # that divide the examples of a rank, ascending
     ground: PlanBase
-    held: Sequence[DryRunModel]
+    held: DryRunModel
     snapshot: int  # of a save, in the memory of a CPU
     peaks: dict[int, int] = field(default_factory=dict)  # known ones
 
@@ -148,17 +174,12 @@ class _Trial:
         lengths, trained = token_counts(recipe, dataset), trained_counts(dataset)
         course = course_of(recipe, loader_of(recipe, dataset, ranks), lengths, trained)
         ground = PlanBase(base, codec, machine, dataset, lengths, trained, course.steps)
-        held = processes(recipe, ground)
+        held = first_rank(recipe, ground)
         snapshot = 0
         if not machine.on_gpu:
-            is_cut = recipe.parallel.tp * recipe.parallel.pp > 1
-            alone = whole(recipe, ground) if is_cut else held[0]
+            alone = whole(recipe, ground) if recipe.parallel.tp > 1 else held
             snapshot = saving_of(alone, codec, base, course, machine).shared_memory
         return cls(recipe, sizes, ground, held, snapshot)
-
-    def nearest(self, size: int) -> int:
-        """The largest size up to ``size`` that divides the examples of a rank."""
-        return max(each for each in self.sizes if each <= size)
 
     def peak(self, size: int) -> int:
         """The bytes of a rank with micro-batches of ``size``."""
@@ -179,20 +200,20 @@ class _Trial:
         if best is None:
             return None
         policy = self.recipe.model.gradient_checkpointing
-        return Fit(policy, best, self.peak(best) + taken)
+        return Fit(policy, best, self.peak(best) + taken, self.sizes)
 
     def _peak(self, size: int) -> int:
         recipe, machine = changed(self.recipe, {SIZE: size}), self.ground.machine
-        found = rehearsed(recipe, self.ground, self.held, as_held=True)
+        found = rehearsed(recipe, self.ground, self.held)
         if found.not_known is not None:
             raise RecipeError(
                 f"train.micro_batch_size: what fits is not known, because {found.not_known}; set "
                 "a number, 1 to begin with"
             )
-        return memory_of(recipe, machine, self.held, found.passes)[1].peak + self.snapshot
+        return memory_of(recipe, machine, self.held, found.memory).peak + self.snapshot
 
 
-def _free(num_local_ranks: int) -> int | None:
+def available(num_local_ranks: int = 1) -> int | None:
     """Bytes that a rank of this machine can allocate now; None if unknown."""
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))

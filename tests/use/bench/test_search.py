@@ -5,6 +5,7 @@ import pytest
 from surefoot.recipe.recipe import read
 from surefoot.use.bench.search import Search
 from surefoot.use.bench.subprocess_trial import TrialFailure
+from surefoot.use.fitting import Fit
 from use.bench.made_up import figures
 
 SIZE, PACKING = "train.micro_batch_size", "data.packing"
@@ -22,8 +23,13 @@ def recipe(micro=4, whole=16, **sections):
     )
 
 
-def search(measure, **settings):
-    found = Search(recipe(**settings), measure)
+def fit(policy, size, whole=16):
+    sizes = [each for each in range(1, whole + 1) if whole % each == 0]
+    return Fit(policy, size, 0, sizes)
+
+
+def search(measure, *fits, **settings):
+    found = Search(recipe(**settings), measure, fits)
     assert list(found.run())
     return found
 
@@ -43,37 +49,33 @@ def test_figures_are_sums_divided():
 
 
 def test_where_nothing_helps_each_setting_is_tried_once_and_the_recipe_stays():
-    found = search(lambda changes: figures(100))
-    assert tried(found) == [
-        {},
-        {SIZE: 8},
-        {SIZE: 2},
-        {PACKING: False},
-        {RECOMPUTE: "full"},
-        {COMPILE: True},
-    ]
+    found = search(lambda changes: figures(100), fit("none", 16))
+    assert tried(found) == [{}, {SIZE: 16}, {SIZE: 8}, {PACKING: False}, {COMPILE: True}]
     assert found.best is found.trials[0]
 
 
-def test_passes_grow_as_long_as_it_helps_and_the_rest_is_tried_on_top():
-    found = search(lambda changes: figures(100 * min(changes.get(SIZE, 2), 8)), micro=2)
+def test_the_largest_that_fits_is_halved_as_long_as_it_helps_and_the_rest_is_tried_on_top():
+    def speed(changes):
+        return figures(200 - 10 * abs(changes.get(SIZE, 1) - 4))
+
+    found = search(speed, fit("none", 16), micro=1)
     assert tried(found) == [
         {},
-        {SIZE: 4},
-        {SIZE: 8},
         {SIZE: 16},
-        {SIZE: 8, PACKING: False},
-        {SIZE: 8, RECOMPUTE: "full"},
-        {SIZE: 8, COMPILE: True},
+        {SIZE: 8},
+        {SIZE: 4},
+        {SIZE: 2},
+        {SIZE: 4, PACKING: False},
+        {SIZE: 4, COMPILE: True},
     ]
-    assert found.best.changes == {SIZE: 8}
+    assert search(lambda c: figures(c.get(SIZE, 1)), fit("none", 16), micro=1).best.changes == {
+        SIZE: 16
+    }
 
 
 def test_sizes_divide_the_batch():
-    found = search(lambda changes: figures(100), micro=6, whole=18)
-    assert [changes[SIZE] for changes in tried(found) if SIZE in changes] == [3]
-    found = search(lambda changes: figures(1 / changes.get(SIZE, 6)), micro=6, whole=18)
-    assert found.best.changes == {SIZE: 3}
+    found = search(lambda c: figures(1 / c.get(SIZE, 9)), fit("none", 9, 18), micro=9, whole=18)
+    assert [changes[SIZE] for changes in tried(found) if SIZE in changes][:3] == [3, 1, 1]
 
 
 def test_a_gain_that_may_be_chance_is_none():
@@ -81,36 +83,34 @@ def test_a_gain_that_may_be_chance_is_none():
 
 
 def test_the_recipe_is_measured_again_before_something_else_is_called_faster():
-    speeds = iter([50, *[100] * 5, 99])
-    found = search(lambda changes: figures(next(speeds)))
+    speeds = iter([50, *[100] * 4, 99])
+    found = search(lambda changes: figures(next(speeds)), fit("none", 16))
     assert next(speeds, None) is None
     assert found.best is found.trials[0]
 
 
 def test_a_failure_is_a_trial_and_never_the_best():
-    found = search(lambda changes: TrialFailure("out of memory") if changes else figures(1))
-    assert len(found.trials) == 6
+    failed = TrialFailure("out of memory")
+    found = search(lambda changes: failed if changes else figures(1), fit("none", 16))
+    assert len(found.trials) == 6, "the sizes down to the recipe's, and two switches"
     assert found.best is found.trials[0]
 
 
-def test_where_the_recipe_fails_smaller_passes_are_tried_and_no_larger_ones():
-    found = search(lambda c: figures(10) if c.get(SIZE) == 1 else TrialFailure("out of memory"))
-    assert tried(found)[:2] == [{}, {SIZE: 2}]
-    assert {SIZE: 8} not in tried(found)
-    found = search(lambda c: figures(10) if c.get(SIZE, 4) < 4 else TrialFailure("out of memory"))
-    assert found.best.changes == {SIZE: 2}
+def test_where_the_recipe_fails_what_fits_is_tried():
+    failed = TrialFailure("out of memory")
+    found = search(lambda c: figures(10) if c.get(SIZE) == 1 else failed, fit("none", 2))
+    assert tried(found)[:3] == [{}, {SIZE: 2}, {SIZE: 1}]
+    assert found.best.changes == {SIZE: 1}
 
 
-def test_recomputation_makes_room_for_larger_passes():
+def test_recomputation_is_tried_where_it_makes_room_for_larger_passes():
     def measure(changes):
         size = changes.get(SIZE, 4)
-        if size > 4 and not changes.get(RECOMPUTE):
-            return TrialFailure("out of memory")
         return figures(10 * size * (0.8 if changes.get(RECOMPUTE) else 1))
 
-    found = search(measure)
-    assert {RECOMPUTE: "full", SIZE: 8} in tried(found)
+    found = search(measure, fit("none", 4), fit("selective", 4), fit("full", 16))
     assert found.best.changes == {RECOMPUTE: "full", SIZE: 16}
+    assert not any(changes.get(RECOMPUTE) == "selective" for changes in tried(found))
 
 
 def test_compiling_must_pay_within_the_run():
@@ -125,6 +125,7 @@ def test_compiling_must_pay_within_the_run():
 def test_what_the_recipe_has_on_is_tried_off():
     found = search(
         lambda changes: figures(100 if COMPILE in changes else 50),
+        fit("none", 4),
         model={"compile": True, "gradient_checkpointing": True},
     )
     assert {RECOMPUTE: "none"} in tried(found)
@@ -132,6 +133,6 @@ def test_what_the_recipe_has_on_is_tried_off():
 
 
 def test_after_the_time_is_over_the_rest_is_named_and_not_tried():
-    found = Search(recipe(), lambda changes: figures(100), is_over=lambda: True)
+    found = Search(recipe(), lambda changes: figures(100), [fit("none", 16)], lambda: True)
     assert [trial.changes for trial in found.run()] == [{}]
     assert {COMPILE: True} in found.left_out

@@ -100,7 +100,7 @@ def test_a_state_in_main_memory_takes_memory_of_a_gpu_for_one_bucket_only(tmp_pa
         made = recipe(tmp_path, optim={"adamw": {"offload_state": offload_state}})
         held = skeleton(made)
         machine = Machine(1, on_gpu=on_gpu)
-        return memory_of(made, machine, [held], {held.setting.place: NOTHING})[1]
+        return memory_of(made, machine, held, NOTHING)
 
     plain, offloaded = (found(on_gpu=True, offload_state=one) for one in (False, True))
     assert 0 < offloaded.optimizer < plain.optimizer / 10  # the numbers of updates

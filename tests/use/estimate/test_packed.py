@@ -116,9 +116,7 @@ def test_a_plan_of_a_quantized_base_takes_less(tmp_path, bits):
     sizes = {"global_batch_size": 3, "micro_batch_size": 3}
     made = load(Project(tmp_path / "project", train=sizes, method=LORA).recipe)
     packed = replace(made, model=replace(made.model, quantization_bit=bits))
-    before, after = (
-        make_plan(each, Machine(1, on_gpu=False), searches=False) for each in (made, packed)
-    )
+    before, after = (make_plan(each, Machine(1, on_gpu=False)) for each in (made, packed))
     assert after.memory.weights < before.memory.weights
     assert after.parameters == before.parameters
     assert after.trained_parameters == before.trained_parameters

@@ -38,7 +38,7 @@ def size_of(folder):
 def test_a_saved_checkpoint_has_the_size_that_was_told(tmp_path, kind, method):
     sections = {"method": method} if isinstance(method, dict) else {}
     project = Project(tmp_path / "p", kind, **sections)
-    saving = make_plan(load(project.recipe), ALONE, searches=False).saving
+    saving = make_plan(load(project.recipe), ALONE).saving
     surefoot.train(project.recipe)
     newest = project.run / "checkpoint-12"
     assert saving.size.total == pytest.approx(size_of(newest), rel=0.01)
@@ -55,7 +55,7 @@ def test_a_saved_checkpoint_has_the_size_that_was_told(tmp_path, kind, method):
 
 def test_large_models_are_split_into_files(tmp_path):
     project = Project(tmp_path / "p", checkpoint={"max_shard_size": 20_000})
-    size = make_plan(load(project.recipe), ALONE, searches=False).saving.size
+    size = make_plan(load(project.recipe), ALONE).saving.size
     surefoot.train(project.recipe)
     assert size.total == pytest.approx(size_of(project.run / "checkpoint-12"), rel=0.01)
 

@@ -72,7 +72,5 @@ export function plan(found) {
     found.not_known ? h("div.note.warn", {}, t("Activations are not known: {why}", { why: found.not_known })) : null,
     h("p", { style: { margin: "0 0 6px" } }, t("Memory of a process at its peak: {size}", { size: bytes(used) }), capacity ? h("b", { style: { color: fits ? "var(--green)" : "var(--red)" } }, ` ${t(fits ? "of {size}" : "more than the available {size}", { size: bytes(capacity) })}`) : ""),
     h("div.stackbar", { role: "img", "aria-label": t("Memory") }, PARTS.map((name, i) => h("i", { title: `${t(name)}: ${bytes(memory[name])}`, style: { width: `${(100 * (memory[name] || 0)) / total}%`, background: color(i) } }))),
-    h("div.keys", {}, PARTS.filter((name) => memory[name]).map((name) => h("span", {}, h("i", { style: { background: color(PARTS.indexOf(name)) } }), `${t(name)} ${bytes(memory[name])}`))),
-    found.options?.length ? [h("h3", { style: { margin: "16px 0 4px" } }, t("Other settings")), h("div.scroll", { tabindex: 0 }, h("table", {}, h("tbody", {}, found.options.map((o) => h("tr", {},
-      h("td.mono", {}, Object.entries(o.changes).map(([k, v]) => `${k}=${v}`).join(" ")), h("td.num", {}, bytes(o.memory.peak)), h("td.soft", {}, o.effect))))))] : null);
+    h("div.keys", {}, PARTS.filter((name) => memory[name]).map((name) => h("span", {}, h("i", { style: { background: color(PARTS.indexOf(name)) } }), `${t(name)} ${bytes(memory[name])}`))));
 }

@@ -98,7 +98,6 @@ export const ZH = {
   "One line is one trial; the better its result, the stronger its color. Pruned trials are dashed.": "一条线是一次试验；结果越好颜色越深。被剪枝的试验为虚线。",
   "Only the first trials are shown.": "只显示前若干次试验。",
   "Opening the model …": "正在打开模型……",
-  "Other settings": "其他设置",
   "Pages": "页面",
   "Parallel coordinates of {n} trials; the table has the same values.": "{n} 次试验的平行坐标图；表格中有相同的数值。",
   "Parallel coordinates": "平行坐标",

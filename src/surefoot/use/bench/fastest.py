@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 
 from ...errors import RunError, SurefootError
-from ...recipe.recipe import read
-from ..other_settings import Changes
+from ...recipe.recipe import Recipe, read
+from ..estimate.memory_estimate import imported
+from ..estimate.rank_memory import machine_for
+from ..fitting import Changes, Fit, available, fits_of
 from .result import BenchResult
 from .search import Search, Trial
 from .single_rank import SingleRankRecipe
 from .subprocess_trial import TrialFailure, measured
 
+logger = logging.getLogger(__name__)
 LIMIT = 15 * 60.0  # seconds after which nothing more is tried
 _SLOWEST, _PATIENCE = 4, 600.0  # times as long as the recipe itself, and seconds to compile
 
@@ -40,7 +44,9 @@ def find_fastest(
         except SurefootError as error:
             return TrialFailure(str(error), type(error).__name__)
 
-    search = Search(one.recipe, measure, lambda: time.monotonic() - began > LIMIT)
+    search = Search(
+        one.recipe, measure, _fits(one.recipe), lambda: time.monotonic() - began > LIMIT
+    )
     for trial in search.run():
         if isinstance(trial.outcome, TrialFailure) and not trial.changes and trial.outcome.error:
             raise trial.outcome.raised()
@@ -56,6 +62,16 @@ def find_fastest(
             hint = "without --no-search, smaller settings are tried"
         raise RunError(f"the recipe could not be measured: {first.reason} ({hint})")
     return search
+
+
+def _fits(recipe: Recipe) -> Iterator[Fit]:
+    """What fits in the memory of this machine; nothing, with a warning, where that is not known."""
+    machine = replace(machine_for(recipe, None), num_processes=1)
+    memory = machine.capacity if machine.on_gpu else available()
+    try:
+        yield from fits_of(recipe, machine, memory or 0, taken=0 if machine.on_gpu else imported())
+    except SurefootError as error:
+        logger.warning("no other micro-batch size is tried: %s", error)
 
 
 def settings(changes: Changes) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which settings to try: one after the other, each on top of the best so far.
+"""Which settings to try: the sizes that fit, then switches on top of the best so far.
 
 They change nothing of what is trained but float rounding, so the fastest may be taken. Every
 suggestion has been measured as a whole; no gains are multiplied.
@@ -6,24 +6,15 @@ suggestion has been measured as a whole; no gains are multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...recipe.recipe import Recipe
-from ..other_settings import (
-    COMPILE,
-    PACKING,
-    RECOMPUTE,
-    SIZE,
-    Changes,
-    changed,
-    resized,
-    toggled,
-    value,
-)
+from ..fitting import RECOMPUTE, SIZE, Changes, Fit, changed, value
 from .result import BenchResult
 from .subprocess_trial import TrialFailure
 
+PACKING, COMPILE = "data.packing", "model.compile"
 MARGIN = 1.03  # times as fast; what is less may be chance
 
 Measure = Callable[[Changes], BenchResult | TrialFailure]
@@ -39,10 +30,12 @@ class Trial:
 
 @dataclass
 class Search:
-    """What was tried so far. ``is_over`` says when to try no more."""
+    """What was tried so far, of the settings that fit by estimate (``fits``). ``is_over`` says when
+    to try no more."""
 
     recipe: Recipe
     measure: Measure
+    fits: Iterable[Fit] = ()
     is_over: Callable[[], bool] = lambda: False
     trials: list[Trial] = field(default_factory=list)
     left_out: list[Changes] = field(default_factory=list)
@@ -58,19 +51,17 @@ class Search:
 
     def run(self) -> Iterator[Trial]:
         """The recipe as it is, then everything else; each as soon as it is known."""
-        first = self._try({})
-        yield first
-        if isinstance(first.outcome, BenchResult):
-            yield from self._sizes(2, 1)
-        if self._now(SIZE) == self.recipe.train.micro_batch_size:
-            yield from self._sizes(1, 2)
-        yield from self._toggled(PACKING)
-        if PACKING in self.best.changes:
-            yield from self._sizes(2, 1)
-        yield from self._toggled(RECOMPUTE)
-        if self._has_room():
-            yield from self._sizes(2, 1, {RECOMPUTE: "full"})
-        yield from self._toggled(COMPILE)
+        yield self._try({})
+        most = 0
+        for fit in self.fits:
+            if self.is_over():
+                break
+            if fit.micro_batch_size > most:  # else recomputation makes room for nothing
+                most = fit.micro_batch_size
+                yield from self._sizes(fit)
+        for name in (PACKING, COMPILE):
+            now = value(changed(self.recipe, self.best.changes), name)
+            yield from self._add({**self.best.changes, name: not now})
         self._confirm()
 
     def _confirm(self) -> None:
@@ -83,31 +74,25 @@ class Search:
         if isinstance(again, BenchResult) and again.tokens_per_second > first.tokens_per_second:
             self.trials[0] = Trial({}, again)
 
-    def _sizes(self, times: int, part: int, also: Changes | None = None) -> Iterator[Trial]:
-        """Larger or smaller passes, as long as each is faster than the one before."""
-        while True:
-            best = self.best
-            new = resized(changed(self.recipe, best.changes), times, part)
-            if not new:
+    def _sizes(self, fit: Fit) -> Iterator[Trial]:
+        """The largest micro-batch that fits, then smaller ones, as long as each is faster than the
+        one before."""
+        before: Trial | None = None
+        for size in _halved(fit):
+            changes = self._different({RECOMPUTE: fit.policy, SIZE: size})
+            yield from self._add(changes)
+            trial = next((one for one in self.trials if one.changes == changes), None)
+            if trial is None or (before is not None and not is_better(trial, before)):
                 return
-            yield from self._add({**best.changes, **(also or {}), **new})
-            if self.best is best:
-                return
+            before = None if isinstance(trial.outcome, TrialFailure) else trial
 
-    def _toggled(self, name: str) -> Iterator[Trial]:
-        now = changed(self.recipe, self.best.changes)
-        yield from self._add({**self.best.changes, name: toggled(now, name)})
-
-    def _has_room(self) -> bool:
-        """Whether recomputation works where larger passes did not."""
-        failed = any(isinstance(t.outcome, TrialFailure) and SIZE in t.changes for t in self.trials)
-        last = self.trials[-1]
-        works = last.changes.get(RECOMPUTE) == "full" and isinstance(last.outcome, BenchResult)
-        return failed and works
+    def _different(self, changes: Changes) -> Changes:
+        """Without what the recipe has."""
+        return {k: v for k, v in changes.items() if v != value(self.recipe, k)}
 
     def _add(self, changes: Changes) -> Iterator[Trial]:
         """One more trial, unless it is the recipe itself, or was made."""
-        changes = {k: v for k, v in changes.items() if v != value(self.recipe, k)}
+        changes = self._different(changes)
         if any(trial.changes == changes for trial in self.trials):
             return
         if self.is_over():
@@ -120,8 +105,13 @@ class Search:
         self.trials.append(trial)
         return trial
 
-    def _now(self, name: str) -> int:
-        return int(self.best.changes.get(name, value(self.recipe, name)))
+
+def _halved(fit: Fit) -> Iterator[int]:
+    """The largest micro-batch, and each time the largest that is at most half as large."""
+    size = fit.micro_batch_size
+    while size:
+        yield size
+        size = max((each for each in fit.sizes if 2 * each <= size), default=0)
 
 
 def is_better(new: Trial, old: Trial) -> bool:

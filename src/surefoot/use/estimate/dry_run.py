@@ -20,8 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
 from ...errors import ModelError, first_line
-from ...model.head import outputs
-from ...model.precision import autocast
 from ...network.network import Network
 from ...network.open import open_network
 from ...network.preflight import check_optimizer_shards
@@ -37,9 +35,7 @@ from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions
 from .live_bytes import LiveBytes
 from .memory_model import Pass, Snapshot, Weight
-from .stage_share import StageShare
 
-CPU = torch.device("cpu")
 UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 _MANY = 100_000  # more layers than a model has
@@ -65,16 +61,6 @@ class DryRunModel:
     def setting(self) -> HoldingOptions:
         """Its options."""
         return self.tensors.setting
-
-    @property
-    def share(self) -> StageShare | None:
-        """Its pipeline stages."""
-        return self.tensors.share
-
-    @property
-    def layers(self) -> list[range]:
-        """The layers of its stages, if the run is a pipeline."""
-        return [] if self.share is None else self.share.layers
 
     @cached_property
     def turns(self) -> list[frozenset[str]]:
@@ -231,16 +217,15 @@ def _layered(module: nn.Module, number: int) -> Iterator[tuple[nn.Parameter, int
     return ((parameter, blocks.get(id(parameter))) for parameter in module.parameters())
 
 
-def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None) -> Pass:
-    """Run ``batch``, which may be real, forward and backward; in a pipeline, through the stage
-    ``number``. Raises ``NotRehearsedError`` if the model reads values, which do not exist, or uses
-    a kernel for which torch has no shapes."""
+def dry_run_batch(skeleton: DryRunModel, batch: Batch) -> Pass:
+    """Run ``batch``, which may be real, forward and backward. Raises ``NotRehearsedError`` if the
+    model reads values, which do not exist, or uses a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
         found = []
         for turn in skeleton.deepest_turns:
             skeleton.train(turn)
-            found.append(_measure_pass(skeleton, batch, number))
+            found.append(_measure_pass(skeleton, batch))
         return max(found, key=lambda one: one.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
         name = type(skeleton.network.inner).__name__
@@ -249,7 +234,7 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch, number: int | None = None
         _LOGGER.disabled = was_disabled
 
 
-def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pass:
+def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
     modules = [module, *(other.module for other in skeleton.others)]
@@ -274,11 +259,7 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
     size, vocabulary = inner.config.get_text_config().vocab_size, skeleton.tensors.vocabulary
     live = LiveBytes(own, size if vocabulary is None else vocabulary.width, lambda: grown)
     try:
-        kept = (
-            _through_all(skeleton, batch, live)
-            if skeleton.share is None or number is None
-            else _through_stage(skeleton, skeleton.share, number, batch, live)
-        )
+        kept = _saved(skeleton, batch, live)
     finally:
         inner.set_attn_implementation(kernel)
         for hook in hooks:
@@ -288,39 +269,17 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch, number: int | None) -> Pa
     )
 
 
-def _through_all(
-    skeleton: DryRunModel, batch: Batch, live: LiveBytes, hidden: torch.Tensor | None = None
-) -> Snapshot:
-    """Run the model, or the end of a pipeline, forward and backward; returns what was saved."""
+def _saved(skeleton: DryRunModel, batch: Batch, live: LiveBytes) -> Snapshot:
+    """Run the model forward and backward; returns what was saved in between."""
     stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
     here = batch.located().mapped(mode.from_tensor)
     with mode, live:
-        found = skeleton.network.engine.runner.run(here, stage.spec, hidden)
+        found = skeleton.network.engine.runner.run(here, stage.spec)
         loss = with_router_loss(stage.loss(POLICY, found, here), found).total
         del found
         kept = live.now
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-    return kept
-
-
-def _through_stage(
-    skeleton: DryRunModel, own: StageShare, number: int, batch: Batch, live: LiveBytes
-) -> Snapshot:
-    """Run a pipeline stage as ``parallel.pipeline`` does; returns what was saved."""
-    mode, learns = skeleton.tensors.mode, own.learns[number]
-    with own.stages.only(number), torch.set_grad_enabled(learns):
-        with mode, live:
-            hidden = own.entering(batch, number)
-        if number == own.stages.last:
-            return _through_all(skeleton, batch, live, hidden)
-        here = batch.mapped(mode.from_tensor)
-        with mode, live:
-            with autocast(skeleton.setting.precision, CPU):
-                leaving = outputs.hidden_states(skeleton.network.module, here, hidden)
-            kept = live.now
-            if learns:
-                torch.autograd.backward(leaving, torch.empty_like(leaving))
     return kept
 
 

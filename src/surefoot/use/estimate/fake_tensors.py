@@ -15,6 +15,7 @@ from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.loading import DTYPES
 from ...model.section import Recomputation
 from ...network.draft import Draft
+from ...network.pipelined import plan_pipeline_stages
 from ...network.runner import ModelForward
 from ...network.tensors import from_config, method_of
 from ...parallel.sharded_model import layers
@@ -23,7 +24,6 @@ from ...parallel.tensor.tensor_parallel import cut_tensors
 from ...parallel.tensor.tp_plan import LayerRange, cuts_vocabulary
 from ...parallel.tensor.vocab_parallel import VocabParallelLogits
 from .fake_quantized import pack, will_be_packed
-from .stage_share import StageShare, share
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class HoldingOptions:
     recomputes: Recomputation = "none"
     tp: int = 1  # processes that share every matrix; of one of them, the first
     sequence_parallel: bool = False
-    pp: int = 1  # processes that share the layers out
-    place: int = 0  # of the process among these
-    num_parts: int = 1  # stages of each of them
+    num_stages: int = 1  # of a pipeline
     quantized: torch.dtype = torch.float32  # of products with quantized weights
     emulates_float8: bool = True  # as CPUs do
 
@@ -51,7 +49,6 @@ class FakeTensors:
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     quantized: list[nn.Module] = field(default_factory=list)
     vocabulary: VocabParallelLogits | None = None  # of logits, where they are cut
-    share: StageShare | None = None  # of a pipeline
     have_values: ClassVar[bool] = False
 
     @property
@@ -80,18 +77,10 @@ class FakeTensors:
             draft.module = method_of(draft, attach_empty)(draft.inner)
 
     def divide(self, draft: Draft) -> None:
-        """Keep the layers of one rank of a pipeline."""
-        setting = self.setting
+        """Keep all layers. Raises ``RecipeError`` if a pipeline cannot be made of them."""
+        if self.setting.num_stages > 1:
+            plan_pipeline_stages(draft.inner, draft.weights, self.setting.num_stages)
         in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
-        if setting.pp > 1:
-            self.share = share(
-                draft.inner,
-                draft.weights,
-                setting.place,
-                size=setting.pp,
-                num_parts=setting.num_parts,
-                dtype=setting.gathered,
-            )
         draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
 
     def shard(self, draft: Draft) -> None:

@@ -1,16 +1,14 @@
-"""The estimate of a run: its length, its memory, and settings that need less or are faster."""
+"""The estimate of a run: its length, its memory, and the disk space of its checkpoints."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from ...data.text.codec import Codec
-from ...errors import RecipeError
 from ...model.precision import PrecisionName
 from ...model.pretrained.quantized import check_alone
 from ...recipe.batch_sizes import with_batch_sizes
@@ -19,7 +17,6 @@ from ...recipe.recipe_data import find_base
 from ...run.code_files import code_of
 from ...run.policy import build_codec
 from ...training.callbacks.jsonl import NAME as METRICS
-from ..other_settings import changes
 from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
 from .dry_run import DryRunModel
 from .examples import examples_of
@@ -27,11 +24,10 @@ from .memory_model import Memory, MeshShape
 from .rank_memory import (
     Machine,
     PlanBase,
-    Rehearsed,
+    first_rank,
     memory_of,
     mesh_of,
     precision_of,
-    processes,
     rehearsed,
     whole,
 )
@@ -50,15 +46,6 @@ class Heaviest:
     examples: int
     tokens: int  # padding included
     trained: int
-
-
-@dataclass(frozen=True)
-class Option:
-    """The same run with another setting."""
-
-    changes: Mapping[str, object]  # by dotted path
-    memory: Memory
-    effect: str  # beside memory
 
 
 @dataclass(frozen=True)
@@ -86,13 +73,10 @@ class Plan:
     rows_read: int | None
     course: RunLength
     heaviest: Heaviest
-    memory: Memory  # of the process that needs most
-    place: int  # of that one in a pipeline
-    layers: tuple[range, ...]  # of its stages there
+    memory: Memory  # of the first rank
     not_known: str | None  # why activations are not in the memory
     saving: Saving
     tokens_per_second: float | None
-    options: tuple[Option, ...]
     imports: int = 0  # bytes of Python and its packages, where they share a CPU's memory with it
 
     @property
@@ -111,18 +95,11 @@ class Plan:
         return self.course.tokens / self.tokens_per_second if self.tokens_per_second else None
 
 
-def make_plan(
-    recipe: Recipe,
-    machine: Machine,
-    tokens_per_second: float | None = None,
-    *,
-    searches: bool = True,
-) -> Plan:
-    """The estimate of ``recipe``, and if it ``searches`` also of other settings; no weights are
-    read. Raises ``RecipeError`` if the ranks do not form the mesh, or the method does not fit the
-    model, ``ModelError`` without a configuration or tokenizer, ``DataError`` if a dataset is
-    missing or broken, or batches do not divide, ``RunError`` if a function that the recipe names
-    cannot be loaded."""
+def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None = None) -> Plan:
+    """The estimate of ``recipe``; no weights are read. Raises ``RecipeError`` if the ranks do not
+    form the mesh, or the method does not fit the model, ``ModelError`` without a configuration or
+    tokenizer, ``DataError`` if a dataset is missing or broken, or batches do not divide,
+    ``RunError`` if a function that the recipe names cannot be loaded."""
     imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
     code_of(recipe)  # a function that is missing is an error here, not when the run begins
@@ -139,12 +116,9 @@ def make_plan(
     loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
     course = course_of(recipe, loader, lengths, trained)
     ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.windows)
-    held = processes(recipe, ground)
-    alone = whole(recipe, ground) if mesh.tp * mesh.pp > 1 else held[0]
-    found = rehearsed(recipe, ground, held, as_held=True)
-    largest, most = memory_of(recipe, machine, held, found.passes)
-    is_searched = searches and found.not_known is None
-    options = _options(recipe, ground, held, found) if is_searched else ()
+    held = first_rank(recipe, ground)
+    alone = whole(recipe, ground) if mesh.tp > 1 else held
+    found = rehearsed(recipe, ground, held)
     batch = found.batch
     num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
     return Plan(
@@ -158,13 +132,10 @@ def make_plan(
         rows_read=examples.rows_read,
         course=course,
         heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
-        memory=most,
-        place=largest.setting.place,
-        layers=tuple(largest.layers),
+        memory=memory_of(recipe, machine, held, found.memory),
         not_known=found.not_known,
         saving=saving_of(alone, codec, base, course, machine),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
-        options=tuple(options),
         imports=imports,
     )
 
@@ -222,46 +193,6 @@ def _speed(line: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def _options(
-    recipe: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
-) -> list[Option]:
-    """Settings that need less memory, or are faster and still fit; least memory first."""
-    now = memory_of(recipe, ground.machine, held, known.passes)[1].peak
-    found = []
-    for change in changes(recipe, ground.machine.num_processes):
-        try:
-            takes = _changed(recipe, change.recipe, ground, held, known)
-        except RecipeError:  # an architecture that tp or pp cannot cut, or not so far
-            continue
-        if takes is None:
-            continue
-        capacity = ground.machine.capacity
-        is_better = takes.peak <= (capacity or takes.peak) if change.is_faster else True
-        if is_better and (change.is_faster or takes.peak < now):
-            found.append(Option(change.values, takes, change.effect))
-    return sorted(found, key=lambda option: option.memory.peak)
-
-
-def _changed(
-    recipe: Recipe, other: Recipe, ground: PlanBase, held: Sequence[DryRunModel], known: Rehearsed
-) -> Memory | None:
-    """The memory of ``other``, if that is known; ``held`` and ``known`` belong to ``recipe``."""
-    is_cut_alike = _cuts(other) == _cuts(recipe)
-    if not is_cut_alike:
-        held = processes(other, ground)
-    passes = known.passes
-    if not is_cut_alike or other.parallel == recipe.parallel:
-        found = rehearsed(other, ground, held, known.logit_weight, as_held=not is_cut_alike)
-        if found.not_known:
-            return None
-        passes = found.passes
-    return memory_of(other, ground.machine, held, passes)[1]
-
-
-def _cuts(recipe: Recipe) -> tuple[int, bool, int]:
-    return recipe.parallel.tp, recipe.parallel.sequence_parallel, recipe.parallel.pp
-
-
 def as_data(found: Plan) -> dict[str, object]:
     """All of it, as ``surefoot plan --json`` prints it."""
     course, saving = found.course, found.saving
@@ -290,12 +221,6 @@ def as_data(found: Plan) -> dict[str, object]:
         "tokens_per_second": found.tokens_per_second,
         "seconds": found.seconds,
         "heaviest_pass": vars(found.heaviest),
-        "heaviest_stage": {
-            "process": found.place,
-            "layers": [layer for run in found.layers for layer in run],
-        }
-        if found.mesh.pp > 1
-        else None,
         "memory": _as_data(found.memory),
         "process": {
             "imports": found.imports,
@@ -313,14 +238,6 @@ def as_data(found: Plan) -> dict[str, object]:
             "disk": saving.disk,
             "shared_memory": saving.shared_memory,
         },
-        "options": [
-            {
-                "changes": dict(option.changes),
-                "memory": _as_data(option.memory),
-                "effect": option.effect,
-            }
-            for option in found.options
-        ],
     }
 
 

@@ -69,7 +69,6 @@ class Pass:
     at_peak: Snapshot  # when most is alive
     most_activations: int  # at any moment: also when logits are gone, and layers are at work
     growing: int  # the most, where the gradients of weights come on top one by one
-    last: int = 0  # of a window in a pipeline: activations in its last pass, after a layer of it
 
     @property
     def activations(self) -> int:
@@ -131,11 +130,11 @@ def memory(
     accumulates: bool,
     update: int = 0,
 ) -> Memory:
-    """The memory of the largest rank of ``mesh``; in a pipeline, of those with the same stages.
+    """The memory of the largest rank of ``mesh``.
 
     Args:
-        weights: all parameters and buffers of the model, or of these stages.
-        one: the peak micro-batch, on weights as they are gathered; in a pipeline, the window.
+        weights: all parameters and buffers of the model.
+        one: the peak micro-batch, on weights as they are gathered.
         mesh: the mesh of ranks.
         compute_size: bytes of an element of a gathered weight; 0 if gathered in its own dtype.
         accumulates: whether a step has several micro-batches, so that gradients of the first exist
@@ -151,11 +150,6 @@ def memory(
     if is_alone:
         buffers = one.at_peak.copies
         most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
-    elif mesh.pp > 1:
-        piled = piled_up(weights, mesh, compute_size)
-        gradients = piled.gradients if accumulates else gradients
-        buffers = max(piled.between, piled.at_work, piled.at_last)
-        most = _of_window(one, piled, accumulates=accumulates)
     else:
         whole = gathered(weights, mesh, compute_size)
         buffers = max(whole.between, whole.at_work, whole.at_end)
@@ -171,18 +165,6 @@ def memory(
         buffers=buffers,
         peak=held + optimizer + max(most, gradients + update),
     )
-
-
-def _of_window(one: Pass, piled: UnreducedGradients, *, accumulates: bool) -> int:
-    """The peak of a window in a pipeline beside weights and optimizer."""
-    between = piled.between - one.at_peak.copies
-    first = one.growing + between
-    if not accumulates:
-        return max(first, one.last + piled.at_last + piled.layer, piled.at_end)
-    later = max(
-        one.at_peak.total + between, one.most_activations + piled.at_work, one.last + piled.at_last
-    )
-    return max(first, piled.gradients + later, piled.at_end)
 
 
 def _state(weight: Weight, count: int) -> int:
@@ -224,47 +206,6 @@ def gathered(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> G
         between=whole if mesh.reshard_after_forward else whole + every,
         at_work=whole + _whole(early, compute_size) + at_work,
         at_end=whole + _reduced(outside, compute_size, is_alone) + reduced,
-    )
-
-
-@dataclass(frozen=True)
-class UnreducedGradients:
-    """What FSDP2 has if gradients are summed over ranks only after the last micro-batch: until then
-    they are accumulated unsharded, in the dtype in which they are summed."""
-
-    gradients: int
-    layer: int  # the gradients of one
-    between: int  # beside them, when logits are at work
-    at_work: int  # beside them, in the backward pass of a layer
-    at_last: int  # the same after the last one, when they are sent
-    at_end: int  # with them, when those outside of layers are sent
-
-
-def piled_up(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> UnreducedGradients:
-    """As ``gathered``, for the stages of a pipeline. What a pass adds is in its own dtype first."""
-    outside, layers = _by_layer(weights)
-    kept_size = max(FLOAT32, compute_size) if compute_size else 0
-    sizes = [_whole(layer, compute_size) for layer in layers]
-    one, every = max(sizes, default=0), sum(sizes)
-    own = [_trained(layer) for layer in layers]
-    sums = max((_whole(layer, kept_size) for layer in own), default=0)
-    added = max((_whole(layer, compute_size) for layer in own), default=0) if compute_size else 0
-    copies = 2 if mesh.dp_shard == 1 else 1
-    held = every if not mesh.reshard_after_forward else one if mesh.dp_shard == 1 else 3 * one
-    early = [weight for weight in _trained(outside) if not weight.is_last]
-    whole = _whole(outside, compute_size) + (_whole(early, compute_size) if compute_size else 0)
-    last = _trained(outside)
-    parts = sum(weight.share(mesh.dp_shard) * weight.item_size for layer in own for weight in layer)
-    return UnreducedGradients(
-        gradients=_whole(_trained(weights), kept_size),
-        layer=sums,
-        between=gathered(weights, mesh, compute_size).between,
-        at_work=whole + held + added,
-        at_last=whole + max(held, min(held, 2 * one) + copies * sums),
-        at_end=parts
-        + sums
-        + _whole(outside, compute_size)
-        + (1 + copies) * _whole(last, kept_size),
     )
 
 

@@ -1,13 +1,9 @@
 """The ranks of a run with regard to memory: the form of the model on each, the peak micro-batch,
-and its memory.
-
-Without a pipeline the first rank stands for all. In a pipeline one rank stands for those with equal
-stages: the first of them, which has the most micro-batches in flight.
+and its memory. The first rank stands for all; the stages of a pipeline are not estimated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,14 +20,12 @@ from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
-from ...parallel.pipeline.schedule import order
 from ...recipe.recipe import Recipe
 from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
 from .fake_tensors import HoldingOptions, held_dtype
 from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
-from .peak_window import Route, window
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 
@@ -58,23 +52,9 @@ class PlanBase:
     windows: int
 
 
-def processes(recipe: Recipe, ground: PlanBase) -> list[DryRunModel]:
-    """The model of one rank of each kind. Raises ``RecipeError`` if it cannot be sharded."""
-    setting = setting_of(recipe, ground.machine)
-    found: list[DryRunModel] = []
-    for place in range(setting.pp):
-        made = _build(recipe, ground, replace(setting, place=place))
-        if not any(_kind(made) == _kind(other) for other in found):
-            found.append(made)
-    return found
-
-
-def _kind(skeleton: DryRunModel) -> tuple[object, ...]:
-    share, place = skeleton.share, skeleton.setting.place
-    learns = [] if share is None else [share.learns[max(0, n - 1) : n + 1] for n in share.numbers]
-    is_end = place in (0, skeleton.setting.pp - 1)
-    numbers = {weight.layer for weight in skeleton.weights}
-    return skeleton.weights, numbers, learns, is_end and place
+def first_rank(recipe: Recipe, ground: PlanBase) -> DryRunModel:
+    """The model of the first rank. Raises ``RecipeError`` if it cannot be sharded."""
+    return _build(recipe, ground, setting_of(recipe, ground.machine))
 
 
 def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
@@ -85,9 +65,7 @@ def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunM
 def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
     """The model as a single rank would have it."""
     setting = setting_of(recipe, ground.machine)
-    return _build(
-        recipe, ground, replace(setting, tp=1, sequence_parallel=False, pp=1, num_parts=1)
-    )
+    return _build(recipe, ground, replace(setting, tp=1, sequence_parallel=False, num_stages=1))
 
 
 def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
@@ -118,8 +96,7 @@ def setting_of(recipe: Recipe, machine: Machine) -> HoldingOptions:
         recomputes=recomputes_on(machine, recipe.model.gradient_checkpointing),
         tp=section.tp,
         sequence_parallel=section.sequence_parallel,
-        pp=section.pp,
-        num_parts=section.num_parts if section.pp > 1 else 1,
+        num_stages=section.pp * section.num_parts if section.pp > 1 else 1,
         quantized=torch.bfloat16 if machine.on_gpu else torch.float32,
         emulates_float8=not machine.on_gpu,
     )
@@ -136,83 +113,44 @@ def _gathers_bf16(recipe: Recipe, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The peak micro-batch, and its memory on each rank by position."""
+    """The peak micro-batch, and its memory on the first rank."""
 
     batch: Batch
-    passes: Mapping[int, Pass]
+    memory: Pass
     not_known: str | None = None  # why it is not
-
-    @property
-    def most(self) -> Pass:
-        """Of all processes."""
-        return max(self.passes.values(), key=lambda one: one.at_peak.total)
 
     @property
     def logit_weight(self) -> float:
         """The bytes of a trained position relative to those of a token."""
-        at_peak = self.most.at_peak
+        at_peak = self.memory.at_peak
         by_token = max(1, at_peak.activations) / self.batch.input_ids.numel()
         return at_peak.logits / max(1, self.batch.num_trained) / by_token
 
 
-def rehearsed(
-    recipe: Recipe,
-    ground: PlanBase,
-    held: Sequence[DryRunModel],
-    logit_weight: float | None = None,
-    *,
-    as_held: bool = False,
-) -> Rehearsed:
-    """The memory of the peak micro-batch on ranks like ``held``, or why it is not known. Which one
-    that is depends on the cost of a trained position relative to a token; unless that is known, the
-    micro-batch with the most tokens is used to find it. ``as_held``: whether the recipe is that of
-    ``held``, so that their dry-run models need not be built again."""
-    machine, skeletons = ground.machine, {one.setting.place: one for one in held}
-    gathers = _gathers_bf16(recipe, machine)
-    setting = replace(setting_of(recipe, machine), gathered=torch.bfloat16 if gathers else None)
-    batch = _batch(recipe, ground, logit_weight or 0.0)
+def rehearsed(recipe: Recipe, ground: PlanBase, held: DryRunModel) -> Rehearsed:
+    """The memory of the peak micro-batch on a rank like ``held``, or why it is not known. Which one
+    that is depends on the cost of a trained position relative to a token; the micro-batch with the
+    most tokens is used to find it."""
+    batch = _batch(recipe, ground, 0.0)
+    if recipe.parallel.pp > 1:
+        return Rehearsed(
+            batch,
+            NOTHING,
+            "the run is a pipeline (parallel.pp), whose stages are not estimated; weights, "
+            "gradients and optimizer are those of all layers",
+        )
     try:
-        if gathers or not as_held:
-            skeletons = {
-                place: _build(recipe, ground, replace(setting, place=place)) for place in skeletons
-            }
-        found = _run(recipe, machine, skeletons, batch)
-        if logit_weight is None:
-            other = _batch(recipe, ground, found.logit_weight)
-            if not torch.equal(other.input_ids, batch.input_ids):
-                both = (found, _run(recipe, machine, skeletons, other))
-                found = max(both, key=lambda one: one.most.at_peak.total)
+        if _gathers_bf16(recipe, ground.machine):
+            gathered = replace(setting_of(recipe, ground.machine), gathered=torch.bfloat16)
+            held = _build(recipe, ground, gathered)
+        found = Rehearsed(batch, dry_run_batch(held, batch))
+        other = _batch(recipe, ground, found.logit_weight)
+        if not torch.equal(other.input_ids, batch.input_ids):
+            both = (found, Rehearsed(other, dry_run_batch(held, other)))
+            found = max(both, key=lambda one: one.memory.at_peak.total)
     except NotRehearsedError as error:
-        return Rehearsed(batch, dict.fromkeys(skeletons, NOTHING), str(error))
+        return Rehearsed(batch, NOTHING, str(error))
     return found
-
-
-def _run(
-    recipe: Recipe, machine: Machine, skeletons: Mapping[int, DryRunModel], batch: Batch
-) -> Rehearsed:
-    mesh = mesh_of(recipe, machine)
-    count = recipe.train.global_batch_size // (
-        recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
-    )
-    passes = {
-        place: dry_run_window(skeleton, batch, max(1, count))
-        for place, skeleton in skeletons.items()
-    }
-    return Rehearsed(batch, passes)
-
-
-def dry_run_window(skeleton: DryRunModel, batch: Batch, count: int) -> Pass:
-    """The memory of a step of ``count`` micro-batches, each of them ``batch``: that of one of them,
-    if they do not overlap in a pipeline. Raises ``NotRehearsedError``."""
-    own = skeleton.share
-    if own is None:
-        return dry_run_batch(skeleton, batch)
-    passes = [dry_run_batch(skeleton, batch, number) for number in own.numbers]
-    schedule = skeleton.recipe.parallel.pp_schedule
-    ops = order(schedule, own.place, own.size, len(passes), count)
-    layers = [len(run) for run in own.layers]
-    route = Route(own.place, own.size, own.learns, own.size_of(batch), layers)
-    return window(passes, ops, route)
 
 
 def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
@@ -234,28 +172,22 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
     return batch if shares_prompts(recipe) else unshared(batch)
 
 
-def memory_of(
-    recipe: Recipe, machine: Machine, held: Sequence[DryRunModel], passes: Mapping[int, Pass]
-) -> tuple[DryRunModel, Memory]:
-    """The rank of ``held`` that needs most, and its memory."""
+def memory_of(recipe: Recipe, machine: Machine, held: DryRunModel, one: Pass) -> Memory:
+    """The memory of the rank ``held``."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
     offloads = machine.on_gpu and offloads_state(recipe.optim)
-    found = [
-        memory(
-            [replace(one, state=0) for one in skeleton.weights] if offloads else skeleton.weights,
-            passes[skeleton.setting.place],
-            mesh,
-            compute_size=2 if _gathers_bf16(recipe, machine) else 0,
-            accumulates=recipe.train.global_batch_size > per_pass,
-            update=_update_size(recipe, skeleton, mesh, offloads=offloads),
-        )
-        for skeleton in held
-    ]
+    found = memory(
+        [replace(each, state=0) for each in held.weights] if offloads else held.weights,
+        one,
+        mesh,
+        compute_size=2 if _gathers_bf16(recipe, machine) else 0,
+        accumulates=recipe.train.global_batch_size > per_pass,
+        update=_update_size(recipe, held, mesh, offloads=offloads),
+    )
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = 0 if machine.on_gpu else initial_values_size(held[0], count)
-    found = [replace(one, weights=one.weights + more, peak=one.peak + more) for one in found]
-    return max(zip(held, found, strict=True), key=lambda pair: pair[1].peak)
+    more = 0 if machine.on_gpu else initial_values_size(held, count)
+    return replace(found, weights=found.weights + more, peak=found.peak + more)
 
 
 def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:

@@ -3,9 +3,9 @@ import json
 import pytest
 
 from surefoot.errors import RecipeError
+from surefoot.plugins.sweep.space import open_space, text_of
 from surefoot.recipe.recipe import load
 from surefoot.schema import Unset
-from surefoot.sweep.space import open_space, text_of
 
 RECIPE = {
     "model": {"path": "base-model"},
@@ -43,7 +43,7 @@ def test_a_trial_is_the_recipe_with_its_values_and_a_folder_of_its_own(opened, t
 
 def test_the_type_of_a_range_is_the_settings(opened):
     (key,) = opened("optim.adamw.weight_decay=0..1").keys
-    assert not key.values.is_integer, "not only 0 and 1"
+    assert key.values() is None, "not only 0 and 1"
     assert opened("method.lora.rank=8..64").size == 57
     assert opened("method.lora.rank=8,16", "train.max_grad_norm=0..1:0.5").size == 6
 
@@ -92,3 +92,53 @@ def test_values_that_contradict_each_other_are_found_before_the_start(opened):
         opened("train.global_batch_size=4,8", "train.micro_batch_size=4,8")
     with pytest.raises(RecipeError, match=r"train\.micro_batch_size=3: .*multiple"):
         opened("train.micro_batch_size=1..4", "train.global_batch_size=4")
+
+
+def values(opened, text, key="optim.adamw.weight_decay"):
+    return opened(f"{key}={text}").keys[0].values()
+
+
+def test_a_range_has_two_ends_a_scale_and_a_step(opened):
+    rank = "method.lora.rank"
+    assert [*values(opened, "8..64:8", rank)] == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert len(values(opened, "8..64", rank)) == 57
+    assert values(opened, "0..0.3:0.1") == [0, 0.1, 0.2, 0.3]
+    assert values(opened, ".1..1") is None
+    (key,) = opened("optim.adamw.learning_rate=1e-5..1e-3:log").keys
+    made = key.distribution
+    assert (made.low, made.high, made.log) == (1e-5, 1e-3, True)
+
+
+def test_choices_are_yaml_so_texts_lists_and_paths_are_values(opened):
+    assert values(opened, "8,16,32", "method.lora.rank") == [8, 16, 32]
+    assert values(opened, "linear,cosine", "optim.adamw.schedule") == ["linear", "cosine"]
+    assert values(opened, "[a, b],[c]", "data.datasets") == [["a", "b"], ["c"]]
+    assert values(opened, "../one,../two", "model.path") == ["../one", "../two"]
+    assert values(opened, "true,false", "data.packing") == [True, False]
+
+
+def test_a_single_value_holds_for_all_trials(opened):
+    space = opened("method.lora.rank=1,2", "train.max_steps=5", "data.datasets=[x,y]")
+    assert [key.key for key in space.keys] == ["method.lora.rank"]
+    assert space.base.train.max_steps == 5
+    assert len(space.base.data.datasets) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8..8", "8 must be below 8"),
+        ("1e-3..1e-5:log", "`low <= high` must hold"),
+        ("0..1:log", "`low > 0` must hold for `log=True`"),
+        ("1..9:logg", "expected LOW..HIGH"),
+        ("8..64:10", "is not divisible by `step`"),
+        ("1..x", "expected LOW..HIGH"),
+        ("8,8", "8 is given twice"),
+        ("", "expected KEY=RANGE"),
+        ("8,,9", "not YAML"),
+    ],
+)
+def test_what_is_no_range_is_refused_with_its_reason(opened, text, said):
+    with pytest.raises(RecipeError, match=r"weight_decay=") as error:
+        values(opened, text)
+    assert said in str(error.value)

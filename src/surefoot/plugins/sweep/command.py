@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import RunError, counted
-from ..terminal_text import visible
-from .table import cell, console, frame, number, print_json, table
+from ...cli.table import JSON, cell, console, frame, number, print_json, table
+from ...errors import RecipeError, RunError, counted
+from ...parallel.launch_environment import launched
+from ...storage.folder_lock import lock
+from ...terminal_text import visible
 
 if TYPE_CHECKING:
-    from ..sweep.opening import PreparedSweep
-    from ..sweep.results import Results
-    from ..sweep.sweep import Sweep
+    from .space import Space
+    from .study import Results
+    from .sweep import Sweep
 
 _TRIALS = 20
 _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
@@ -66,8 +68,15 @@ _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
 @click.option("--prune-after", type=click.IntRange(1), default=4, show_default=True, metavar="N",
               help="Complete trials of equal length that pruning needs.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def sweep(recipe: Path, ranges: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@JSON
+def sweep(
+    recipe: Path,
+    ranges: tuple[str, ...],
+    output: Path | None,
+    jobs: int,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Train RECIPE with other settings, several times, and find the best ones.
 
     \b
@@ -81,39 +90,84 @@ def sweep(recipe: Path, ranges: tuple[str, ...], as_json: bool, **options: Any) 
     resumed by the same command: half-run trials first, from their latest checkpoints.
     """
     try:
-        from ..sweep import files
-        from ..sweep.opening import SweepOptions, begin, prepare, study_exists
+        from .objective import choose_objective
+        from .space import open_space
+        from .sweep import LOCK, SPEC, SearchSettings, Sweep
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "optuna":
             raise
         raise RunError(
             "sweeps need optuna, which is not installed: pip install 'surefoot[sweep]'"
         ) from None
-
-    prepared = prepare(recipe, ranges, SweepOptions(**options))
-    with files.locked(prepared.output):
-        is_resumed = study_exists(prepared.output)
-        made = begin(prepared, _devices(prepared.jobs), _tell)
+    if launched() is not None:
+        raise RunError(
+            "a sweep is one process, which starts the ranks of its trials; start it without "
+            "torchrun or srun, and set parallel.num_processes"
+        )
+    space = open_space(recipe, ranges)
+    keys = [key.key for key in space.keys]
+    objective = choose_objective(space.base, keys, given.pop("metric"), given.pop("direction"))
+    search = SearchSettings(
+        num_trials=_num_trials(space, given.pop("trials"), given["sampler"]), **given
+    )
+    output = (output or _default_output(space)).absolute()
+    taken = f"{output}: another process runs this sweep; wait for it, or choose another --output"
+    with lock(output, RunError, doing="sweep", taken=taken, name=LOCK):
+        is_resumed = (output / SPEC).exists()
+        made = Sweep(output, space, objective, search, _environments(jobs), _tell)
         with contextlib.suppress(OSError):
             screen = Console(stderr=True, highlight=False)
-            screen.print(frame(recipe, _facts(prepared, is_resumed)))
+            screen.print(frame(recipe, _facts(made, is_resumed=is_resumed)))
         found = made.run()
     if as_json:
-        print_json({"output": str(prepared.output), **found.as_data()})
+        print_json({"output": str(output), **found.as_data()})
     else:
-        show(found, prepared.output)
+        _show(found, output)
     _exit(made, found)
 
 
-def _devices(jobs: int) -> list[str]:
-    """The GPUs to divide among several trials at once."""
-    if jobs == 1:
-        return []
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [one.strip() for one in visible.split(",") if one.strip()]
-    import torch
+def _default_output(space: Space) -> Path:
+    folder = space.base.train.output_dir
+    if not isinstance(folder, Path):
+        raise RunError(
+            f"train.output_dir: {folder} is a URL, and the trials of a sweep are in a local "
+            "folder; name it with --output"
+        )
+    return folder.with_name(f"{folder.name}-sweep")
 
-    return [str(number) for number in range(torch.cuda.device_count())]
+
+def _num_trials(space: Space, trials: int | None, sampler: str) -> int:
+    if sampler != "grid":
+        return trials or _TRIALS
+    if space.size is None:
+        endless = next(key for key in space.keys if key.values() is None)
+        raise RecipeError(
+            f"{endless.argument}: a grid needs values that can be counted; list them "
+            "(1e-5,1e-4,1e-3), give a step (0..0.5:0.1), or use --sampler random"
+        )
+    return min(trials or space.size, space.size)
+
+
+def _environments(jobs: int) -> list[dict[str, str]]:
+    """What each of ``jobs`` trials at once may use: its share of the GPUs and of the cores.
+    Trials share a GPU if there are fewer than trials."""
+    if jobs == 1:
+        return [{}]
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        devices = [one.strip() for one in visible.split(",") if one.strip()]
+    else:
+        import torch
+
+        devices = [str(number) for number in range(torch.cuda.device_count())]
+    size, cores = len(devices) // jobs, max(1, len(os.sched_getaffinity(0)) // jobs)
+    found: list[dict[str, str]] = [{} for _ in range(jobs)]
+    for job, one in enumerate(found):
+        if devices:
+            mine = devices[job * size : (job + 1) * size] or [devices[job % len(devices)]]
+            one["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        if "OMP_NUM_THREADS" not in os.environ:
+            one["OMP_NUM_THREADS"] = str(cores)
+    return found
 
 
 def _tell(line: str) -> None:
@@ -121,25 +175,24 @@ def _tell(line: str) -> None:
         click.echo(visible(line), err=True)
 
 
-def _facts(prepared: PreparedSweep, is_resumed: bool) -> Iterator[tuple[str, object]]:
-    space, search = prepared.space, prepared.search
+def _facts(made: Sweep, *, is_resumed: bool) -> Iterator[tuple[str, object]]:
+    space, search = made.space, made.search
     for key in space.keys:
         yield key.key, key.text
-    yield "objective", prepared.objective
-    seeds = [key for key in space.keys if key.key == "train.seed"]
-    if not seeds:
+    yield "objective", made.objective
+    if "train.seed" not in [key.key for key in space.keys]:
         yield "seed of training", f"{space.base.train.seed}, the same in every trial"
     sampler = f"{search.sampler}, seed {search.seed}"
     yield "sampler", "grid, in order" if search.sampler == "grid" else sampler
     if search.pruner != "none":
         after = counted(search.prune_after, "complete trial")
         yield "pruner", f"{search.pruner}, from {after} of equal length"
-    jobs = f", {prepared.jobs} at once" if prepared.jobs > 1 else ""
-    yield "trials", f"{prepared.trials}{jobs}{', resumed' if is_resumed else ''}"
-    yield "output", prepared.output
+    jobs = f", {len(made.environments)} at once" if len(made.environments) > 1 else ""
+    yield "trials", f"{search.num_trials}{jobs}{', resumed' if is_resumed else ''}"
+    yield "output", made.output
 
 
-def show(found: Results, output: Path) -> None:
+def _show(found: Results, output: Path) -> None:
     """Print all trials, the importance of each setting, remarks, and the best recipe."""
     screen = console()
     if found.trials:
@@ -154,19 +207,22 @@ def show(found: Results, output: Path) -> None:
     screen.print()
     line = f"best: trial {best.number}, {found.metric} {number(best.value)} at step {best.step}"
     screen.print(cell(line), style="bold", soft_wrap=True)
-    screen.print(
-        cell(f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"), soft_wrap=True
-    )
+    following = f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"
+    screen.print(cell(following), soft_wrap=True)
 
 
 def _table(found: Results) -> Table:
+    """Complete trials from the best, then the others by number."""
     keys = list(found.trials[0].values)
     names = [key.rpartition(".")[2] for key in keys]
     titles = [key if names.count(name) > 1 else name for key, name in zip(keys, names, strict=True)]
     numbers = ["trial", found.metric, "step", *titles]
     made = table("trial", found.metric, "step", *titles, "state", numbers=numbers)
-    for one in found.ranked():
-        values = [_value(one.values[key]) for key in keys]
+    for one in [*found.complete, *(one for one in found.trials if one.state != "complete")]:
+        values = [
+            cell(f"{value:.4g}" if isinstance(value, float) else value)
+            for value in one.values.values()
+        ]
         reason = f": {one.reason}" if one.reason else ""
         state = Text.assemble((one.state, _STYLES.get(one.state, "")), cell(reason))
         step = "" if one.step is None else f"{one.step:,}"
@@ -175,20 +231,15 @@ def _table(found: Results) -> Table:
     return made
 
 
-def _value(value: object) -> Text:
-    return cell(f"{value:.4g}" if isinstance(value, float) else value)
-
-
 def _exit(made: Sweep, found: Results) -> None:
     """Exit as a run does: 128 + a signal's number; 2 if no trial has a result."""
     if made.signal is not None:
         _tell(f"stopped by {made.signal.name}; run the same command to resume")
         raise SystemExit(128 + made.signal)
-    left = [one.number for one in found.trials if one.state == "half-run"]
+    left = [str(one.number) for one in found.trials if one.state == "half-run"]
     if left:
         half = counted(len(left), "trial is", "trials are")
-        raise RunError(f"{half} half-run ({', '.join(map(str, left))}); run the same command to "
-                       "resume")  # fmt: skip
+        raise RunError(f"{half} half-run ({', '.join(left)}); run the same command to resume")
     if found.best is None:
         first = next((one.reason for one in found.trials if one.reason), "")
         raise RunError(f"no trial has a result; the first failed: {first}")

@@ -1,10 +1,11 @@
 import json
+import math
 
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.sweep.objective import Objective, ReportedValue, choose_objective
-from surefoot.sweep.space import open_space
+from surefoot.plugins.sweep.objective import Objective, choose_objective
+from surefoot.plugins.sweep.space import open_space
 
 from .test_space import RECIPE
 
@@ -16,27 +17,29 @@ EVALS = [{"step": 5, "loss": 9.0}, {"step": 5, "eval_loss": 2.0}, {"step": 10, "
 
 def test_an_evaluation_counts_at_its_step_and_the_last_or_the_best_decides():
     reports = LAST.reports(EVALS, 10)
-    assert reports == [ReportedValue(5, 2.0), ReportedValue(10, 3.0)]
-    assert LAST.outcome(reports) == ReportedValue(10, 3.0)
-    assert BEST.outcome(reports) == ReportedValue(5, 2.0)
+    assert reports == [(5, 2.0), (10, 3.0)]
+    assert LAST.outcome(reports) == (10, 3.0)
+    assert BEST.outcome(reports) == (5, 2.0)
     assert LAST.outcome([]) is None
 
 
 def test_nan_is_no_value_and_never_the_best():
     reports = LAST.reports([*EVALS, {"step": 15, "eval_loss": None}], 15)
-    assert LAST.outcome(reports) == ReportedValue(15, None)
-    assert BEST.outcome(reports) == ReportedValue(5, 2.0)
+    step, value = LAST.outcome(reports)
+    assert (step, math.isnan(value)) == (15, True)
+    assert BEST.outcome(reports) == (5, 2.0)
     logs = [{"step": step, "loss": None if step == 7 else 1.0} for step in range(1, 11)]
-    assert WINDOW.reports(logs, 10)[6] == ReportedValue(7, None)
+    step, value = WINDOW.reports(logs, 10)[6]
+    assert (step, math.isnan(value)) == (7, True)
 
 
 def test_a_training_loss_is_a_mean_over_each_tenth_that_is_complete():
     logs = [{"step": step, "loss": float(step)} for step in range(1, 26)]
     reports = WINDOW.reports(logs, 40)
-    assert reports[0] == ReportedValue(4, 2.5)
-    assert [report.step for report in reports] == [4, 8, 12, 16, 20, 24], "the seventh lacks steps"
+    assert reports[0] == (4, 2.5)
+    assert [step for step, _ in reports] == [4, 8, 12, 16, 20, 24], "the seventh lacks steps"
     early = WINDOW.reports(logs, 40, is_ended=True)
-    assert early[-1] == ReportedValue(25, 25.0), "a run that stopped early has ended there"
+    assert early[-1] == (25, 25.0), "a run that stopped early has ended there"
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def choose(tmp_path):
         path = tmp_path / "recipe.yaml"
         path.write_text(json.dumps({**RECIPE, **sections}))
         space = open_space(path, arguments or ["method.lora.rank=8,16"])
-        return choose_objective(space.base, space.keys, metric, direction)
+        return choose_objective(space.base, [key.key for key in space.keys], metric, direction)
 
     return choose
 

@@ -150,7 +150,7 @@ def test_a_folder_of_something_else_is_left_alone(project, tmp_path):
 
 
 def test_without_optuna_the_error_says_what_to_install(project, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("surefoot.sweep.")]:
+    for name in [name for name in sys.modules if name.startswith("surefoot.plugins.sweep.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
     found = CliRunner().invoke(main, ["sweep", str(project.recipe), RATES])

@@ -1,0 +1,132 @@
+"""By what trials are compared: a metric, its direction, and how a run's log becomes one number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ...checkpoint.disk.retention import more_is_better
+from ...errors import RecipeError
+from ...recipe.recipe import Recipe
+
+PARTS = 10  # of a run: a metric of training is averaged over each
+Direction = Literal["minimize", "maximize"]
+Record = Mapping[str, object]  # a line of metrics.jsonl
+ReportedValue = tuple[int, float]  # at a step; NaN stands for what is not finite
+# Settings of data that change neither the held-out rows nor what is computed of them.
+_FREE = ("data.packing", "data.shuffle", "data.cache_dir", "data.max_broken_rows", "data.hub")
+_FREE_IF_HELD_OUT = ("data.mix_strategy", "data.interleave_probs")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A metric of runs, and which of its values counts."""
+
+    metric: str
+    direction: Direction
+    value: Literal["last", "best", "window"]
+
+    def __str__(self) -> str:
+        which = {
+            "last": "at the last evaluation",
+            "best": "at the best evaluation, as the run ends with those weights",
+            "window": f"mean of its logs in the last 1/{PARTS} of the steps",
+        }
+        return f"{self.direction} {self.metric}, {which[self.value]}"
+
+    def reports(
+        self, records: Sequence[Record], total: int, *, is_ended: bool = False
+    ) -> list[ReportedValue]:
+        """The values of a run so far, by step. ``total`` steps is its length; an ended run has
+        no records to come."""
+        if self.value == "window":
+            return [*self._windows(records, total, is_ended)]
+        found = [record for record in records if self.metric in record and "loss" not in record]
+        return [(_step(record), _mean([record[self.metric]])) for record in found]
+
+    def outcome(self, reports: Sequence[ReportedValue]) -> ReportedValue | None:
+        """What counts of all reports of an ended run; None if there is none."""
+        finite = [report for report in reports if math.isfinite(report[1])]
+        if self.value == "best" and finite:
+            sign = 1 if self.direction == "minimize" else -1
+            return min(finite, key=lambda report: sign * report[1])
+        return reports[-1] if reports else None
+
+    def _windows(
+        self, records: Sequence[Record], total: int, is_ended: bool
+    ) -> Iterator[ReportedValue]:
+        logs = [record for record in records if "loss" in record and self.metric in record]
+        reached = _step(logs[-1]) if logs else 0
+        for part in range(PARTS):
+            first, last = total * part // PARTS, total * (part + 1) // PARTS
+            inside = [log[self.metric] for log in logs if first < _step(log) <= last]
+            if inside and (reached >= last or is_ended):
+                yield min(last, reached), _mean(inside)
+
+
+def choose_objective(
+    recipe: Recipe, keys: Iterable[str], metric: str | None, direction: str | None
+) -> Objective:
+    """The objective of a sweep over ``keys``: the held-out metric if there are held-out rows, else
+    the training loss. Raises ``RecipeError`` if the recipe never computes it, or if it cannot be
+    compared."""
+    train, has_rows = recipe.train, bool(recipe.data.eval_datasets or recipe.data.val_size)
+    if metric is None:
+        metric = train.metric_for_best_model if has_rows else "loss"
+        for key in keys:
+            if what := _incomparable(recipe, key, metric):
+                raise RecipeError(
+                    f"command line: {key} changes {what}, so {metric} of two trials does not "
+                    "compare; name the metric that decides with --metric, for example "
+                    "eval_rewards/accuracies for dpo, or that one if you want it nevertheless"
+                )
+    is_evaluation = metric.startswith("eval_")
+    if is_evaluation and not has_rows:
+        raise RecipeError(
+            f"--metric {metric}: the recipe has no held-out rows; set data.val_size or "
+            "data.eval_datasets, and train.eval_steps"
+        )
+    if is_evaluation and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
+        raise RecipeError(
+            f"{metric} decides which trial is best, but the recipe never evaluates; set "
+            "train.eval_steps or train.eval_epoch, or choose --metric loss, the training loss"
+        )
+    is_own = metric == train.metric_for_best_model
+    greater = train.is_greater_better if is_own else more_is_better(metric)
+    if direction is not None:
+        greater = direction == "maximize"
+    way: Direction = "maximize" if greater else "minimize"
+    if not is_evaluation:
+        return Objective(metric, way, "window")
+    return Objective(metric, way, "best" if is_own and train.load_best_model_at_end else "last")
+
+
+def _incomparable(recipe: Recipe, key: str, metric: str) -> str | None:
+    """What ``key`` changes so that ``metric`` means something else in each trial."""
+    data, is_loss = recipe.data, metric.endswith(("loss", "perplexity"))
+    if key.startswith("stage") and is_loss:
+        return "what the loss is"
+    if key == "train.seed" and data.val_size:
+        return "which rows data.val_size holds out"
+    if key == "model.path" and is_loss:
+        return "the tokens that the loss is a mean over"
+    is_held_out = bool(data.val_size or data.eval_datasets)
+    free = [*_FREE, *(_FREE_IF_HELD_OUT if is_held_out else ())]
+    free += ["data.datasets"] if data.eval_datasets else []
+    if key.startswith("data.") and key not in free:
+        return f"the rows or tokens that {metric} is a mean over"
+    return None
+
+
+def _step(record: Record) -> int:
+    step = record["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _mean(values: Sequence[object]) -> float:
+    """Their mean; NaN if one of them is not finite."""
+    numbers = [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
+    return sum(numbers) / len(numbers) if len(numbers) == len(values) else math.nan

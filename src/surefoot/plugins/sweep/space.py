@@ -1,0 +1,250 @@
+"""What a sweep varies, as it is typed, and the recipes of its trials; what is wrong with them is
+found before any starts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import typing
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
+from ...errors import RecipeError
+from ...recipe.recipe import Recipe, changes, load, read
+from ...recipe.yaml import emit, parse_argument
+from ...schema import expand, setting_at, write
+
+FORMS = "LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or values such as 8,16,32"
+MAX_CHECKED = 300  # values of a setting, or combinations, that are all checked before the start
+_EXAMPLE = "KEY=RANGE such as optim.adamw.learning_rate=1e-5..1e-3:log"
+_NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*(log|{_NUMBER}))?")
+_BEGINS_AS_RANGE = re.compile(rf"{_NUMBER}\s*\.\.")
+_WHOLE = re.compile(r"[+-]?\d+")
+_OWN = {
+    "train.output_dir": "each trial has a folder of its own; name the sweep's with --output",
+    "train.cache_dir": "trials are in the folder of the sweep",
+}
+# A setting, and its neighbor that has precedence where it is set.
+_PRECEDENCE = {"num_epochs": "max_steps", "warmup_ratio": "warmup_steps"}
+
+Values = Mapping[str, object]  # of the settings that vary, by dotted path
+
+
+@dataclass(frozen=True)
+class SweptKey:
+    """A setting that a sweep varies."""
+
+    key: str  # dotted
+    text: str  # its values, as they were typed
+    distribution: BaseDistribution  # several choices are their texts in JSON
+
+    @property
+    def argument(self) -> str:
+        """As it was typed, for messages."""
+        return f"command line: {self.key}={self.text}"
+
+    def values(self) -> Sequence[object] | None:
+        """All its values; None if there is no end of them."""
+        found = self.distribution
+        if isinstance(found, CategoricalDistribution):
+            return [self.value(text) for text in found.choices]
+        if isinstance(found, IntDistribution):
+            return range(found.low, found.high + 1, found.step)
+        assert isinstance(found, FloatDistribution)
+        if found.step is None:
+            return None
+        count = round((found.high - found.low) / found.step) + 1
+        return [self.value(found.low + place * found.step) for place in range(count)]
+
+    def checked(self) -> Sequence[object]:
+        """The values that are tried before the start, both ends among them."""
+        if (values := self.values()) is None:
+            assert isinstance(self.distribution, FloatDistribution)
+            return self.distribution.low, self.distribution.high
+        return [*values[:MAX_CHECKED], values[-1]]
+
+    def value(self, param: object) -> object:
+        """The value of the setting that is ``param`` in the study."""
+        if isinstance(param, float) and getattr(self.distribution, "step", None) is not None:
+            return float(f"{param:.12g}")  # 0.3, not 0.3…04
+        return json.loads(param) if isinstance(param, str) else param
+
+    def param(self, value: object) -> object:
+        """The opposite."""
+        is_choice = isinstance(self.distribution, CategoricalDistribution)
+        return as_text(value) if is_choice else value
+
+
+def as_text(value: object) -> str:
+    """A value as YAML on one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The recipe of all trials, and what varies."""
+
+    base: Recipe
+    keys: tuple[SweptKey, ...]
+
+    @property
+    def size(self) -> int | None:
+        """The number of combinations; None if it has no end."""
+        values = [key.values() for key in self.keys]
+        return None if None in values else math.prod(len(one or ()) for one in values)
+
+    def combinations(self) -> Iterator[dict[str, object]]:
+        """All of them, the last setting varying fastest."""
+        for values in itertools.product(*(key.values() or () for key in self.keys)):
+            yield {key.key: value for key, value in zip(self.keys, values, strict=True)}
+
+    def recipe(self, values: Values, folder: Path) -> Recipe:
+        """The recipe of a trial in ``folder``. Raises ``RecipeError`` if values contradict each
+        other."""
+        made = read(self.base, [f"{key}={as_text(value)}" for key, value in values.items()])
+        return replace(made, train=replace(made.train, output_dir=folder))
+
+
+def plain(recipe: Recipe) -> object:
+    """A recipe as plain data. What is left to the run to choose stays so."""
+    return write(expand(Recipe, recipe))
+
+
+def text_of(recipe: Recipe) -> str:
+    """The same as YAML."""
+    return emit(plain(recipe))
+
+
+def open_space(recipe: Path, arguments: Sequence[str]) -> Space:
+    """The space of a sweep, with every key and value checked. Raises ``RecipeError``."""
+    swept: dict[str, str] = {}
+    fixed: list[str] = []
+    for argument in arguments:
+        key, _, text = (part.strip() for part in argument.partition("="))
+        if not text or not all(key.split(".")):
+            raise RecipeError(
+                f"command line: {argument!r}: expected {_EXAMPLE}; a range is {FORMS}"
+            )
+        if not _BEGINS_AS_RANGE.match(text) and len(_items(key, text)) == 1:
+            fixed.append(argument)
+        elif key in swept:
+            raise RecipeError(f"command line: {key} is given twice; keep one")
+        else:
+            swept[key] = text
+    if not swept:
+        raise RecipeError(f"nothing varies; name at least one {_EXAMPLE} or "
+                          "method.lora.rank=8,16,32")  # fmt: skip
+    base = load(recipe, fixed)
+    space = Space(base, tuple(_key(base, key, text) for key, text in swept.items()))
+    for varied in space.keys:
+        _check(base, varied, list(swept))
+    if space.size is not None and space.size <= MAX_CHECKED:
+        for values in space.combinations():
+            space.recipe(values, Path("trial"))
+    return space
+
+
+def _items(key: str, text: str) -> list[object]:
+    items, _ = parse_argument(f"[{text}]", f"command line: {key}={text}")
+    assert isinstance(items, list)
+    return items
+
+
+def _key(base: Recipe, key: str, text: str) -> SweptKey:
+    """A setting with a range of its type. Raises ``RecipeError`` if the recipe does not have it, or
+    if it has no numbers."""
+    place = f"command line: {key}={text}"
+    if key in _OWN:
+        raise RecipeError(f"{place}: {_OWN[key]}")
+    if not _BEGINS_AS_RANGE.match(text):
+        texts = [as_text(item) for item in _items(key, text)]
+        if repeated := [text for number, text in enumerate(texts) if text in texts[:number]]:
+            raise RecipeError(f"{place}: {repeated[0]} is given twice; keep one")
+        return SweptKey(key, text, CategoricalDistribution(texts))
+    if (found := _RANGE.fullmatch(text)) is None:
+        raise RecipeError(f"{place}: expected {FORMS}")
+    low, high, how = found.groups()
+    step = None if how in (None, "log") else how
+    kinds = _types(key)
+    if not kinds & {int, float}:
+        _read_one(base, key, float(low))  # which explains an unknown key
+        raise RecipeError(f"{place}: this setting has no range; list its values: a,b,c")
+    if float not in kinds and not all(map(_WHOLE.fullmatch, (low, high, step or "1"))):
+        raise RecipeError(f"{place}: expected integers, such as 8..64, 8..64:8 or 8,16,32")
+    made: BaseDistribution
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # optuna would end a range at its last step
+            if float in kinds:
+                ends = float(low), float(high)
+                made = FloatDistribution(*ends, how == "log", float(step) if step else None)
+            else:
+                made = IntDistribution(int(low), int(high), how == "log", int(step or 1))
+    except (ValueError, UserWarning) as error:
+        raise RecipeError(f"{place}: {error}") from None
+    if made.single():
+        raise RecipeError(f"{place}: {low} must be below {high}")
+    return SweptKey(key, text, made)
+
+
+def _types(key: str) -> set[object]:
+    """The plain types that a setting can have."""
+    setting = setting_at(Recipe, key.split("."))
+    if setting is None or setting.choices is not None or setting.section is not None:
+        return set()
+    return set(typing.get_args(setting.hint)) or {setting.hint}
+
+
+def _check(base: Recipe, key: SweptKey, names: Sequence[str]) -> None:
+    """Raise ``RecipeError`` for a value that the recipe does not allow, and where not the setting
+    alone would vary, or without effect."""
+    if below := next((other for other in names if other.startswith(f"{key.key}.")), None):
+        raise RecipeError(
+            f"command line: {below} is a part of {key.key}, so one would replace the other; vary "
+            "one of them, and run a sweep for each value of the other"
+        )
+    section, _, name = key.key.rpartition(".")
+    stronger = f"{section}.{_PRECEDENCE.get(name)}"
+    known: object = base
+    for part in stronger.split("."):
+        known = getattr(known, part, known)
+    if name in _PRECEDENCE and (known is not None or stronger in names):
+        raise RecipeError(
+            f"{key.argument}: has no effect, as {stronger} has precedence and "
+            f"{'varies, too' if known is None else f'is {known}'}; vary {stronger} instead, or set "
+            "it to null"
+        )
+    for value in key.checked():
+        for change in changes(base, _read_one(base, key.key, value)):
+            if key.key.startswith(f"{change.path}.") and _is_variant(change.path):
+                raise RecipeError(
+                    f"{key.argument}: the recipe's {change.path} is {change.old}, not {change.new};"
+                    f" vary settings of {change.old}, or add {change.path}={change.new} to replace "
+                    "it in all trials"
+                )
+
+
+def _is_variant(path: str) -> bool:
+    setting = setting_at(Recipe, path.split("."))
+    return setting is not None and setting.choices is not None
+
+
+def _read_one(base: Recipe, key: str, value: object) -> Recipe:
+    argument = f"{key}={as_text(value)}"
+    try:
+        return read(base, [argument])
+    except RecipeError as error:
+        place = "" if str(error).startswith("command line") else f"command line: {argument}: "
+        raise RecipeError(f"{place}{error}") from None
