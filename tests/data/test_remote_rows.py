@@ -56,20 +56,20 @@ def test_a_signed_address_is_read_without_its_head(hub, tmp_path):
     hub.refuses_head = True
     entry = {"file_name": f"{hub.url}/rows.jsonl?signature=x", "formatting": "alpaca"}
     assert rows(entry, tmp_path) == ROWS
-    with pytest.raises(DataError, match=r"no.jsonl: the server answers 404"):
+    with pytest.raises(DataError, match=r"no.jsonl: .*404"):
         rows({**entry, "file_name": f"{hub.url}/no.jsonl"}, tmp_path)
 
 
 def test_what_is_wrong_with_a_remote_file_is_said(hub, tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*/no.jsonl: .*404"):
         rows({"file_name": f"{hub.url}/no.jsonl", "formatting": "alpaca"}, tmp_path)
-    with pytest.raises(DataError, match=r"127.0.0.1:9 cannot be reached"):
+    with pytest.raises(DataError, match=r"host 127.0.0.1:9"):
         rows({"file_name": "http://127.0.0.1:9/a.jsonl", "formatting": "alpaca"}, tmp_path)
     with pytest.raises(DataError, match="expected a file of one of the kinds"):
         rows({"file_name": f"{hub.url}/page.html", "formatting": "alpaca"}, tmp_path)
 
 
-def test_files_of_an_object_store_are_copied_and_read(hub, tmp_path):
+def test_files_of_an_object_store_are_copied_and_read(hub, tmp_path, monkeypatch):
     store = fsspec.filesystem("memory")
     for number in (1, 0):
         store.pipe_file(f"/bucket/rows/{number}.jsonl", LINES)
@@ -77,6 +77,11 @@ def test_files_of_an_object_store_are_copied_and_read(hub, tmp_path):
     try:
         entry = {"cloud_file_name": "memory://bucket/rows", "formatting": "alpaca"}
         assert rows(entry, tmp_path) == ROWS * 2
+        store.pipe_file("/bucket/rows/0.jsonl", LINES * 2)
+        assert rows(entry, tmp_path) == ROWS * 3
+        with monkeypatch.context() as offline:
+            offline.setenv("HF_HUB_OFFLINE", "1")
+            assert rows(entry, tmp_path) == ROWS * 3, "no file of before beside its successor"
         entry["cloud_file_name"] += "/1.jsonl"
         assert rows(entry, tmp_path) == ROWS
         with pytest.raises(DataError, match="cannot read memory://bucket/none"):

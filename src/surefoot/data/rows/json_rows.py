@@ -45,8 +45,7 @@ KINDS = {  # by the first bytes, and what to do about it
     b"SQLite format 3": "an SQLite database; write its rows into a file",
 }
 TOKEN = 32  # longer than any JSON token but a string or number
-SPACE = re.compile(r"[ \t\r\n]*")
-WHITE = ("", " ", "\t", "\r", "\n")  # the same, and the end
+WORD = re.compile(r"[^ \t\r\n]")  # what is not white space in JSON
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -89,14 +88,13 @@ def read_json(path: Path) -> Iterator[Line]:
     number, line = next(text_lines(path))
     try:
         json.loads(line)
-    except (RecursionError, json.JSONDecodeError) as error:
-        if isinstance(error, RecursionError) or line.lstrip().startswith("{'"):
-            return read_jsonl(path)  # which says what is wrong with each line
-        hint = "expected a list of rows, or one row a line"
-        raise DataError(f"{path}: line {number} begins a single JSON object; {hint}") from None
-    except ValueError:  # a number of thousands of digits: a broken row
-        return read_jsonl(path)
-    return read_jsonl(path)
+    except json.JSONDecodeError:
+        if not line.lstrip().startswith("{'"):
+            hint = "expected a list of rows, or one row a line"
+            raise DataError(f"{path}: line {number} begins a single JSON object; {hint}") from None
+    except (RecursionError, ValueError):  # such as a number of thousands of digits: a broken row
+        pass
+    return read_jsonl(path)  # which says what is wrong with each line
 
 
 def check_kind(path: Path) -> bytes:
@@ -137,18 +135,16 @@ def _read_list(path: Path) -> Iterator[Line]:
     check_encoding(path)
     with path.open(encoding="utf-8-sig") as file:
         window = _Window(file, path)
-        window.expect("[", "expected a list of rows")
-        if window.take("]"):
-            return
-        number = 0
-        while True:
+        window.take("[", "expected a list of rows")
+        number, mark = 0, window.peek()
+        while mark != "]":
             number += 1
             value = window.value()
             yield HUGE.format(number) if window.has_huge else _object(value, f"row {number}")
-            if window.take("]"):
-                break
-            window.expect(",", "expected ',' or ']' after a row")
-        if not window.at_end():
+            mark = window.take(",]", "expected ',' or ']' after a row")
+        if not number:
+            window.take("]", "")
+        if window.peek():
             raise window.error("expected nothing after the list")
 
 
@@ -161,31 +157,25 @@ class _Window:
         self._decode = json.JSONDecoder(parse_int=self._integer).raw_decode
         self.has_huge = False  # whether the latest value has an integer that Python cannot read
 
-    def take(self, mark: str) -> bool:
-        """Skip white space, and ``mark`` if it comes next."""
-        if self.at_end() or self._text[self._at] != mark:
-            return False
-        self._at += 1
-        return True
-
-    def expect(self, mark: str, complaint: str) -> None:
-        """Skip ``mark``, which must come next."""
-        if not self.take(mark):
-            raise self.error(complaint)
-
-    def at_end(self) -> bool:
-        """Skip white space; returns whether the file ends there."""
+    def peek(self) -> str:
+        """The next character that is no white space; nothing at the end of the file."""
         while True:
-            if self._text[self._at : self._at + 1] not in WHITE:
-                return False
-            space = SPACE.match(self._text, self._at)
-            self._at = space.end() if space else self._at
-            if self._at < len(self._text) or not self._slide(CHUNK):
-                return self._at == len(self._text)
+            rest = WORD.search(self._text, self._at)
+            self._at = rest.start() if rest else len(self._text)
+            if rest or not self._slide(CHUNK):
+                return self._text[self._at : self._at + 1]
+
+    def take(self, marks: str, complaint: str) -> str:
+        """Skip one of ``marks``, which must come next, and return it."""
+        found = self.peek()
+        if not found or found not in marks:
+            raise self.error(complaint)
+        self._at += 1
+        return found
 
     def value(self) -> object:
         """The next value. An invalid value may only be incomplete in the buffer: read more."""
-        self.at_end()
+        self.peek()
         size = CHUNK
         while True:
             self.has_huge = False

@@ -1,7 +1,7 @@
 """Rows of files on a server: ``https://``, ``s3://``, ``gs://`` and other addresses.
 
-A file is downloaded to the cache, resumed and verified by its length, and read there. It is
-downloaded again when its server says that it has changed.
+Files are downloaded to the cache through fsspec, resumed and verified by their length, and read
+there. A file is downloaded again when its server says that it has changed.
 """
 
 from __future__ import annotations
@@ -9,31 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPMessage
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.address import Address, default_cache
-from ...storage.files import read_json
-from ...storage.hubs.file_download import (
-    CHUNK,
-    HubError,
-    NotReachedError,
-    RemoteFile,
-    check_online,
-    download,
-    locked,
-    offline_setting,
-    request,
-    tag_of,
-)
+from ...storage.hubs.file_download import CHUNK, HubError, check_online, locked, offline_setting
 from .formats.fields import Row
 from .readers import TextUnit
 from .row_sources import BrokenRow, Files, split_of
@@ -41,8 +27,11 @@ from .row_sources import BrokenRow, Files, split_of
 logger = logging.getLogger(__name__)
 HTTP = ("http", "https")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
-NO_HEAD = (403, 405, 501)  # HTTP status
-INFO = "file.json"  # what the server said about the file
+# For a web server, the proxies of the environment; public buckets are read without credentials, if
+# there are none.
+OPTIONS = {True: ({"client_kwargs": {"trust_env": True}},), False: ({}, {"anon": True})}
+TAGS = ("ETag", "etag", "LastModified", "Last-Modified")  # tell versions of a file apart
+LISTED = "files.json"  # names of the copies that were complete when the server was asked last
 
 
 @dataclass(frozen=True)
@@ -82,113 +71,45 @@ class RemoteFiles:
         folder = default_cache().with_name("files") / self.address.slug
         try:
             with locked(folder):
-                if self.address.scheme in HTTP:
-                    return Files((_over_http(self.address, folder),), (), self.text_unit)
-                return Files(tuple(_from_store(self.address, folder)), (), self.text_unit)
+                return Files(tuple(_copies(self.address, folder)), (), self.text_unit)
         except HubError as error:
             raise DataError(f"cannot read {self.address}: {error}") from None
 
 
-def _over_http(address: Address, folder: Path) -> Path:
-    """The local copy of a file, up to date as far as its server can be reached."""
-    known, url = _known(folder), str(address)
-    path = folder / _name(address)
-    is_here = path.exists() and known is not None
+def _copies(address: Address, folder: Path) -> list[Path]:
+    """The local copies of a file, or of the files of a folder, in the order of their names: up to
+    date as far as the server can be reached."""
+    names: list[str] = files.read_json(folder / LISTED) if (folder / LISTED).exists() else []
+    known = [folder / name for name in names]
     if offline_setting() is not None:
-        if not is_here:
-            check_online(url)
-        return path
-    try:
-        found = _about(url)
-    except NotReachedError as error:
-        if not is_here:
-            raise
-        logger.warning("%s; using the copy of before", error)
-        return path
-    if is_here and known == found:
-        return path
-    if known is not None and known != found:
-        path.with_name(f"{path.name}.part").unlink(missing_ok=True)
-    files.write_aside(folder / INFO, json.dumps({**found, "complete": False}).encode())
-    download(RemoteFile(url, found["size"], tag=found["tag"]), path)
-    files.write_aside(folder / INFO, json.dumps({**found, "complete": True}).encode())
-    return path
-
-
-def _about(url: str) -> dict[str, Any]:
-    """Length, tag and time of a file, as its server says them. Some refuse HEAD, such as those of
-    signed addresses: then the file is requested, and nothing of it is read."""
-    try:
-        said = _headers(url, "HEAD")
-    except urllib.error.HTTPError as error:
-        if error.code not in NO_HEAD:
-            raise HubError(f"the server answers {error.code} {error.reason}") from error
-        try:
-            said = _headers(url, "GET")
-        except urllib.error.HTTPError as again:
-            raise HubError(f"the server answers {again.code} {again.reason}") from again
-    size = said.get("Content-Length")
-    is_plain = said.get("Content-Encoding", "identity") == "identity"
-    return {
-        "size": int(size) if size and is_plain else None,
-        "tag": tag_of(said),
-    }
-
-
-def _headers(url: str, method: str) -> HTTPMessage:
-    with request(url, {}, method) as answer:
-        return answer.headers
-
-
-def _known(folder: Path) -> dict[str, Any] | None:
-    """What the server said about the file that was downloaded before."""
-    try:
-        found: dict[str, Any] = read_json(folder / INFO)
-        return {"size": found["size"], "tag": found["tag"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _name(address: Address) -> str:
-    """The name of the local copy, with the kind of file at its end."""
-    name = address.name.partition("?")[0].partition("#")[0]
-    if Path(name).suffix.lower() not in DATA_FILES:
-        known = ", ".join(kind[1:] for kind in DATA_FILES)
-        raise HubError(f"expected a file of one of the kinds {known}")
-    return name
-
-
-def _from_store(address: Address, folder: Path) -> Iterator[Path]:
-    """The local copies of a file, or of the files of a folder, in the order of their names."""
-    if offline_setting() is not None:
-        found = sorted(p for p in folder.iterdir() if p.suffix.lower() in DATA_FILES)
-        if not found:
+        if not known:
             check_online(str(address))
-        yield from found
-        return
-    store, listed = _listed(address)
-    for number, entry in enumerate(listed):
-        digest = hashlib.sha256(_traces(entry).encode()).hexdigest()[:12]
-        name = entry["name"].rpartition("/")[2]
-        path = folder / f"{number:05d}-{digest}-{name}"
+        return known
+    try:
+        store, listed = _listed(address)
+    except HubError as error:
+        if not known:
+            raise
+        logger.warning("%s: %s; using the copy of before", address, error)
+        return known
+    paths = [folder / f"{n:05d}-{_version(e)}-{_name(e)}" for n, e in enumerate(listed)]
+    for entry, path in zip(listed, paths, strict=True):
         if not path.exists():
             _copy(store, entry, path)
-        yield path
-
-
-def _traces(entry: Mapping[str, Any]) -> str:
-    """What tells one version of a file in a store from another."""
-    tag = f"{entry.get('ETag') or entry.get('etag')} {entry.get('LastModified', '')}"
-    return json.dumps([entry["name"], entry["size"], tag])
+    files.write_aside(folder / LISTED, json.dumps([path.name for path in paths]).encode())
+    return paths
 
 
 def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
-    """The store, and the files that an address means. Public ones are read without credentials,
-    if there are none."""
+    """The store, and the files that an address means."""
     import fsspec
 
+    is_web = address.scheme in HTTP
+    if is_web and _kind({"name": str(address)}) not in DATA_FILES:
+        known = ", ".join(kind[1:] for kind in DATA_FILES)
+        raise HubError(f"expected a file of one of the kinds {known}")
     failures = []
-    for options in ({}, {"anon": True}):
+    for options in OPTIONS[is_web]:
         try:
             store, path = fsspec.core.url_to_fs(str(address), **options)
             info = store.info(path)
@@ -197,15 +118,14 @@ def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
             package = PACKAGES.get(address.scheme, "the package of this store")
             raise HubError(f"a package is missing; {installation(package)}") from None
         except Exception as error:  # of any library of a store
-            failures.append(f"{type(error).__name__}: {error}")
+            failures.append(_said(error))
             continue
-        rows = [e for e in found if Path(e["name"]).suffix.lower() in DATA_FILES]
-        splits = {split_of(e["name"].rpartition("/")[2]) for e in rows}
-        if "train" in splits:  # the same as of a folder here
-            rows = [e for e in rows if split_of(e["name"].rpartition("/")[2]) == "train"]
-        elif None in splits:
-            rows = [e for e in rows if split_of(e["name"].rpartition("/")[2]) is None]
-        kinds = {Path(entry["name"]).suffix.lower() for entry in rows}
+        rows = [entry for entry in found if _kind(entry) in DATA_FILES]
+        splits = {split_of(_name(entry)) for entry in rows}
+        wanted = "train" if "train" in splits else None  # the same as of a folder here
+        if wanted in splits:
+            rows = [entry for entry in rows if split_of(_name(entry)) == wanted]
+        kinds = {_kind(entry) for entry in rows}
         if len(kinds) != 1:
             raise HubError(f"expected files of one kind, found {', '.join(sorted(kinds)) or None}")
         return store, sorted(rows, key=lambda entry: str(entry["name"]))
@@ -213,20 +133,46 @@ def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
 
 
 def _copy(store: Any, entry: Mapping[str, Any], path: Path) -> None:
-    """Download a file of a store, after what an interrupted call has left of it."""
-    part, size = path.with_name(f"{path.name}.part"), int(entry["size"])
-    with part.open("ab") as opened:
-        while (start := opened.tell()) < size:
-            stop = min(start + 16 * CHUNK, size)
-            try:
-                data = bytes(store.cat_file(entry["name"], start=start, end=stop))
-            except Exception as error:  # of any library of a store
-                raise HubError(f"{type(error).__name__}: {error}; start again to resume") from error
-            if len(data) != stop - start:
-                raise HubError(f"{len(data):,} bytes arrived, expected {stop - start:,}")
-            opened.write(data)
-    store.invalidate_cache()
-    if _traces(store.info(entry["name"])) != _traces(entry):  # its parts may be of two versions
+    """Download a file, after what an interrupted call has left of it."""
+    part, size, name = path.with_name(f"{path.name}.part"), entry["size"], entry["name"]
+    try:
+        if size is None or not entry.get("partial", True):  # no part of it can be had
+            store.get_file(name, str(part))
+        else:
+            with part.open("ab") as opened:
+                while (start := opened.tell()) < size:
+                    end = min(start + 16 * CHUNK, size)
+                    opened.write(store.cat_file(name, start=start, end=end))
+        store.invalidate_cache()
+        found = store.info(name)
+    except Exception as error:  # of any library of a store
+        raise HubError(f"{_said(error)}; start again to resume") from error
+    if size not in (None, length := part.stat().st_size):
         part.unlink()
-        raise HubError(f"{entry['name']} was replaced while it was downloaded; start again")
+        raise HubError(f"{length:,} bytes arrived, expected {size:,}; start again")
+    if _version(found) != _version(entry):  # its parts may be of two versions
+        part.unlink()
+        raise HubError(f"{name} was replaced while it was downloaded; start again")
     part.replace(path)
+
+
+def _version(entry: Mapping[str, Any]) -> str:
+    """What tells one version of a file from another."""
+    tags = [str(entry[tag]) for tag in TAGS if tag in entry]
+    text = json.dumps([entry["name"], entry["size"], tags])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    """The name of a file, without what follows it in the address of a web page."""
+    return PurePosixPath(entry["name"].partition("?")[0].partition("#")[0]).name
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    return PurePosixPath(_name(entry)).suffix.lower()
+
+
+def _said(error: Exception) -> str:
+    """An error of a library; where it hides what the server has said, that."""
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
