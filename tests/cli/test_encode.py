@@ -5,9 +5,10 @@ from click.testing import CliRunner
 
 from folders import save_data, save_recipe
 from surefoot.cli.main import main
+from surefoot.data.prepared.training_data import find, open_stream
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import found, streamed
+from surefoot.recipe.recipe_data import encoding_of
 from surefoot.run.policy import build_codec
 
 NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
@@ -28,6 +29,6 @@ def test_what_is_encoded_is_found_by_training(tmp_path, streaming):
     recipe = load(path, settings)
     codec = build_codec(recipe, resolve(recipe.model))
     if streaming == "true":
-        assert streamed(recipe, codec, lambda: None).train.length == 25
+        assert open_stream(encoding_of(recipe, codec)).train.length == 25
     else:
-        assert len(found(recipe, codec).train) == 25
+        assert len(find(encoding_of(recipe, codec)).train) == 25

@@ -14,6 +14,7 @@ from stage_data import DATASETS, SETTINGS, stage_of, written
 from surefoot.batch import Outputs, ends
 from surefoot.data.encoded import EMPTY, Dropped, Truncated
 from surefoot.data.example import Example, Message
+from surefoot.data.order.micro_batches import Collation
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
@@ -74,7 +75,7 @@ def test_a_stage_gives_one_outcome_per_example_and_batches_of_what_it_kept(name)
     ]
     items = [item for features in kept for item in features]
     assert items
-    items = blank_examples(stage, codec(), items, packing=True)
+    items = blank_examples(stage, codec(), items, Collation(stage.collate))
     packed, padded = (stage.collate(items, packing=packing) for packing in (True, False))
     assert packed.num_trained == padded.num_trained > 0
     assert packed.num_tokens <= padded.num_tokens  # a shared prompt is there once
@@ -137,7 +138,7 @@ def test_a_loss_is_a_sum_with_its_weight_so_batches_add_up(name):
     stage = stage_of(name)
     outcomes = [o for o in stage.encode(EXAMPLES, codec()) if not isinstance(o, Dropped)]
     items = [item for features in outcomes for item in features]
-    items = list(blank_examples(stage, codec(), items, packing=True))
+    items = list(blank_examples(stage, codec(), items, Collation(stage.collate)))
     items = (items * 2)[:2]
     halves = [stage.collate([item], packing=True) for item in items]
     whole = stage.collate(items, packing=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream
 from surefoot.data.section import DataSection
@@ -20,7 +20,7 @@ from surefoot.data.text.collation import collate
 from surefoot.errors import DataError
 from unpacked import unpack
 
-COLLATE = partial(collate, packing=True)
+COLLATE = Collation(collate)
 NUMBERS = count()
 
 

@@ -5,7 +5,7 @@ import tracemalloc
 from functools import partial
 
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream, prepare
 from surefoot.data.section import DataSection
@@ -46,7 +46,7 @@ def stream_an_epoch(data):
     shards = encode_stream(Encoding(data, encode, {}, 1), shard_rows=500)
     more = partial(next, shards, None)
     stream = open_stream(Encoding(data, encode, {}, 1), more).train
-    batching = Batching(partial(collate, packing=True), micro_batch_size=50)
+    batching = Batching(Collation(collate), micro_batch_size=50)
     it = Loader(Shuffle(stream, 1, buffer_size=500), batching, global_batch_size=50)
     while it.epoch == 0:
         it.next_window()

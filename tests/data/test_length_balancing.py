@@ -1,7 +1,6 @@
 """Examples of a window dealt to passes and ranks by their lengths."""
 
 import json
-from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from surefoot.data.order.length_balancing import (
     positions,
 )
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
@@ -30,11 +29,11 @@ SIZES = {
 }
 
 
-def shares(lengths, *, world_size, **sizes):
+def shares(lengths, *, world_size, packing, **sizes):
     """The items of each pass, by rank."""
-    items = np.arange(len(lengths)) + 100
+    items, laid = np.arange(len(lengths)) + 100, Collation(collate, packing)
     ranks = [
-        Batching(collate, rank=rank, world_size=world_size, **sizes) for rank in range(world_size)
+        Batching(laid, rank=rank, world_size=world_size, **sizes) for rank in range(world_size)
     ]
     return [[items[group] for group in each.groups(lengths)] for each in ranks]
 
@@ -140,9 +139,8 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks(packing):
             Loader(
                 Shuffle(data, 1),
                 Batching(
-                    partial(collate, packing=packing),
+                    Collation(collate, packing),
                     micro_batch_size=2,
-                    packing=packing,
                     rank=rank,
                     world_size=ranks,
                 ),

@@ -1,6 +1,5 @@
 """Windows whose order is a function of (seed, epoch) and whose position is two integers."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError
 from unpacked import unpack
 
-COLLATE = partial(collate, packing=True)
+COLLATE = Collation(collate)
 
 
 def numbers(length):

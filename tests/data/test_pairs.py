@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.order.length_balancing import in_turn
-from surefoot.data.order.micro_batches import Batching, batch_of
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, join, split
@@ -97,15 +97,13 @@ def test_each_trained_position_knows_its_answer(found, packing):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_where_no_pair_is_left_for_a_process_no_answer_counts(packing):
-    def laid(features):
-        return collate_pairs(features, packing=packing)
-
+    laid = Collation(collate_pairs, packing)
     pair = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "lengths": [2, 1, 1]}
     (group,) = in_turn(1, 1, rank=1, world_size=2)
-    evaluated = batch_of(group, in_memory([pair]), laid)
+    evaluated = laid.batch_of(group, in_memory([pair]))
     (dealt,) = Batching(laid, micro_batch_size=1, rank=1, world_size=2).window([pair])
     for batch in (evaluated, dealt):
         assert batch.num_trained == 0
         assert batch.extras["answer"].tolist() == []
         assert batch.extras["answer_lengths"].tolist() == [0, 0]
-        assert batch.num_tokens == laid([pair]).num_tokens
+        assert batch.num_tokens == laid.batch([pair]).num_tokens

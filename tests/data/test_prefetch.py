@@ -1,24 +1,23 @@
 """Windows made ahead are those that would have been made, at the place where they are taken."""
 
 import threading
-from functools import partial
 
 import pytest
 
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from unpacked import unpack
 
-COLLATE = partial(collate, packing=True)
+COLLATE = Collation(collate)
 DATA = in_memory([{"input_ids": [i, i], "labels": [-100, i]} for i in range(23)])
 
 
-def loader(*, collate=COLLATE, prefetch=None, **changes):
-    batching = Batching(collate, micro_batch_size=2, **changes)
+def loader(*, collation=COLLATE, prefetch=None, **changes):
+    batching = Batching(collation, micro_batch_size=2, **changes)
     return Loader(Shuffle(DATA, 1), batching, global_batch_size=8, prefetch=prefetch)
 
 
@@ -65,13 +64,13 @@ def test_what_is_made_ahead_is_made_ready_by_a_thread():
 
 
 def test_an_error_arrives_at_the_window_that_has_it():
-    def broken(features):
+    def broken(features, *, packing):
         if any(item["input_ids"][0] == bad for item in features):
             raise ValueError("this example is broken")
-        return COLLATE(features)
+        return collate(features, packing=packing)
 
     bad = items(loader().window_at(0, 1))[0][0]
-    it = ahead(collate=broken)
+    it = ahead(collation=Collation(broken))
     it.next_window()
     for _ in range(2):  # the position is that of the window that failed
         with pytest.raises(ValueError, match="this example is broken"):

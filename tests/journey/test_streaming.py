@@ -8,10 +8,11 @@ import pytest
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, rows
+from surefoot.data.prepared.training_data import encode_stream
 from surefoot.errors import DataError, RecipeError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import encode_all
+from surefoot.recipe.recipe_data import encoding_of
 from surefoot.run.policy import build_codec
 from test_never_lost import assert_no_worse_for_it, killed_again_and_again
 
@@ -37,7 +38,7 @@ def streaming(folder, count=MANY, **sections):
 def encoded(project):
     """All of the data is in the cache."""
     recipe = load(project.recipe)
-    deque(encode_all(recipe, build_codec(recipe, resolve(recipe.model))))
+    deque(encode_stream(encoding_of(recipe, build_codec(recipe, resolve(recipe.model)))))
     return project
 
 

@@ -16,13 +16,14 @@ from transformers import (
 import surefoot
 from folders import edit_json, save_adapter, save_data, save_model, save_recipe, tokenizer
 from surefoot.checkpoint.converting.targets.peft import PEFTAdapter
+from surefoot.data.prepared.training_data import prepare
 from surefoot.errors import ModelError, RecipeError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.model.pretrained.positions import num_positions
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import open_codec, prepared, settled
+from surefoot.recipe.recipe_data import encoding_of, open_codec, settled
 from surefoot.use import export, open_model
 from surefoot.use.exporting.conversion import convert
 from surefoot.use.run_evaluation import evaluate_run
@@ -52,7 +53,7 @@ def learned(folder):
 def test_the_default_is_the_limit_of_the_model(project, tmp_path):
     recipe = load(project)
     assert settled(recipe, resolve(recipe.model)).data.cutoff_len == 256
-    data = prepared(recipe, open_codec(recipe, resolve(recipe.model)))
+    data = prepare(encoding_of(recipe, open_codec(recipe, resolve(recipe.model))))
     assert max(data.train.lengths) == 256
     save_model(tmp_path / "long", max_position_embeddings=1 << 15)
     assert settled(recipe, tmp_path / "long").data.cutoff_len == 2048

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from folders import save_data, save_recipe
+from surefoot.data.prepared.training_data import prepare
 from surefoot.errors import TemplateError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import open_codec, prepared
+from surefoot.recipe.recipe_data import encoding_of, open_codec
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 
@@ -31,8 +32,8 @@ def test_what_sft_cached_before_it_dropped_undesirable_rows_is_not_used(recipe, 
     with monkeypatch.context() as earlier:
         earlier.setattr(SFT, "encoding", "")
         earlier.setattr(SFT, "encode", lambda _, examples, codec: codec.encode_chats(examples))
-        assert len(prepared(recipe, codec).train) == 5
-    assert len(prepared(recipe, codec).train) == 1
+        assert len(prepare(encoding_of(recipe, codec)).train) == 5
+    assert len(prepare(encoding_of(recipe, codec)).train) == 1
 
 
 def test_a_wrong_template_and_wrong_data_are_said_at_once(recipe, tmp_path):

@@ -10,7 +10,7 @@ import tiny
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
@@ -118,10 +118,10 @@ def trainer(
     draft = Draft(folder, ModelSection(path="unused"), None, ALONE, options)
     draft.inner, draft.module = inner, policy
     network = finish(draft, ON_THE_MESH)
-    stage, make = SFT(), lambda features: collate(features, packing=packing)
+    stage, laid = SFT(), Collation(collate, packing)
     loader = Loader(
         Shuffle(items or examples(), section.seed),
-        Batching(make, micro_batch_size=section.micro_batch_size, packing=packing),
+        Batching(laid, micro_batch_size=section.micro_batch_size),
         global_batch_size=section.global_batch_size,
         prefetch=prefetch,
     )
@@ -152,7 +152,7 @@ def trainer(
         learners={"policy": learner},
         windows=Windows(loader, stage, no_context, NOTHING, section.seed, memory),
         evals={"": EvaluationSet(list(evals), NOTHING)} if evals else {},
-        evaluation=Evaluation(stage, network, no_context, make, *sizes, ALONE),
+        evaluation=Evaluation(stage, network, no_context, laid, *sizes, ALONE),
         saver=Saver(
             output_dir=folder,
             section=CheckpointSection(save_steps=save_steps, keep=keep),

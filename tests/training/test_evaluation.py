@@ -14,7 +14,7 @@ import small
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.order.length_balancing import in_turn
-from surefoot.data.order.micro_batches import batch_of
+from surefoot.data.order.micro_batches import Collation
 from surefoot.data.text.collation import collate
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
@@ -29,9 +29,9 @@ def test_the_shares_are_the_batches_of_one_process_dealt_out(
     count: int, size: int, world_size: int, packing: bool
 ):
     def share(rank, world_size):
-        make = lambda rows: collate(rows, packing=packing)  # noqa: E731
+        laid = Collation(collate, packing)
         groups = in_turn(count, size, rank, world_size)
-        return [batch_of(group, small.examples(count), make) for group in groups]
+        return [laid.batch_of(group, small.examples(count)) for group in groups]
 
     whole = share(0, 1)
     shares = [share(rank, world_size) for rank in range(world_size)]

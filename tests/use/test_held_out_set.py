@@ -5,11 +5,12 @@ import json
 import pytest
 
 from folders import save_data, save_model, save_recipe, tokenizer
+from surefoot.data.prepared.training_data import open_stream
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import load
-from surefoot.recipe.recipe_data import streamed
+from surefoot.recipe.recipe_data import encoding_of
 from surefoot.use.held_out_set import held_out
 
 NO_VAL = {"val_size": 0}
@@ -60,7 +61,7 @@ def test_a_streaming_run_holds_out_rows_of_its_first_examples(tmp_path):
     recipe = load(path, ["data.datasets=[sums, more]", *stream])
     codec = open_codec(recipe)
     (part,) = held_out(recipe, codec)
-    data = streamed(recipe, codec, fail)
+    data = open_stream(encoding_of(recipe, codec), fail)
     known = tokenizer()
     evals = (known.decode(data.evals[""][i]["input_ids"]) for i in range(len(data.evals[""])))
     questions = {text.split("user\n")[1].split("<|im_end|>")[0] for text in evals}

@@ -6,26 +6,16 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ..data.prepared.training_data import (
-    Encoding,
-    TrainingData,
-    encode_stream,
-    find,
-    open_stream,
-    prepare,
-)
+from ..data.prepared.training_data import Encoding, encode_stream, prepare
 from ..data.rows.catalog import problems_of
-from ..data.rows.dataset_report import DatasetReport, EncodingReport
+from ..data.rows.dataset_report import EncodingReport
 from ..data.section import DataSection
-from ..data.store.dataset import EncodedDataset
-from ..data.store.stream import ExampleStream
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..errors import ModelError, RecipeError, TemplateError
@@ -136,42 +126,18 @@ def _cure(config: PretrainedConfig, cutoff: int, limit: int) -> str:
     return f"{lower}, or set model.max_positions={cutoff}, which rescales rotary embeddings"
 
 
-def prepared(
-    recipe: Recipe, codec: Codec, section: DataSection | None = None
-) -> TrainingData[EncodedDataset]:
-    """The encoded datasets of a recipe, or of another ``section`` read in the same way. Raises
-    ``DataError``: something is missing or broken, or has no trained tokens."""
-    return prepare(_encoding(recipe, codec, section))
-
-
-def found(
-    recipe: Recipe, codec: Codec, section: DataSection | None = None
-) -> TrainingData[EncodedDataset] | None:
-    """The same if all of it is in the cache; nothing is encoded."""
-    return find(_encoding(recipe, codec, section))
-
-
-def streamed(recipe: Recipe, codec: Codec, more: Callable[[], None]) -> TrainingData[ExampleStream]:
-    """The datasets of a recipe to read while they are encoded; ``more`` waits for the next shard.
-    Raises ``DataError``: something is missing or broken, or has no trained tokens."""
-    return open_stream(_encoding(recipe, codec), more)
-
-
-def encode_all(recipe: Recipe, codec: Codec) -> Iterator[DatasetReport]:
-    """Encode what ``streamed`` reads, completely; yields the report so far with each shard."""
-    return encode_stream(_encoding(recipe, codec))
-
-
 def encode_datasets(recipe: Recipe, codec: Codec) -> EncodingReport:
     """Encode all of a recipe's datasets into the cache; what became of their rows. Raises
     ``DataError``: something is missing, broken, or gives nothing to learn."""
     if not recipe.data.streaming:
-        return prepared(recipe, codec).report
-    latest = {report.name: report for report in encode_all(recipe, codec)}
+        return prepare(encoding_of(recipe, codec)).report
+    latest = {report.name: report for report in encode_stream(encoding_of(recipe, codec))}
     return EncodingReport(tuple(latest.values()))
 
 
-def _encoding(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
+def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None) -> Encoding:
+    """What is encoded of the datasets of a recipe, or of another ``section`` read in the same
+    way."""
     # of a stage no setting changes what is encoded
     stage = f"{type(recipe.stage).__name__}{recipe.stage.encoding}"
     fingerprint = {"codec": codec.fingerprint, "stage": stage}

@@ -238,7 +238,7 @@ def build_trainer(
     evaluation = replace(
         build_evaluation(recipe, codec, networks, world, memory, served), kept=KeptRollouts(folder)
     )
-    loader = data_loading.build_loader(recipe, columns.data, evaluation.collate, world)
+    loader = data_loading.build_loader(recipe, columns.data, evaluation.collation, world)
     windows = Windows(
         loader,
         stage,

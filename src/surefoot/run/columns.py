@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ..data.prepared.training_data import AnyData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
@@ -42,14 +43,14 @@ OpenModel = Callable[[str], Network]  # by role
 class RunColumns:
     """The examples of a run with all the columns that are computed before the first step."""
 
-    data: data_loading.AnyData  # with those that are cached by item
+    data: AnyData  # with those that are cached by item
     kept: KeptWindows  # those of training's windows that are cached by window
     evals: Mapping[str, EvaluationSet]
 
 
 def precompute(
     recipe: Recipe,
-    data: data_loading.AnyData,
+    data: AnyData,
     folders: Mapping[str, Path],
     codec: Codec,
     world: World,
@@ -68,7 +69,7 @@ def precompute(
     sets = [*([] if train is None else [train]), *held_out.values()]
     found = columns_of(recipe, folders, sets, world)
     if is_blank:
-        found.blank(BlankContext(codec, recipe.stage, recipe.data.packing))
+        found.blank(BlankContext(codec, recipe.stage, data_loading.collation_of(recipe)))
     ahead = {} if found.is_complete else auxiliary_models(recipe.stage, "ahead")
 
     def run(policy: Network | None) -> None:
@@ -89,26 +90,25 @@ def precompute(
 
 def _joined(
     found: Precomputation,
-    data: data_loading.AnyData,
+    data: AnyData,
     train: WindowSet | None,
     held_out: Mapping[str, WindowSet],
 ) -> RunColumns:
-    examples = dict(data.evals)
     if train is not None:
-        examples = {name: with_items(dataset, found) for name, dataset in examples.items()}
-        data = replace(data, train=with_items(train.items, found), evals=examples)
+        held = {name: with_items(examples, found) for name, examples in data.evals.items()}
+        data = replace(data, train=with_items(train.items, found), evals=held)
     evals = {
-        name: EvaluationSet(dataset, with_windows(held_out[name], found))
-        for name, dataset in examples.items()
+        name: EvaluationSet(examples, with_windows(held_out[name], found))
+        for name, examples in data.evals.items()
     }
     return RunColumns(data, NOTHING if train is None else with_windows(train, found), evals)
 
 
-def _train_set(recipe: Recipe, data: data_loading.AnyData, world: World) -> WindowSet | None:
+def _train_set(recipe: Recipe, data: AnyData, world: World) -> WindowSet | None:
     """The training examples, and the windows of the run; None if nothing is computed for them."""
     if not auxiliary_models(recipe.stage, "ahead") or data.whole is None:
         return None
-    loader = data_loading.build_loader(recipe, data, data_loading.no_batch, world)
+    loader = data_loading.build_loader(recipe, data, data_loading.collation_of(recipe), world)
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
     return WindowSet(data.whole, windows, str(sorted(order.items())))

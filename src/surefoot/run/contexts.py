@@ -10,7 +10,7 @@ from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..training.context import NetworkContext, collate_of
+from ..training.context import NetworkContext
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
 from ..training.rewards.process import RewardProcess
@@ -19,6 +19,7 @@ from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import PolicyVersion
 from ..training.windows import Place, StageState
+from .data_loading import collation_of
 from .folder import lineage_of
 
 
@@ -32,8 +33,8 @@ def context_of(
 ) -> NetworkContext:
     """The context of the recipe's stage over ``networks``, by role."""
     memory = memory or MemoryGuard.of(recipe.train, world)
-    packing = recipe.data.packing
-    return NetworkContext(codec, recipe.stage, networks, memory, packing, world, seed)
+    collation = collation_of(recipe)
+    return NetworkContext(codec, recipe.stage, networks, memory, collation, world, seed)
 
 
 def build_evaluation(
@@ -66,7 +67,7 @@ def build_evaluation(
         stage,
         policy,
         context,
-        collate_of(stage, policy.sharing, packing=recipe.data.packing),
+        collation_of(recipe).for_model(policy.sharing),
         guard,
         section.global_batch_size,
         world,

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ..batch import Batch, Features
 from ..data.order.loader import Loader
-from ..data.order.micro_batches import Batching, Collate
+from ..data.order.micro_batches import Batching, Collation
 from ..data.order.prefetch import for_device
-from ..data.prepared.training_data import TrainingData
-from ..data.store.dataset import EncodedDataset
+from ..data.prepared.training_data import AnyData, TrainingData, open_stream, prepare
 from ..data.store.stream import ExampleStream
 from ..data.text.codec import Codec
 from ..errors import DataError
@@ -26,13 +23,12 @@ from ..model.pretrained.loading import device
 from ..parallel.launch_environment import launched
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import prepared, streamed
+from ..recipe.recipe_data import encoding_of
 from ..training.stage import longest_row
 from ..training.windows import num_steps
 from .encoder_worker import POLL_SECONDS, EncoderWorker
 
 logger = logging.getLogger(__name__)
-AnyData = TrainingData[EncodedDataset | ExampleStream]
 
 
 def open_data(
@@ -43,7 +39,7 @@ def open_data(
         if recipe.data.streaming:
             check_windows(recipe, None, world)
             return stream_data(recipe, codec, base)
-        found = prepared(recipe, codec)
+        found = prepare(encoding_of(recipe, codec))
     for line in found.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
     check_windows(recipe, len(found.train), world)
@@ -87,9 +83,9 @@ def stream_data(
 ) -> tuple[TrainingData[ExampleStream], AbstractContextManager[object]]:
     """Datasets to read while an encoder worker, one on every machine, encodes them. Raises
     ``RecipeError`` if the recipe counts epochs, whose length is not known yet."""
-    place = launched()
+    place, encoding = launched(), encoding_of(recipe, codec)
     if place is not None and place[2]:
-        return streamed(recipe, codec, partial(time.sleep, POLL_SECONDS)), nullcontext()
+        return open_stream(encoding, partial(time.sleep, POLL_SECONDS)), nullcontext()
     beside = EncoderWorker(recipe, base)
     if len(recipe.data.datasets) > 1:
         logger.warning(
@@ -97,21 +93,25 @@ def stream_data(
             "data.buffer_size = %d examples",
             recipe.data.buffer_size,
         )
-    data = streamed(recipe, codec, beside.wait)
+    data = open_stream(encoding, beside.wait)
     if data.train.length is None:
         num_steps(recipe.train, None)  # before anything slow
         beside.start()
     return data, beside
 
 
-def build_loader(recipe: Recipe, data: AnyData, collate: Collate, world: World) -> Loader:
+def collation_of(recipe: Recipe) -> Collation:
+    """How examples become a batch everywhere in a run, and before it."""
+    return Collation(recipe.stage.collate, recipe.data.packing)
+
+
+def build_loader(recipe: Recipe, data: AnyData, collation: Collation, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
         data.order(recipe.data, seed=recipe.train.seed),
         Batching(
-            collate,
+            collation,
             micro_batch_size=recipe.train.fixed_micro_batch_size,
-            packing=recipe.data.packing,
             rank=world.data_rank,
             world_size=world.num_data_ranks,
         ),
@@ -120,18 +120,12 @@ def build_loader(recipe: Recipe, data: AnyData, collate: Collate, world: World) 
     )
 
 
-def no_batch(_features: Sequence[Features]) -> Batch:
-    """The collation of a loader of which only the order is read."""
-    raise AssertionError("internal error: only the order of the examples is known here")
-
-
 def longest_document(recipe: Recipe, data: AnyData) -> int:
     """Tokens of the longest document in packed rows, with what the stage adds to it; of those that
     are not encoded yet, as many as ``data.cutoff_len`` allows."""
     longest = recipe.data.longest
     if data.whole is not None:
-        every = (data.whole, *data.evals.values())
-        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in every)
+        encoded = max(int(one.lengths.max(initial=0)) for one in (data.whole, *data.evals.values()))
         longest = longest_row(recipe.stage, encoded, longest)
     return longest + recipe.stage.max_new_tokens
 

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.micro_batches import Collate, batch_of
+from ..data.order.micro_batches import Collation
 from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
-from ..data.text.pairs import unshared
 from ..generate.generation import Sample
 from ..generate.section import GenerateSection
-from ..model.attention.isolation import PromptSharing
 from ..model.pretrained.loading import device
 from ..model.seeding import derive
 from ..network.network import Network
@@ -47,17 +45,6 @@ from .stage import (
 )
 
 
-def collate_of(stage: Stage, sharing: PromptSharing, *, packing: bool) -> Collate:
-    """How examples become a micro-batch: as the stage collates them, but with a prompt for each
-    response if the model cannot share prompts."""
-
-    def collate(features: Sequence[Features]) -> Batch:
-        batch = stage.collate(features, packing=packing)
-        return batch if sharing.is_proven else unshared(batch)
-
-    return collate
-
-
 @dataclass(frozen=True)
 class NetworkContext:
     """The context of a window, over the networks of a run."""
@@ -66,7 +53,7 @@ class NetworkContext:
     stage: Stage
     networks: Mapping[str, Network]  # by role
     memory: MemoryGuard
-    packing: bool
+    collation: Collation
     world: World
     seed: int  # of what is sampled: of this window and no other
     process: RewardProcess = field(default_factory=RewardProcess)
@@ -160,10 +147,10 @@ class NetworkContext:
         """This rank's micro-batches of ``size`` with their examples, perhaps none. It is to be
         closed: until then the network may have other values."""
         network, world, spec = self.networks[role], self.world, spec_of(self.stage, role)
-        collate = collate_of(self.stage, network.sharing, packing=self.packing)
+        collation = self.collation.for_model(network.sharing)
         with network.evaluating():
             for items in in_turn(len(examples), size, world.data_rank, world.num_data_ranks):
-                batch = batch_of(items, examples, collate).to(device())
+                batch = collation.batch_of(items, examples).to(device())
                 yield items, network.forward(batch, spec), batch
 
 
@@ -174,7 +161,7 @@ class BlankContext:
 
     codec: Codec
     stage: Stage
-    packing: bool
+    collation: Collation
     seed: int = 0
     state: Mapping[str, float] = field(default_factory=dict)
 
@@ -186,7 +173,7 @@ class BlankContext:
         self, role: str, examples: Sequence[Features], function: Reduction
     ) -> NDArray[np.float64]:
         """The result of ``function`` for zeros."""
-        batch = self.stage.collate(examples, packing=self.packing)
+        batch = self.collation.batch(examples)
         found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
         return found.double().numpy()
 
@@ -215,10 +202,10 @@ def _scores(outputs: Outputs, _batch: Batch) -> torch.Tensor:
 
 
 def blank_examples(
-    stage: Stage, codec: Codec, examples: Sequence[Features], *, packing: bool
+    stage: Stage, codec: Codec, examples: Sequence[Features], collation: Collation
 ) -> Sequence[Features]:
     """What a stage would train on, for a forward pass of which only the size matters."""
-    context = BlankContext(codec, stage, packing)
+    context = BlankContext(codec, stage, collation)
     return stage.prepare(context, stage.precompute(context, examples)).examples
 
 

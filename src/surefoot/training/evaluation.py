@@ -15,7 +15,7 @@ import numpy as np
 from ..batch import Batch, Features, Loss, with_router_loss
 from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
-from ..data.order.micro_batches import Collate, batch_of
+from ..data.order.micro_batches import Collation
 from ..data.store.dataset import EncodedDataset
 from ..model.pretrained.loading import device
 from ..network.network import Network
@@ -53,7 +53,7 @@ class Evaluation:
     stage: Stage
     network: Network
     context: Callable[[Place], StageContext]
-    collate: Collate
+    collation: Collation
     memory: MemoryGuard
     window_size: int  # examples
     world: World
@@ -105,7 +105,7 @@ class Evaluation:
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks
             for group in in_turn(len(prepared.examples), size, *ranks):
-                yield batch_of(group, prepared.examples, self.collate)
+                yield self.collation.batch_of(group, prepared.examples)
 
 
 def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str, float]:

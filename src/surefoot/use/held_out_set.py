@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
 from ..data.example import Example
+from ..data.prepared.training_data import open_stream, prepare
 from ..data.rows.catalog import Catalog
 from ..data.rows.rows import read_examples
 from ..data.section import DataSection
@@ -18,7 +18,7 @@ from ..data.text.codec import Codec
 from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import encode_all, open_codec, prepared, streamed
+from ..recipe.recipe_data import encoding_of, open_codec
 
 logger = logging.getLogger(__name__)
 VAL = "held out"  # what val_size takes from the training datasets
@@ -87,18 +87,17 @@ def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
         mix_strategy="concat",
         interleave_probs=None,
     )
-    (rows,) = _rows(prepared(recipe, codec, section).train)
+    (rows,) = _rows(prepare(encoding_of(recipe, codec, section)).train)
     return rows
 
 
 def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
     """The rows that ``val_size`` holds out, by dataset."""
     if recipe.data.streaming:
-        shards = encode_all(recipe, codec)  # as far as it takes
-        found = streamed(recipe, codec, partial(next, shards, None))
+        found = open_stream(encoding_of(recipe, codec))
         numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
         return dict(found.train.rows_by_dataset(numbers))
-    rows = _rows(prepared(recipe, codec).evals[""])
+    rows = _rows(prepare(encoding_of(recipe, codec)).evals[""])
     return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
 
 

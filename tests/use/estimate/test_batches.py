@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching
+from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
@@ -48,9 +48,8 @@ def every_batch(made, items, ranks, steps):
         Loader(
             Shuffle(items, made.train.seed),
             Batching(
-                lambda features: collate(features, packing=made.data.packing),
+                Collation(collate, made.data.packing),
                 micro_batch_size=made.train.micro_batch_size,
-                packing=made.data.packing,
                 rank=rank,
                 world_size=ranks,
             ),

@@ -1,9 +1,9 @@
-"""The micro-batches of one rank from the examples of a global window."""
+"""Examples to micro-batches: what is in each, and how it is laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +12,8 @@ from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
 from ..store.dataset import num_tokens
+from ..text.pairs import unshared
 from .length_balancing import balance_by_length, num_passes, positions
-
-Collate = Callable[[Sequence[Features]], Batch]
 
 
 def fitting_micro_batch(examples: int, most: int) -> int:
@@ -38,15 +37,52 @@ def check_divides(num_examples: int, micro_batch_size: int, num_ranks: int) -> N
     )
 
 
+class Items(Protocol):
+    """Anything that has the features of examples by their number."""
+
+    def __getitem__(self, item: int, /) -> Features: ...
+
+
+class Sharing(Protocol):
+    """Whether a model may compute the prompt of two responses once."""
+
+    @property
+    def is_proven(self) -> bool:
+        """So it has been checked."""
+
+
+@dataclass(frozen=True)
+class Collation:
+    """How examples become a batch, wherever one is made: to train, to evaluate, to precompute a
+    column, to plan or to measure speed."""
+
+    collate: Callable[..., Batch]  # of the stage: ``collate(features, packing=...)``
+    packing: bool = True
+    sharing: Sharing | None = None  # of the model; None: whatever ``collate`` does
+
+    def for_model(self, sharing: Sharing) -> Collation:
+        """The same for a model, with a prompt for each response if it cannot share prompts."""
+        return replace(self, sharing=sharing)
+
+    def batch(self, features: Sequence[Features]) -> Batch:
+        """The batch of some examples, at least one."""
+        made = self.collate(features, packing=self.packing)
+        return made if self.sharing is None or self.sharing.is_proven else unshared(made)
+
+    def batch_of(self, group: Index, items: Items, spares: Items | None = None) -> Batch:
+        """The batch of a group; of none, the first of ``spares`` (or ``items``) without labels."""
+        rows = [items[int(item)] for item in group]
+        return self.batch(rows or [without_labels((items if spares is None else spares)[0])])
+
+
 @dataclass(frozen=True)
 class Batching:
     """Assigns examples to micro-batches and ranks by length: a pure function of the examples, the
     same for loaded ones and for those that a stage made."""
 
-    collate: Collate
+    collation: Collation
     _: KW_ONLY
     micro_batch_size: int
-    packing: bool = True  # how ``collate`` lays examples out
     rank: int = 0
     world_size: int = 1
 
@@ -62,7 +98,7 @@ class Batching:
         """
         size, ranks = self.micro_batch_size, self.world_size
         dealt = balance_by_length(
-            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.packing
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.collation.packing
         )[0]
         count = num_passes(len(lengths), size, ranks)
         return [np.flatnonzero(dealt == group) for group in range(self.rank, count, ranks)]
@@ -71,10 +107,10 @@ class Batching:
         """The tokens of the largest micro-batch of any rank, padding included."""
         size, ranks = self.micro_batch_size, self.world_size
         dealt = balance_by_length(
-            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.packing
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.collation.packing
         )
         count = num_passes(len(lengths), size, ranks)
-        return int(positions(lengths[None], dealt, count, packing=self.packing).max())
+        return int(positions(lengths[None], dealt, count, packing=self.collation.packing).max())
 
     def window(
         self,
@@ -94,19 +130,7 @@ class Batching:
         if lengths is None:
             lengths = np.array([num_tokens(example) for example in examples], np.int64)
         groups = self.groups(lengths)
-        return [batch_of(group, examples, self.collate, spares) for group in groups]
-
-
-class Items(Protocol):
-    """Anything that has the features of examples by their number."""
-
-    def __getitem__(self, item: int, /) -> Features: ...
-
-
-def batch_of(group: Index, items: Items, collate: Collate, spares: Items | None = None) -> Batch:
-    """The batch of a group; of none, the first of ``spares`` (or ``items``) without labels."""
-    rows = [items[int(item)] for item in group]
-    return collate(rows or [without_labels((items if spares is None else spares)[0])])
+        return [self.collation.batch_of(group, examples, spares) for group in groups]
 
 
 def without_labels(example: Features) -> Features:

@@ -66,6 +66,9 @@ class TrainingData(Generic[Examples_co]):
         return Shuffle(self.train, seed, section.shuffle, size, self.held)
 
 
+AnyData = TrainingData[EncodedDataset | ExampleStream]
+
+
 @dataclass(frozen=True)
 class Encoding:
     """The datasets of a recipe, and all that determines what is encoded of them."""
@@ -172,8 +175,11 @@ def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
     return _arranged(encoding, loaded)
 
 
-def open_stream(encoding: Encoding, more: Callable[[], None]) -> TrainingData[ExampleStream]:
+def open_stream(
+    encoding: Encoding, more: Callable[[], None] | None = None
+) -> TrainingData[ExampleStream]:
     """The datasets of a recipe, which another process encodes; see ``ExampleStream`` for ``more``.
+    Without it, they are encoded here, as far as they are read.
 
     The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
     for.
@@ -181,6 +187,7 @@ def open_stream(encoding: Encoding, more: Callable[[], None]) -> TrainingData[Ex
     section, parts = encoding.section, encoding.streamed()
     is_mixed = len(parts) < len(section.datasets)  # then each dataset is checked as it is read
     limit = UNLIMITED if is_mixed else section.max_broken_rows
+    more = more or partial(next, encode_stream(encoding), None)
     stream = ExampleStream(parts, more, max_broken_rows=limit)
     entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
     evals = {name: each.dataset for name, each in _load_all(entries, encoding).items()}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from ...batch import Features
+from ...data.prepared.training_data import open_stream, prepare
 from ...data.text.codec import Codec
 from ...data.text.pairs import with_chosen
 from ...errors import ModelError
 from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import encode_all, prepared, streamed
+from ...recipe.recipe_data import encoding_of
 from ...use.held_out_set import own_codec
 from ...use.model_loading import ModelFolders, codec_of
 
@@ -43,15 +43,14 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
 
 
 def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
-    data = prepared(recipe, codec).train
+    data = prepare(encoding_of(recipe, codec)).train
     chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
     yield from (data[int(index)] for index in np.unique(chosen))
 
 
 def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
     """The first that are not held out; encoded as far as that takes."""
-    shards = encode_all(recipe, codec)
-    data = streamed(recipe, codec, partial(next, shards, None))
+    data = open_stream(encoding_of(recipe, codec))
     held = set(data.held.tolist())
     known = data.train.reach(count + len(held))
     chosen = [item for item in range(min(known, count + len(held))) if item not in held]

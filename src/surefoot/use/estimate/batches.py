@@ -16,7 +16,7 @@ from ...data.order.micro_batches import Batching
 from ...data.order.shuffle import Shuffle
 from ...data.store.dataset import EncodedDataset, EncodedStore
 from ...recipe.recipe import Recipe
-from ...run.data_loading import no_batch
+from ...run.data_loading import collation_of
 
 _ITEMS = 100_000  # examples whose labels are looked at together
 
@@ -43,9 +43,8 @@ def loader_of(recipe: Recipe, dataset: EncodedDataset, num_processes: int) -> Lo
     return Loader(
         Shuffle(dataset, recipe.train.seed, recipe.data.shuffle),
         Batching(
-            no_batch,
+            collation_of(recipe),
             micro_batch_size=recipe.train.fixed_micro_batch_size,
-            packing=recipe.data.packing,
             world_size=num_processes,
         ),
         global_batch_size=recipe.train.global_batch_size,
@@ -89,7 +88,11 @@ def heaviest(
     ``group_size`` examples of each item, all with ``added`` tokens, which ``lengths`` include."""
     best, found = -1.0, np.arange(0)
     batching, tokens_of = loader.batching, loader.order.examples.lengths_of
-    size, ranks, packing = batching.micro_batch_size, batching.world_size, batching.packing
+    size, ranks, packing = (
+        batching.micro_batch_size,
+        batching.world_size,
+        batching.collation.packing,
+    )
     for items in _items(loader, steps):
         for loaded in _windows(loader, items):
             windows = np.repeat(loaded, group_size, axis=1)

@@ -13,6 +13,7 @@ from ...data.encoded import Dropped, Truncated
 from ...data.example import Example
 from ...data.order.mixing import mixed
 from ...data.prepared.row_choice import mixing_of
+from ...data.prepared.training_data import find
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
@@ -21,7 +22,7 @@ from ...data.store.dataset import EncodedDataset, in_memory, join
 from ...data.text.codec import Codec
 from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import found
+from ...recipe.recipe_data import encoding_of
 
 ROWS = 1000  # of each dataset, spread evenly over it
 
@@ -38,7 +39,7 @@ def examples_of(recipe: Recipe, codec: Codec) -> ExampleLengths:
     """The training examples of ``recipe``; nothing is written to the cache. Raises ``DataError`` if
     a dataset is missing or broken, or has no trained tokens."""
     if not recipe.data.streaming:
-        cached = found(recipe, codec, replace(recipe.data, eval_datasets=()))
+        cached = find(encoding_of(recipe, codec, replace(recipe.data, eval_datasets=())))
         if cached is not None:
             return ExampleLengths(cached.train)
     catalog = Catalog(recipe.data)

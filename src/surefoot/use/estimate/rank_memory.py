@@ -13,14 +13,15 @@ from ...batch import Batch
 from ...data.data_order import Index
 from ...data.store.dataset import EncodedDataset
 from ...data.text.codec import Codec
-from ...data.text.pairs import unshared
 from ...errors import RecipeError
+from ...model.attention.isolation import PromptSharing
 from ...model.precision import PrecisionName
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
+from ...run.data_loading import collation_of
 from ...training.context import blank_examples
 from .batches import heaviest, loader_of, shares_prompts
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
@@ -155,7 +156,7 @@ def rehearsed(recipe: Recipe, ground: PlanBase, held: DryRunModel) -> Rehearsed:
 
 def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
     loader = loader_of(recipe, ground.dataset, mesh_of(recipe, ground.machine).num_data_ranks)
-    stage, packing = recipe.stage, recipe.data.packing
+    stage, collation = recipe.stage, collation_of(recipe)
     items = heaviest(
         loader,
         ground.windows,
@@ -166,10 +167,9 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
         added=stage.max_new_tokens,
     )
     features = [ground.dataset[int(item)] for item in items]
-    found = blank_examples(stage, ground.codec, features, packing=packing)
+    found = blank_examples(stage, ground.codec, features, collation)
     one_of_each = found[:: stage.group_size][: len(features)]
-    batch = stage.collate(one_of_each, packing=packing)
-    return batch if shares_prompts(recipe) else unshared(batch)
+    return collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
 
 
 def memory_of(recipe: Recipe, machine: Machine, held: DryRunModel, one: Pass) -> Memory:
