@@ -17,8 +17,8 @@ from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.training_data import TrainingData
-from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
+from surefoot.data.store.dataset import in_memory
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation
 from surefoot.model.pretrained.loading import device
@@ -96,7 +96,7 @@ def trainer(
         steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
         world=world,
     )
-    data = TrainingData(examples or small.examples(), {}, EncodingReport(()))
+    data = TrainingData(in_memory(examples or small.examples()), {})
 
     def opened(role):
         path = Path(recipe.stage.auxiliary[role].model or folder / "another")

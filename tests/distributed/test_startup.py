@@ -19,8 +19,8 @@ from counting import Counting
 from spread import learn, save
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.training_data import TrainingData
-from surefoot.data.rows.dataset_report import EncodingReport
 from surefoot.data.section import DataSection
+from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
@@ -68,7 +68,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
     policy = open_policy(recipe, folder, tokenizer, world)
     columns, networks = precompute(
         recipe,
-        TrainingData(small.examples(), {}, EncodingReport(())),
+        TrainingData(in_memory(small.examples()), {}),
         {"policy": folder},
         *(codec, world, lambda needs_start: policy, None),
     )

@@ -12,6 +12,7 @@ from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
+from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation, selection
@@ -38,20 +39,9 @@ from surefoot.training.trainer import Trainer
 from surefoot.training.windows import Windows
 
 
-class Items(list):
-    fingerprint = "the same"
-
-    @property
-    def lengths(self):
-        return np.array([len(item["input_ids"]) for item in self])
-
-    def lengths_of(self, items):
-        return self.lengths[items]
-
-
 def examples(count=14, seed=5):
     random = np.random.default_rng(seed)
-    items = Items()
+    items = []
     for _ in range(count):
         prompt, answer = random.integers(3, 64, 4), random.integers(3, 64, random.integers(1, 6))
         ids = [*prompt.tolist(), *answer.tolist()]
@@ -120,7 +110,7 @@ def trainer(
     network = finish(draft, ON_THE_MESH)
     stage, laid = SFT(), Collation(collate, packing)
     loader = Loader(
-        Shuffle(items or examples(), section.seed),
+        Shuffle(in_memory(items or examples()), section.seed),
         Batching(laid, micro_batch_size=section.micro_batch_size),
         global_batch_size=section.global_batch_size,
         prefetch=prefetch,

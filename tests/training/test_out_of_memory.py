@@ -252,9 +252,7 @@ def test_a_limit_of_address_space_splits_a_step(tmp_path):
 
 
 def split(folder):
-    items = small.Items(
-        {"input_ids": [3 + i] * 128, "labels": [-100] + [3 + i] * 127} for i in range(8)
-    )
+    items = [{"input_ids": [3 + i] * 128, "labels": [-100] + [3 + i] * 127} for i in range(8)]
     model = tiny.model(num_hidden_layers=1, intermediate_size=32768)
     built = small.trainer(
         Path(folder), Limit(), model=model, items=items, packing=False, method=METHODS["lora"],

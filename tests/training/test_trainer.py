@@ -111,8 +111,8 @@ def test_one_step_is_that_of_a_plain_torch_loop(tmp_path):
     )
     total, count = 0.0, 0
     for i in order:
-        ids = torch.tensor(built.windows.loader.order.examples[i]["input_ids"])[None]
-        labels = torch.tensor(built.windows.loader.order.examples[i]["labels"])[None]
+        ids = torch.tensor(small.examples()[i]["input_ids"])[None]
+        labels = torch.tensor(small.examples()[i]["labels"])[None]
         logits = reference(input_ids=ids).logits[:, :-1]
         total = total + torch.nn.functional.cross_entropy(
             logits.transpose(1, 2), labels[:, 1:], reduction="sum"

@@ -29,7 +29,10 @@ HTTP = ("http", "https")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 # For a web server, the proxies of the environment; public buckets are read without credentials, if
 # there are none.
-OPTIONS = {True: ({"client_kwargs": {"trust_env": True}},), False: ({}, {"anon": True})}
+OPTIONS: Mapping[bool, Sequence[Mapping[str, Any]]] = {
+    True: ({"client_kwargs": {"trust_env": True}},),
+    False: ({}, {"anon": True}),
+}
 TAGS = ("ETag", "etag", "LastModified", "Last-Modified")  # tell versions of a file apart
 LISTED = "files.json"  # names of the copies that were complete when the server was asked last
 
