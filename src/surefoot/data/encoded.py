@@ -25,5 +25,14 @@ class Truncated:
     features: Sequence[Features]
 
 
-EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')
 Encoded = Sequence[Features] | Truncated | Dropped  # a long text may give several items
+
+
+def items_of(outcome: Encoded) -> Sequence[Features]:
+    """The features of an example; none if it is dropped."""
+    if isinstance(outcome, Dropped):
+        return ()
+    return outcome.features if isinstance(outcome, Truncated) else outcome
+
+
+EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')

@@ -15,8 +15,7 @@ from pathlib import Path
 from ..data.order.loader import Loader
 from ..data.order.micro_batches import Batching, Collation
 from ..data.order.prefetch import for_device
-from ..data.prepared.training_data import AnyData, TrainingData, open_stream, prepare
-from ..data.store.stream import ExampleStream
+from ..data.prepared.training_data import AnyData, open_stream, prepare
 from ..data.text.codec import Codec
 from ..errors import DataError
 from ..model.pretrained.loading import device
@@ -80,7 +79,7 @@ def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> Non
 
 def stream_data(
     recipe: Recipe, codec: Codec, base: Path
-) -> tuple[TrainingData[ExampleStream], AbstractContextManager[object]]:
+) -> tuple[AnyData, AbstractContextManager[object]]:
     """Datasets to read while an encoder worker, one on every machine, encodes them. Raises
     ``RecipeError`` if the recipe counts epochs, whose length is not known yet."""
     place, encoding = launched(), encoding_of(recipe, codec)

@@ -22,13 +22,12 @@ from pathlib import Path
 
 import surefoot
 
-from ..data.prepared.training_data import encode_stream
 from ..errors import DataError, SurefootError
 from ..model.pretrained.loading import resolve
 from ..parallel.launch_environment import LAUNCHER
 from ..parallel.world import die_with_launcher
 from ..recipe.recipe import Recipe, dump, load
-from ..recipe.recipe_data import encoding_of, open_codec
+from ..recipe.recipe_data import encode_datasets, open_codec
 
 POLL_SECONDS = 0.05
 MAX_STARTS = 3
@@ -118,9 +117,7 @@ def main(recipe: Path) -> int:
     os.nice(NICE)
     try:
         loaded = load(recipe)
-        codec = open_codec(loaded, resolve(loaded.model, weights=False))
-        for _ in encode_stream(encoding_of(loaded, codec)):
-            pass
+        encode_datasets(loaded, open_codec(loaded, resolve(loaded.model, weights=False)))
     except SurefootError as error:
         recipe.with_name(ERROR).write_text(str(error), encoding="utf-8")
         return 2

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, pairwise
 
 from ..batch import IGNORE_INDEX, Features
-from ..data.encoded import Dropped, Encoded, Truncated
+from ..data.encoded import Dropped, Encoded, Truncated, items_of
 from ..data.example import Example
 from ..data.rows.catalog import Catalog
 from ..data.rows.row_sources import BrokenRow
@@ -201,13 +201,6 @@ def _shown(codec: Codec, example: Example, outcome: Encoded, whole: Encoded) -> 
         dropped=outcome.reason if isinstance(outcome, Dropped) else None,
         items=[_sequence(codec, item) for item in items_of(outcome)],
     )
-
-
-def items_of(outcome: Encoded) -> Sequence[Features]:
-    """The sequences of an example; none if it is dropped."""
-    if isinstance(outcome, Dropped):
-        return ()
-    return outcome.features if isinstance(outcome, Truncated) else outcome
 
 
 def _pairs(item: Features) -> Iterator[tuple[Sequence[int], Sequence[int]]]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
 from ..data_order import Index
-from ..encoded import Dropped, Encoded, Truncated
+from ..encoded import Dropped, Encoded, Truncated, items_of
 from ..example import Example
 from ..rows.dataset_report import DatasetReport, add, shown
 from ..rows.row_sources import BrokenRow
@@ -87,10 +87,9 @@ class Encoder:
         items: list[Features] = []
         rows: list[int] = []
         for index, outcome in zip(numbers, outcomes, strict=True):
-            if not isinstance(outcome, Dropped):
-                found = outcome.features if isinstance(outcome, Truncated) else outcome
-                items += found
-                rows += [index] * len(found)
+            found = items_of(outcome)
+            items += found
+            rows += [index] * len(found)
         self.writer.add(items, rows)
         more = DatasetReport(
             name=self.name,

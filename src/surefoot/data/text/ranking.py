@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError
-from ..encoded import EMPTY, Dropped, Encoded, Truncated
+from ..encoded import EMPTY, Dropped, Encoded, Truncated, items_of
 from ..example import Example, Message
 from ..rows.formats.fields import truth
 from ..rows.unread_columns import MARKS
@@ -97,7 +97,7 @@ def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:
     for outcome in (chosen, rejected):
         if isinstance(outcome, Dropped):
             return outcome
-    items = [_item(outcome) for outcome in (chosen, rejected)]
+    items = [items_of(outcome)[-1] for outcome in (chosen, rejected)]  # which end in the response
     if not all(any(_trained(item)) for item in items):
         return NO_ROOM
     if list(items[0]["input_ids"]) == list(items[1]["input_ids"]):
@@ -105,12 +105,6 @@ def _pair(chosen: Encoded, rejected: Encoded) -> Encoded:
     is_cut = isinstance(chosen, Truncated) or isinstance(rejected, Truncated)
     pair = [join(*items)]
     return Truncated(pair) if is_cut else pair
-
-
-def _item(outcome: Encoded) -> Features:
-    """The sequence that ends in the response."""
-    assert not isinstance(outcome, Dropped)
-    return (outcome.features if isinstance(outcome, Truncated) else outcome)[-1]
 
 
 def _trained(item: Features) -> Iterator[bool]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ...data.data_order import Index
-from ...data.encoded import Dropped, Encoded, Truncated
+from ...data.encoded import Dropped, Encoded, Truncated, items_of
 from ...data.example import Example
 from ...data.prepared.row_choice import DrawnRows, draw_rows
 from ...data.rows.catalog import Catalog
@@ -20,7 +20,7 @@ from ...data.rows.rows import read_examples
 from ...data.store.encoder import unread_in
 from ...data.text.codec import Codec
 from ...recipe.recipe import Recipe
-from ..preview import UNLIMITED, items_of, num_limited, num_tokens_of, num_trained_of
+from ..preview import UNLIMITED, num_limited, num_tokens_of, num_trained_of
 from .comparison import SNIPPET, SNIPPETS, Reading, compared
 from .conversations import oddities, response_of, texts_of
 from .duplicates import RowHashes

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from ...batch import Features
-from ...data.encoded import Dropped, Truncated
+from ...data.encoded import items_of
 from ...data.example import Example
 from ...data.order.mixing import mixed
 from ...data.prepared.row_choice import mixing_of
@@ -93,5 +93,4 @@ def _encoded(
     recipe: Recipe, codec: Codec, rows: Sequence[Example | BrokenRow]
 ) -> Sequence[Features]:
     outcomes = recipe.stage.encode([row for row in rows if isinstance(row, Example)], codec)
-    kept = (one for one in outcomes if not isinstance(one, Dropped))
-    return [item for one in kept for item in (one.features if isinstance(one, Truncated) else one)]
+    return [item for outcome in outcomes for item in items_of(outcome)]
