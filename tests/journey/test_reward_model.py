@@ -1,12 +1,10 @@
 """A reward model, from pairs to rewards that transformers computes, too."""
 
 import json
-import warnings
 
 import pytest
 import torch
 from click.testing import CliRunner
-from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -75,30 +73,6 @@ def encoded(texts, tokenizer):
     return [tokenizer(t, return_tensors="pt", add_special_tokens=False) for t in texts]
 
 
-def test_an_adapter_is_exported_as_peft_has_it_for_sequence_classification(trained, tmp_path):
-    made, _, rows = trained
-    if not list(made.run.glob("*/adapter_model.safetensors")):
-        told = run("export", made.run, tmp_path / "out", "--reward-head", "adapter", code=2)
-        assert "needs a reward model that was trained with an adapter" in told
-        assert not (tmp_path / "out").exists()
-        return
-    run("export", made.run, tmp_path / "out", "--reward-head", "adapter")
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        model = AutoPeftModelForSequenceClassification.from_pretrained(
-            tmp_path / "out", num_labels=1
-        ).eval()
-    assert not [w for w in told if "missing" in str(w.message).lower()]
-    assert model.peft_config["default"].inference_mode
-    said, ours = zip(*texts(rows, AutoTokenizer.from_pretrained(tmp_path / "out")), strict=True)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    with torch.no_grad():
-        theirs = [float(model(**one).logits) for one in encoded(said, tokenizer)]
-    assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
-
-
 def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(trained, tmp_path):
     made, _, _ = trained
     run("export", made.run, tmp_path / "out", "--reward-head", "v_head")
@@ -113,18 +87,16 @@ def test_a_value_head_lies_beside_a_language_model_as_llamafactory_has_it(traine
     assert head["v_head.summary.weight"].norm() > 0 == head["v_head.summary.bias"].norm()
 
 
-@pytest.mark.parametrize("head", ["score", "v_head", "adapter"])
+@pytest.mark.parametrize("head", ["score", "v_head"])
 def test_rewards_of_what_is_exported_are_verified(trained, head, tmp_path):
     made, _, _ = trained
-    if head == "adapter" and not list(made.run.glob("*/adapter_model.safetensors")):
-        return
     out = tmp_path / "out"
     told = run("export", made.run, out, "--reward-head", head)
     assert "verified: the rewards of 12 fixed conversations" in told
     receipt = json.loads((out / "receipt.json").read_text())
     assert receipt["verified"]["passed"]
     assert receipt["verified"]["difference"] < 1e-4 < receipt["verified"]["largest"]
-    name = {"score": "model", "v_head": "value_head", "adapter": "adapter_model"}[head]
+    name = {"score": "model", "v_head": "value_head"}[head]
     path = out / f"{name}.safetensors"
     wrong = load_file(path)
     key = next(k for k in wrong if k.endswith(("score.weight", "v_head.summary.weight")))

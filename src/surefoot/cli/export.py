@@ -32,14 +32,13 @@ EXPORTERS: Extended[Exporter] = Extended(
                 MAX_SHARD_SIZE,
                 click.Option(
                     ["--reward-head"],
-                    type=click.Choice(["score", "v_head", "adapter"]),
+                    type=click.Choice(["score", "v_head"]),
                     default="score",
                     show_default=True,
                     help="Of a reward model: score in the layout of "
                     "AutoModelForSequenceClassification, or a file with v_head beside a language "
-                    "model, as TRL and LLaMA-Factory read it; adapter writes a LoRA adapter that "
-                    "is not merged, with score, for AutoPeftModelForSequenceClassification. Of a "
-                    "model with the values of stage: ppo, v_head writes them, too.",
+                    "model, as TRL and LLaMA-Factory read it. Of a model with the values of "
+                    "stage: ppo, v_head writes them, too.",
                 ),
                 TRUST_REMOTE_CODE,
             ),
@@ -152,9 +151,8 @@ def export(path: str, out: Path, verify: bool, to: str, **options: Any) -> None:
 
 def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
     """Verify what was written, unless that cannot be done here; delete it if it is wrong."""
-    from ..use.receipts.artefact_loading import UnopenedError
     from ..use.receipts.receipt import delete_artefact
-    from ..use.receipts.verification import verification_cost
+    from ..use.receipts.verification import UnopenedError, verification_cost
 
     cost = verification_cost(out)
     if not cost.fits:
@@ -187,12 +185,7 @@ def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
     """Print the result; the exit code is 1 if the artefact computes something else."""
     from ..use.receipts.verification import verify_export
 
-    found = verify_export(out, checkpoint=checkpoint, base=base)
-    result = found.comparison
-    if found.quality is not None:
-        click.echo(f"quality: {found.quality}")
-    elif found.why_no_quality:
-        click.echo(f"quality: not measured on held-out rows: {found.why_no_quality}", err=True)
+    result = verify_export(out, checkpoint=checkpoint, base=base)
     if result.is_within:
         click.echo(f"verified: {result}")
         return

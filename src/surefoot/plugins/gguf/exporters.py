@@ -21,5 +21,6 @@ GGUF_ADAPTER = Exporter(
     writer=f"{__package__}.export:to_gguf_adapter",
     formats=_EXACT,
     suffix=".gguf",
+    may_not_open=True,
     package="gguf",
 )

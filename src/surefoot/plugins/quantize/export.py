@@ -22,8 +22,7 @@ from ...storage import files
 from ...use.exporting.base_model import meta_model
 from ...use.exporting.exported import counting, num_bytes, num_weights, whole_model
 from ...use.model_loading import ModelFolders, find_parts, is_reward, with_valid
-from ...use.receipts.card import card_text
-from ...use.receipts.receipt import CARD, Artefact, write_receipt
+from ...use.receipts.receipt import Artefact, write_receipt
 from .calibration import Calibrator
 from .layerwise import open_layerwise
 from .linear_layers import LinearLayers, find_linear_layers
@@ -109,8 +108,7 @@ def export_quantized(
             write_small(folder, small)
             count = num_weights(source.source)
             artefact = Artefact("compressed-tensors", scheme.name, count, settings=settings)
-            receipt = write_receipt(folder, parts, artefact)
-            write_small(folder, {CARD: card_text(receipt).encode()})
+            write_receipt(folder, parts, artefact)
 
     with_valid(find, write)
     return target

@@ -29,7 +29,6 @@ from .reward_model import (
     RewardHead,
     as_sequence_classification,
     head_of,
-    reward_adapter,
     v_head_file,
 )
 
@@ -57,8 +56,7 @@ def export(
         max_shard_size: largest weight file in bytes.
         trust_remote_code: run code that comes with the model, to learn its tensors' names.
         reward_head: how the head of a reward model is stored: ``score``, or ``v_head`` in a file of
-            its own, as the values of PPO, which are omitted otherwise (see ``reward_model``), or as
-            a part of its ``adapter``, which is not merged.
+            its own, as the values of PPO, which are omitted otherwise (see ``reward_model``).
         progress: called with the bytes written and the total.
 
     Raises:
@@ -68,13 +66,6 @@ def export(
     target = Path(out).expanduser().absolute()
 
     def write(parts: ModelFolders) -> None:
-        if reward_head == "adapter":
-            files = reward_adapter(parts, dtype, trust_remote_code=trust_remote_code)
-            with new_folder(target, may_be_empty=True) as folder:
-                write_small(folder, files)
-                size = meta_model(parts.model, trust_remote_code).num_parameters()
-                write_receipt(folder, parts, Artefact("adapter", dtype or "float32", size))
-            return
         source, small = whole_model(
             parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
         )

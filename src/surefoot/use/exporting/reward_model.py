@@ -3,7 +3,6 @@ and OpenRLHF read too, or a language model with ``v_head``, as TRL and LLaMA-Fac
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import ExitStack
 from typing import Any, Literal, cast
@@ -13,27 +12,19 @@ from safetensors.torch import save
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ...checkpoint.disk.companions import companions_of
-from ...checkpoint.layouts.opening import open_folder, open_role
+from ...checkpoint.layouts.opening import open_role
 from ...checkpoint.layouts.sequence_classification import SCORE
-from ...checkpoint.sources.copying import DtypeName
-from ...checkpoint.sources.copying import cast as converted
 from ...checkpoint.sources.joined import JoinedSource
 from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.attention.packed import one_document
 from ...model.meta_tensors import on_meta
 from ...network.heads import HEADS
-from ...recipe.files import ADAPTER, read_text
 from ..model_loading import ModelFolders
-from .base_model import meta_model
 
 logger = logging.getLogger(__name__)
-RewardHead = Literal["score", "v_head", "adapter"]
+RewardHead = Literal["score", "v_head"]
 _FILE = HEADS["values"]
-_PREFIX, _HEAD = "base_model.model.", "lm_head"
-_NAME = SCORE.removesuffix(".weight")
-_LISTS = ("modules_to_save", "target_modules", "target_parameters", "trainable_token_indices")
 
 
 def head_of(parts: ModelFolders, kind: RewardHead) -> TensorSource | None:
@@ -90,39 +81,6 @@ def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
     if not _head_reads_last_hidden_states(model):
         raise _unknown(model, "it changes its last hidden states before the head")
     return cast(PreTrainedModel, made)
-
-
-def reward_adapter(
-    parts: ModelFolders, dtype: DtypeName | None, *, trust_remote_code: bool
-) -> dict[str, bytes]:
-    """The files of the adapter. Opens with ``AutoPeftModelForSequenceClassification`` and
-    ``num_labels=1``. Raises ``ModelError`` if it is no adapter of a reward model, or adapts the
-    output head, which such a model has not."""
-    head = None if parts.adapter is None else head_of(parts, "adapter")
-    if parts.adapter is None or head is None:
-        raise ModelError(
-            f"{parts.folder}: --reward-head adapter needs a reward model that was trained with an "
-            "adapter (stage: rm, method: lora); leave it out"
-        )
-    sequence_classification_of(meta_model(parts.model, trust_remote_code))
-    factors = open_folder(parts.adapter)
-    config = json.loads(read_text(parts.adapter / ADAPTER))
-    named = [str(name) for key in _LISTS for name in config.get(key) or () if config.get(key)]
-    if any(_HEAD in name for name in (*factors.shapes(), *named)):
-        raise ModelError(
-            f"{parts.adapter}: adapts {_HEAD}, which a sequence classification has not; export it "
-            "merged, with --reward-head score"
-        )
-    score = Renamed(head, {f"{_PREFIX}{SCORE}": f"{_FILE}.weight"})
-    source = converted(JoinedSource([("", factors), ("", score)]), dtype)
-    tensors = {name: read_whole(source, name) for name in source.shapes()}
-    saved = [*(config.get("modules_to_save") or []), _NAME]
-    config |= {"task_type": "SEQ_CLS", "modules_to_save": saved}
-    return {
-        **companions_of(parts.model, parts.tokenizer),
-        ADAPTER: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
-        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
-    }
 
 
 def v_head_file(head: TensorSource) -> dict[str, bytes]:

@@ -1,20 +1,24 @@
-"""Fixed prompts, and what a checkpoint answers: the tokens on which an artefact is compared, by its
-loss and its greedy tokens, with a bound."""
+"""Fixed conversations, and what a checkpoint and its artefact compute of them: the loss and the
+most probable tokens of a model that writes text, the rewards of a reward model; with a bound."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from ...data.example import Message
+from ...batch import SCORES
+from ...data.example import Example, Message
+from ...data.text.collation import collate
+from ...data.text.ranking import up_to_last_label
 from ...errors import ModelError, TemplateError
 from ...generate.generation import context_length
-from ...generate.section import GenerateSection
+from ...model.pretrained.loading import device
 from ..model_loading import LoadedModel
 from .receipt import Artefact
 
@@ -26,74 +30,7 @@ PROMPTS = (
     "用一句话介绍长城。",
     "Once upon a time",
 )
-_LONGEST = 32  # tokens of a response
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A prompt and the checkpoint's greedy response to it."""
-
-    ids: tuple[int, ...]
-    num_prompt: int
-
-
-@dataclass(frozen=True)
-class ProbeOutputs:
-    """What a model computes of the probes."""
-
-    loss_sum: float  # of all tokens but the first of each probe
-    num_tokens: int
-    logps: Sequence[torch.Tensor]  # [T, V] at the tokens of each response
-
-    @property
-    def loss(self) -> float:
-        """The mean."""
-        return self.loss_sum / self.num_tokens
-
-
-def probes_of(opened: LoadedModel) -> list[Probe]:
-    """The probes of a checkpoint. Raises ``ModelError`` if its context length is too short."""
-    limit = context_length(opened.model)
-    prompts = [_ids(opened, text) for text in PROMPTS]
-    if limit is not None:
-        prompts = [ids for ids in prompts if len(ids) + _LONGEST <= limit]
-    prompts = [ids for ids in prompts if ids]
-    if not prompts:
-        raise ModelError(f"{opened.folder}: no probe fits its context length of {limit}")
-    found = opened.network.generate(
-        prompts,
-        GenerateSection(max_new_tokens=_LONGEST, batch_size=len(prompts)),
-        seed=0,
-        stop_token_ids=opened.stop_token_ids,
-    )
-    return [Probe((*ids, *one.ids), len(ids)) for ids, one in zip(prompts, found, strict=True)]
-
-
-def _ids(opened: LoadedModel, text: str) -> list[int]:
-    if opened.template is not None:
-        try:
-            return opened.prompt([Message("user", text)])
-        except TemplateError:  # a template for other conversations
-            pass
-    return opened.continuation(text)
-
-
-@torch.no_grad()
-def outputs_of(model: Any, probes: Sequence[Probe]) -> ProbeOutputs:
-    """What a transformers model computes of the probes, each by itself."""
-    loss, count, logps = 0.0, 0, []
-    rows = model.get_input_embeddings().weight.shape[0]
-    if (largest := max(i for probe in probes for i in probe.ids)) >= rows:
-        raise ModelError(f"it has embeddings of {rows} tokens, but the probes have token {largest}")
-    for probe in probes:
-        ids = torch.tensor([probe.ids], device=next(model.parameters()).device)
-        found_TV = F.log_softmax(model(input_ids=ids).logits[0].float(), -1).cpu()[:-1]
-        targets = ids[0, 1:].cpu()
-        loss -= float(found_TV.gather(1, targets[:, None]).double().sum())
-        count += len(targets)
-        logps.append(found_TV[probe.num_prompt - 1 :])
-    return ProbeOutputs(loss, count, logps)
-
+RESPONSES = ("Paris is on the Seine; the sum is 42.", "I do not know.")
 
 EXACT = 1e-3  # other orders of summation in float32
 BOUNDS: Mapping[str, float] = {
@@ -103,22 +40,59 @@ BOUNDS: Mapping[str, float] = {
     **dict.fromkeys(("q5_k_m", "q5_k_s", "q5_0"), 0.2),
     **dict.fromkeys(("q4_k_m", "q4_k_s", "q4_0", "w4a16"), 0.5),
 }
-"""Nats per token by which the loss may differ, and by which the artefact's greedy tokens may be
-less probable than the checkpoint's. Chosen here, with room over what small models show."""
+"""Nats per token by which the loss may differ, and by which the artefact's most probable tokens may
+be less probable than the checkpoint's. Chosen here, with room over what small models show."""
+
+Probe = Sequence[int]  # the token ids of a conversation, up to its end token
+
+
+def probes_of(opened: LoadedModel) -> Sequence[Probe]:
+    """The conversations that fit the model's positions; plain text for a model that writes text
+    without a template for them. Raises ``ModelError`` if there are none."""
+    limit = context_length(opened.model) or sys.maxsize
+    codec = opened.codec.with_section(replace(opened.codec.section, cutoff_len=limit))
+    pairs = [(prompt, response) for prompt in PROMPTS for response in RESPONSES]
+    chats = [
+        Example((Message("user", prompt), Message("assistant", response)), origin="a probe")
+        for prompt, response in pairs
+    ]
+    try:
+        if opened.template is None and not opened.is_reward_model:
+            raise TemplateError("it has no template")
+        outcomes = [one for one in codec.encode_chats(chats) if isinstance(one, list | tuple)]
+        found = [[int(i) for i in up_to_last_label(one[-1])["input_ids"]] for one in outcomes]
+    except TemplateError as error:
+        if opened.is_reward_model:
+            raise ModelError(f"{opened.folder}: no rewards can be compared: {error}") from None
+        texts = [opened.continuation(" ".join(pair)) for pair in pairs]
+        found = [ids for ids in texts if len(ids) <= limit]
+    if not found:
+        raise ModelError(f"{opened.folder}: no probe fits its context length of {limit}")
+    return found
+
+
+@torch.no_grad()
+def logps_of(model: Any, probes: Sequence[Probe]) -> list[torch.Tensor]:
+    """[T, V] Of each probe: what a transformers model says of every next token."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if (largest := max(i for ids in probes for i in ids)) >= rows:
+        raise ModelError(f"it has embeddings of {rows} tokens, but the probes have token {largest}")
+    place = next(model.parameters()).device
+    given = [torch.tensor([ids], device=place) for ids in probes]
+    return [F.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1).cpu() for ids in given]
 
 
 @dataclass(frozen=True)
-class ProbeComparison:
-    """The figures."""
+class TextComparison:
+    """What an artefact and its checkpoint say of the next tokens."""
 
     loss: float
     checkpoint_loss: float
-    num_tokens: int
     equal_tokens: int
     compared_tokens: int
     regret: float
-    """Nats per token by which the checkpoint finds the artefact's greedy tokens less probable than
-    its own: 0 where they are equal, and nearly so where it is undecided."""
+    """Nats per token by which the checkpoint finds the artefact's most probable tokens less
+    probable than its own: 0 where they are equal, and nearly so where it is undecided."""
     bound: float
 
     @property
@@ -134,30 +108,94 @@ class ProbeComparison:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}, of the checkpoint {self.checkpoint_loss:.4f}; "
-            f"{self.equal_tokens} of {self.compared_tokens} greedy tokens are equal, the others "
-            f"cost {self.regret:.4f} nats per token (bound of both {self.bound:g})"
+            f"{self.equal_tokens} of {self.compared_tokens} most probable tokens are equal, the "
+            f"others cost {self.regret:.4f} nats per token (bound of both {self.bound:g})"
         )
 
 
-def compare(artefact: Artefact, found: ProbeOutputs, expected: ProbeOutputs) -> ProbeComparison:
+def compare_texts(
+    artefact: Artefact,
+    probes: Sequence[Probe],
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+) -> TextComparison:
     """The outputs of an artefact beside those of its checkpoint."""
-    equal, regret, count = 0, 0.0, 0
-    for own, theirs in zip(found.logps, expected.logps, strict=True):
-        width = min(own.shape[1], theirs.shape[1])  # a file may have rows without a token
-        best, chosen = theirs.argmax(1), own[:, :width].argmax(1)
-        rows = torch.arange(len(best))
-        equal += int((best == chosen).sum())
-        regret += float((theirs[rows, best] - theirs[rows, chosen]).double().sum())
-        count += len(best)
-    return ProbeComparison(
-        found.loss,
-        expected.loss,
-        found.num_tokens,
-        equal,
-        count,
-        regret / count,
+    width = min(found[0].shape[1], expected[0].shape[1])  # a file may have rows without a token
+    own, theirs = (torch.cat(list(logps))[:, :width].double() for logps in (found, expected))
+    targets = torch.tensor([i for ids in probes for i in ids[1:]])[:, None]
+    best, chosen = theirs.argmax(1, keepdim=True), own.argmax(1, keepdim=True)
+    return TextComparison(
+        -float(own.gather(1, targets).mean()),
+        -float(theirs.gather(1, targets).mean()),
+        int((best == chosen).sum()),
+        len(best),
+        float((theirs.gather(1, best) - theirs.gather(1, chosen)).mean()),
         bound_of(artefact),
     )
+
+
+def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
+    """Of a checkpoint of a reward model."""
+    found = []
+    with opened.network.evaluating():
+        for ids in probes:
+            item = {"input_ids": list(ids), "labels": list(ids)}
+            batch = collate([item], packing=False).to(device())
+            values = opened.network.forward(batch, SCORES).values
+            assert values is not None
+            found += values.double().tolist()
+    return found
+
+
+@torch.no_grad()
+def artefact_rewards(model: Any, head: torch.Tensor | None, probes: Sequence[Probe]) -> list[float]:
+    """Of a transformers model for sequence classification, or of the decoder of a language model
+    whose last hidden states the ``head`` [1, D] reads."""
+    found = []
+    for ids in probes:
+        inputs = torch.tensor([ids], device=device())
+        if head is None:
+            found.append(model(input_ids=inputs).logits[0, 0].item())
+        else:
+            states_TD = model.get_decoder()(input_ids=inputs).last_hidden_state[0]
+            found.append((states_TD[-1].float() @ head[0].to(states_TD.device)).item())
+    return found
+
+
+@dataclass(frozen=True)
+class RewardComparison:
+    """The rewards of an artefact and its checkpoint."""
+
+    num_probes: int
+    largest: float  # absolute reward of the checkpoint
+    difference: float  # the largest
+    bound: float
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the artefact computes the same, up to its format. A reward is a logit, so its
+        bound is that of losses; of large ones, relative to them."""
+        return math.isfinite(self.difference) and self.difference <= self.bound
+
+    def as_data(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {**asdict(self), "passed": self.is_within}
+
+    def __str__(self) -> str:
+        return (
+            f"the rewards of {self.num_probes} fixed conversations, up to {self.largest:.3f}, "
+            f"differ by at most {self.difference:.5f} (bound {self.bound:g})"
+        )
+
+
+def compare_rewards(
+    artefact: Artefact, found: Sequence[float], expected: Sequence[float]
+) -> RewardComparison:
+    """The rewards of an artefact beside those of its checkpoint."""
+    largest = max(map(abs, expected))
+    differences = [abs(own - theirs) for own, theirs in zip(found, expected, strict=True)]
+    worst = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return RewardComparison(len(found), largest, worst, bound_of(artefact) * max(1.0, largest))
 
 
 def bound_of(artefact: Artefact) -> float:

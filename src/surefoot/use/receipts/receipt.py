@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...storage import files
 from ..model_loading import ModelFolders
 
 NAME = "receipt.json"
-CARD = "README.md"  # for people, who may change it
+CARD = "README.md"  # which people add
 _FORMAT = 1
 _LIMIT = 1 << 24  # bytes of a receipt
 _BASE = "base"  # the role of an adapter's base in the record
@@ -62,7 +62,6 @@ class Receipt:
     made_from: ExportOrigin
     files: Mapping[str, FileIdentity]  # of the artefact, by name
     verified: Mapping[str, Any] | None = None  # None: not yet
-    quality: Mapping[str, Any] | None = None  # beside the original, on held-out rows
     surefoot: str = __version__
     created: str = ""
 
@@ -97,7 +96,7 @@ def write_receipt(
         {name: identity_of(folder / name) for name in sorted(found)},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    _write(target, receipt)
+    store(target, receipt)
     return receipt
 
 
@@ -110,14 +109,8 @@ def delete_artefact(target: Path) -> None:
         files.remove_tree(target.parent / name)
 
 
-def update(target: Path, receipt: Receipt, **changes: Any) -> Receipt:
-    """Replace the receipt by one with ``changes``."""
-    changed = replace(receipt, **changes)
-    _write(target, changed)
-    return changed
-
-
-def _write(target: Path, receipt: Receipt) -> None:
+def store(target: Path, receipt: Receipt) -> None:
+    """Write ``receipt``, in place of another."""
     with files.raising(CheckpointError, "cannot write the receipt"):
         files.write_aside(receipt_path(target), receipt.dump())
 

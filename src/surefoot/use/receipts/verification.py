@@ -7,41 +7,46 @@ compute in float32, one after the other.
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import importlib.util
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ...errors import DataError, ModelError, RecipeError
+from ...errors import ModelError, installation
+from ...model.pretrained.loading import device
+from ...network.heads import HEADS, V_HEAD
 from ...storage import files
 from ..model_loading import ModelFolders, find_parts, is_reward, open_model
-from .artefact_loading import check_package, open_artefact, readers, v_head_of, without_bars
-from .card import write_quality
-from .probes import ProbeComparison, compare, outputs_of, probes_of
-from .quality import HeldOutRow, Quality, held_out_rows, quality_of, scores
-from .receipt import ExportOrigin, Receipt, changed_files, origin_of, read_receipt, update
-from .reward_probes import (
+from .probes import (
     RewardComparison,
+    TextComparison,
     artefact_rewards,
     compare_rewards,
-    encoded_probes,
+    compare_texts,
+    logps_of,
+    probes_of,
     rewards_of,
 )
+from .receipt import Artefact, ExportOrigin, changed_files, origin_of, read_receipt, store
 
-_FLOATS = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
+PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf"}
 _BYTES = 4  # of a weight in float32
 _BESIDE = 1.2  # what else is in memory
 _SPEED = 0.5e9  # bytes per second that load and compute together, on a laptop
+_OF_LOADERS = (
+    *(ValueError, OSError, ImportError, LookupError, RuntimeError),
+    *(TypeError, AttributeError, AssertionError),
+)
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What was found."""
-
-    comparison: ProbeComparison | RewardComparison
-    quality: Quality | None = None
-    why_no_quality: str = ""
+class UnopenedError(ModelError):
+    """Transformers does not open what was written."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,8 @@ def verify_export(
     *,
     checkpoint: str | Path | None = None,
     base: str | Path | None = None,
-) -> Verification:
-    """Verify the artefact ``target``, and write the result into its receipt, of quantized weights
-    with the loss of quality on held-out rows.
+) -> TextComparison | RewardComparison:
+    """Verify the artefact ``target``, and write the result into its receipt.
 
     Args:
         target: the folder or file that an export wrote.
@@ -91,65 +95,71 @@ def verify_export(
     """
     found = Path(target).expanduser().absolute()
     receipt = read_receipt(found)
-    check_package(receipt.artefact)
+    packages = _packages(receipt.artefact)
     if problems := changed_files(found, receipt):
         raise ModelError(f"{found}: {'; '.join(problems)}; export it again")
-    parts = _parts(receipt, checkpoint, base)
+    if receipt.artefact.to == "gguf-adapter":
+        raise ModelError("no package of Python opens an adapter in GGUF; try it with llama.cpp")
+    parts = _parts(receipt.made_from, checkpoint, base)
     _refuse_changed(receipt.made_from, parts)
-    compute = _rewards if is_reward(parts) else _texts
-    result = compute(found, receipt, parts)
-    quality = None if result.quality is None else result.quality.as_data()
-    verified = {**result.comparison.as_data(), "readers": readers(receipt.artefact)}
-    write_quality(found, update(found, receipt, verified=verified, quality=quality))
+    opened = open_model(
+        parts.folder, base=None if parts.adapter is None else parts.model, dtype="float32"
+    )
+    probes = probes_of(opened)
+    if is_reward(parts):
+        rewards = rewards_of(opened, probes)
+    else:
+        logps = logps_of(opened.model, probes)
+    del opened
+    gc.collect()
+    model = _open_artefact(found, receipt.artefact)
+    result: TextComparison | RewardComparison
+    if is_reward(parts):
+        own = artefact_rewards(model, _v_head_of(found), probes)
+        result = compare_rewards(receipt.artefact, own, rewards)
+    else:
+        result = compare_texts(receipt.artefact, probes, logps_of(model, probes), logps)
+    readers = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    store(found, replace(receipt, verified={**result.as_data(), "readers": readers}))
     return result
 
 
-def _texts(target: Path, receipt: Receipt, parts: ModelFolders) -> Verification:
-    """Of a model that writes text."""
-    rows, why = _rows(parts, receipt)
-    opened = open_model(parts.folder, base=_base(parts), dtype="float32")
-    probes = probes_of(opened)
-    expected, before = outputs_of(opened.model, probes), scores(opened.model, rows)
-    del opened
-    gc.collect()
-    model = open_artefact(target, receipt.artefact, parts.model)
-    with without_bars():  # some are opened completely by the first pass
-        result = compare(receipt.artefact, outputs_of(model, probes), expected)
-    quality = quality_of(scores(model, rows), before) if rows else None
-    return Verification(result, quality, why)
+def _packages(artefact: Artefact) -> list[str]:
+    """The packages that open it. Raises ``ModelError`` if one is missing."""
+    names = list(dict.fromkeys(("transformers", PACKAGES.get(artefact.to, "transformers"))))
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModelError(
+                f"the package {name.replace('_', '-')}, which opens the artefact, is "
+                f"not installed: {installation(name)}"
+            )
+    return names
 
 
-def _rewards(target: Path, receipt: Receipt, parts: ModelFolders) -> Verification:
-    """Of a reward model."""
-    opened = open_model(parts.folder, base=_base(parts), dtype="float32")
-    probes = encoded_probes(opened)
-    expected = rewards_of(opened, probes)
-    del opened
-    gc.collect()
-    model = open_artefact(target, receipt.artefact, parts.model)
-    found = artefact_rewards(model, v_head_of(target), probes)
-    return Verification(compare_rewards(receipt.artefact, found, expected))
-
-
-def _rows(parts: ModelFolders, receipt: Receipt) -> tuple[list[HeldOutRow], str]:
-    """The held-out rows, if the weights are quantized; otherwise, or if there are none, why not."""
-    if receipt.artefact.type in _FLOATS:
-        return [], ""
+def _open_artefact(target: Path, artefact: Artefact) -> Any:
+    """The transformers model, in float32, opened as other programs do. Raises ``UnopenedError``."""
+    folder = target if target.is_dir() else target.parent
+    given: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
+    given |= {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    is_scored = artefact.to == "reward" and _v_head_of(target) is None
+    loader = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
     try:
-        return held_out_rows(parts), ""
-    except (RecipeError, DataError, ModelError) as error:
-        return [], str(error).splitlines()[0]
+        return loader.from_pretrained(folder, **given).to(device()).eval()
+    except _OF_LOADERS as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnopenedError(f"{target}: transformers cannot open it: {said}") from None
 
 
-def _base(parts: ModelFolders) -> Path | None:
-    return None if parts.adapter is None else parts.model
+def _v_head_of(target: Path) -> torch.Tensor | None:
+    """The head [1, D] beside a language model; None if there is none."""
+    path = target / f"{HEADS['values']}.safetensors"
+    return load_file(path)[V_HEAD].float() if path.is_file() else None
 
 
 def _parts(
-    receipt: Receipt, checkpoint: str | Path | None, base: str | Path | None
+    made: ExportOrigin, checkpoint: str | Path | None, base: str | Path | None
 ) -> ModelFolders:
     """The folders from which the artefact was made, wherever they are now."""
-    made = receipt.made_from
     if checkpoint is None and not files.is_folder(Path(made.checkpoint)):
         raise ModelError(
             f"{made.checkpoint}, from which it was exported, does not exist; if it moved, name it "
