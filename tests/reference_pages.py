@@ -21,16 +21,7 @@ from surefoot.optim.optimizer import bytes_per_element, can_shard
 from surefoot.plugins.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from surefoot.plugins.gguf.formats import FORMATS, Format
 from surefoot.plugins.gguf.vocabulary import PRE_TOKENIZERS
-from surefoot.recipe.from_llamafactory.arguments import ARGUMENTS, FILES, GROUPS
-from surefoot.recipe.from_llamafactory.arguments.argument import (
-    Argument,
-    Combined,
-    NoEffect,
-    OtherCommand,
-    Refused,
-    Same,
-)
-from surefoot.recipe.from_trainers.arguments import DATA, SOURCES, TrainerSource
+from surefoot.plugins.migrate.arguments import ARGUMENTS, FILES, GROUPS, TRAINERS, Argument, Rows
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.yaml import emit
@@ -122,7 +113,7 @@ Every argument of LLaMA-Factory 0.9.5, with those of transformers that it extend
 - *refused*: any value but the default is an error, which says what to write instead.
 - *another command*: the argument is not of training.
 """
-TRAINERS = """# Settings of TRL, axolotl and transformers
+TRAINERS_PAGE = """# Settings of TRL, axolotl and transformers
 
 Every setting of TRL 1.16's configurations, and those of axolotl that have a counterpart, as
 `surefoot recipe convert --from` reads them. [From TRL and axolotl](../how-to/from-trl.md) says how
@@ -320,19 +311,22 @@ def arguments_page() -> str:
     return "\n".join([NOTE, LLAMAFACTORY, *_groups(GROUPS), *_groups(FILES)])
 
 
-def _groups(tables: Mapping[str, Mapping[str, Argument]]) -> Iterator[str]:
+def _groups(tables: Mapping[str, Rows]) -> Iterator[str]:
     """The lines of a table of arguments for each title."""
     for title, arguments in tables.items():
         yield f"## {title}\n"
         yield "| argument | default | here |"
         yield "|---|---|---|"
         for name, argument in arguments.items():
-            cells = [f"`{name}`", f"`{_argument_default(argument.default)}`", _outcome(argument)]
+            cells = [f"`{name}`", f"`{_argument_default(argument)}`", _outcome(argument)]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield ""
 
 
-def _argument_default(value: object) -> str:
+def _argument_default(argument: Argument) -> str:
+    value = argument.default
+    if argument.kind == "any" and argument.outcome in ("ignored", "refused"):
+        return "any" if argument.outcome == "ignored" else "unset"
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -341,41 +335,27 @@ def _argument_default(value: object) -> str:
 
 
 def _outcome(argument: Argument) -> str:
-    outcome = argument.outcome
-    if isinstance(outcome, Same):
-        return f"`{outcome.setting}`" + (f"; {outcome.note}" if outcome.note else "")
-    if isinstance(outcome, Combined):
-        named = ", ".join(f"`{setting}`" for setting in outcome.settings)
-        return named if outcome.note == "as it is" else f"{named}: {outcome.note}"
-    if isinstance(outcome, NoEffect):
-        return f"*no effect*: {outcome.reason}"
-    assert isinstance(outcome, Refused | OtherCommand)
-    if isinstance(outcome, Refused):
-        return f"*refused*: {outcome.reason}"
-    return f"*another command*: {outcome.instead}"
+    if argument.settings:
+        named = ", ".join(f"`{setting}`" for setting in argument.settings)
+        return f"{named}: {argument.says}" if argument.says else named
+    words = {"ignored": "no effect", "command": "another command"}
+    return f"*{words.get(argument.outcome, argument.outcome)}*: {argument.says}"
 
 
 def settings_page() -> str:
     """All programs, with a table each."""
-    shared = {"TRL's ModelConfig, ScriptArguments and DatasetMixtureConfig": DATA}
-    own = {source.title: _own(source) for source in SOURCES.values()}
-    tables = {title: one for title, one in {**own, **shared}.items() if one}
-    return "\n".join([NOTE, TRAINERS, *_groups(tables)])
+    own = {title: _own(rows) for title, rows in TRAINERS.items()}
+    return "\n".join([NOTE, TRAINERS_PAGE, *_groups(own)])
 
 
-def _own(source: TrainerSource) -> Mapping[str, Argument]:
-    """Without what is transformers', and what TRL's configurations share."""
-    return {
-        name: one
-        for name, one in source.arguments.items()
-        if ARGUMENTS.get(name) is not one and DATA.get(name) is not one and _differs(name, one)
-    }
+def _own(rows: Rows) -> Rows:
+    """Without those of which there is nothing to say: neither another name, nor another default."""
+    return {name: one for name, one in rows.items() if _differs(name, one)}
 
 
 def _differs(name: str, argument: Argument) -> bool:
-    """Whether there is anything to say: another name, or another default."""
-    known, outcome = ARGUMENTS.get(name), argument.outcome
-    is_same = isinstance(outcome, Same) and outcome.setting == name
+    known = ARGUMENTS.get(name)
+    is_same = argument.settings == (name,)
     return not (is_same and known is not None and known.default == argument.default)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GROUP = "surefoot.plugins"
 BUNDLED = (
+    "surefoot.plugins.migrate.plugin:PLUGIN",
     "surefoot.plugins.mindspore.plugin:PLUGIN",
     "surefoot.plugins.quantize.plugin:PLUGIN",
     "surefoot.plugins.gguf.plugin:PLUGIN",
@@ -75,6 +76,13 @@ class Plugin:
 
     importers: Named = field(default_factory=dict)
     """Programs whose files become recipes: an ``Importer``."""
+
+    hints: Named = field(default_factory=dict)
+    """What other programs call settings: a function that returns what to say, by an unknown key."""
+
+    words: Named = field(default_factory=dict)
+    """Commands of other programs: a function that takes the command and its words, and returns
+    those of the command that does the same, or None if they are not that program's."""
 
     def lists(self) -> dict[str, dict[str, str]]:
         """What it adds: list -> name -> place, without the lists to which it adds nothing."""

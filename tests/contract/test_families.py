@@ -19,7 +19,7 @@ from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.families.family import families
 from surefoot.data.text.templates import section_template
-from surefoot.recipe.from_llamafactory.templates import masks_line_break
+from surefoot.plugins.migrate.templates import masks_line_break
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "templates.md"
 ALL = "default last off off_all open"

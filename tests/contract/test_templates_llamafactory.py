@@ -15,7 +15,7 @@ from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import Template, bundled
-from surefoot.recipe.from_llamafactory.templates import masks_line_break, same_template
+from surefoot.plugins.migrate.templates import masks_line_break, same_template
 
 NAMES = ("chatml", "qwen", "llama3", "mistral", "gemma", "alpaca", "vicuna", "default", "empty")
 CASES = ("single", "system", "multi", "multi_system_zh", "think", "tools")

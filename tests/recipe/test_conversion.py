@@ -2,7 +2,7 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.plugins.mindspore.recipe.conversion import convert
-from surefoot.recipe.conversion import convert_any
+from surefoot.recipe.importers import unknown
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
@@ -51,14 +51,17 @@ context:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\nb: {c: 2}\n", "nor MindSpore Transformers': it has none of the keys run_mode"),
+        (
+            "a: 1\nb: {c: 2}\n",
+            "this is a file of none of .*LLaMA-Factory, .*MindSpore Transformers",
+        ),
         ("model: {path: x}\ndata: {datasets: [d]}\nstage: sft\n", "this is a recipe already"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, text, said):
     (tmp_path / "file.yaml").write_text(text)
     with pytest.raises(RecipeError, match=said):
-        convert_any([str(tmp_path / "file.yaml")])
+        raise unknown(tmp_path / "file.yaml")
 
 
 def test_training_from_another_programs_file_says_whose_it_is(tmp_path):

@@ -5,8 +5,8 @@ from typing import Annotated, Protocol
 import pytest
 
 from surefoot.errors import RecipeError
+from surefoot.plugins.migrate.hints import hints_by_key
 from surefoot.recipe.document import Document
-from surefoot.recipe.other_yaml import names
 from surefoot.recipe.overrides import override
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.recipe import read as read_recipe
@@ -276,7 +276,7 @@ def test_a_proposal_is_a_setting_of_the_variant_that_the_user_chose(words, propo
 
 def test_what_another_program_is_said_to_call_a_setting_is_one():
     known = {".".join(map(str, way)) for way in paths(Recipe)}
-    for hint in names().values():
+    for hint in hints_by_key().values():
         for word in re.findall(r"did you mean (.*)\?\)", hint):
             assert {*word.replace(" and ", " or ").split(" or ")} <= known | {"beta2"}, word
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RecipeError, RunError
-from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
 from .table import cell, progress
 from .tasks import TaskCommand, run_tasks
@@ -47,7 +46,7 @@ MOST_COLUMNS = 5  # of metrics; with more, a row each
 @click.option(
     "--similarity",
     is_flag=True,
-    help="Also print BLEU-4 and ROUGE as LLaMA-Factory computes them, and sacrebleu.",
+    help="Also print BLEU-4, ROUGE and sacrebleu.",
 )
 @click.option(
     "--shots", type=click.IntRange(0), help="Examples before each row of a task; unset, its own."
@@ -95,29 +94,38 @@ def eval_(
         return
     if options["include_path"] is not None:
         raise RecipeError("--include-path: has no effect without --tasks; remove it")
-    if output is None and not as_json and _as_llamafactory(recipe, overrides, options):
+    if output is None and not as_json and _as_its_program(recipe, overrides, options):
         return
     compare = comparison() if options["similarity"] else None
     held = {name: options[name] for name in ("model", "base", "dataset", "limit")}
     _of_recipe(recipe, overrides, output=output, as_json=as_json, compare=compare, options=held)
 
 
-def _as_llamafactory(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
-    """Whether a file of LLaMA-Factory asks for ``do_eval`` or ``do_predict``, which are then done
-    with its files."""
-    from ..recipe.from_llamafactory.opening import find_translation
-    from ..recipe.recipe import load_translation
+def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
+    """Whether the file of another program asks for evaluations of that program's own, which are
+    then done."""
+    from ..recipe.importers import convert
+    from ..recipe.recipe import load_converted
     from ..run.resolving import resolved
 
     if any(options[name] is not None for name in ("base", "dataset", "limit")):
         return False
-    if (found := find_translation((str(recipe), *overrides))) is None or found[0].after is None:
+    if (converted := convert((str(recipe), *overrides))) is None:
         return False
-    translation, rest = found
-    assert translation.after is not None
-    model = options["model"] or (None if translation.trains else "base")
-    evaluate_after(resolved(load_translation(translation, rest)), translation.after, model=model)
-    return True
+    model = options["model"] or (None if converted.extras.trains else "base")
+    return converted.extras.evaluate(resolved(load_converted(converted)), model)
+
+
+def comparison() -> Compare:
+    """BLEU and ROUGE. Raises ``RunError``: their packages are not installed."""
+    try:
+        from ..use.benchmarks.text_similarity import similarity
+    except ImportError as error:
+        raise RunError(
+            f"BLEU and ROUGE need the package {error.name}; install it: "
+            "pip install 'surefoot[metrics]'"
+        ) from None
+    return similarity
 
 
 def _of_recipe(

@@ -37,8 +37,8 @@ EXPORTERS: Extended[Exporter] = Extended(
                     show_default=True,
                     help="Of a reward model: score in the layout of "
                     "AutoModelForSequenceClassification, or a file with v_head beside a language "
-                    "model, as TRL and LLaMA-Factory read it. Of a model with the values of "
-                    "stage: ppo, v_head writes them, too.",
+                    "model, as other trainers read it. Of a model with the values of stage: ppo, "
+                    "v_head writes them, too.",
                 ),
                 TRUST_REMOTE_CODE,
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import time
 import traceback
 
@@ -60,40 +61,23 @@ SYNONYMS = {  # what other programs call a command
     **{"benchmark": "bench", "upload": "push", "convert": "ckpt convert", "config": "recipe"},
 }
 
-_OF_LLAMAFACTORY = ("chat", "api", "export", "eval")
-_BOARDS = ("webui", "webchat")
+_FOREIGN = re.compile(r"[^-].*\.(yaml|yml|json)|--\w+_.*")  # a file, or an option of others
 
 
-def _of_llamafactory(args: list[str]) -> list[str]:
-    """The words of a command of LLaMA-Factory as those of the one that does the same, which is
-    shown. A file is read only if its name and the command's could be theirs."""
+def _of_another_program(args: list[str]) -> list[str]:
+    """The words of another program's command as those of the one that does the same. Plugins are
+    asked only if Surefoot has no such command, or if a word looks like another program's."""
     name, words = args[0], args[1:]
-    is_file = bool(words) and words[0].endswith((".yaml", ".yml", ".json"))
-    if name in _BOARDS:  # which read no file there, either
-        port = os.environ.get("GRADIO_SERVER_PORT")
-        given = [word for word in words if word.startswith("-")] if is_file else words
-        own = ["board", *given, *(["--port", port] if port else [])]
-        click.echo(visible(f"runs: {' '.join(['surefoot', *own])}"), err=True)
-        return own
-    may_be = is_file or any(word.startswith("--model_name_or_path") for word in words)
-    if name not in _OF_LLAMAFACTORY or not (may_be or name == "api"):
+    if name.startswith("-") or (
+        name in (*listed(), *SYNONYMS) and not any(_FOREIGN.fullmatch(word) for word in words)
+    ):
         return args
-    from ..recipe.from_llamafactory.opening import find_command
-
+    entry = entries("words").get(name)
     try:
-        found = find_command(name, words)
+        found = imported(entry.place)(name, words) if entry else None
     except SurefootError as error:
         raise failure_of(error) from error
-    if found is None and name == "api":
-        raise Failure(
-            "api: no arguments of LLaMA-Factory; name its file, or use `surefoot serve MODEL`"
-        )
-    if found is None:
-        return args
-    click.echo(visible(f"runs: {found}"), err=True)
-    for note in found.notes:
-        click.echo(visible(f"  differs: {note}"), err=True)
-    return list(found.words)
+    return args if found is None else list(found)
 
 
 def listed() -> dict[str, str]:
@@ -135,7 +119,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
-        args = _of_llamafactory(args)
+        args = _of_another_program(args)
         is_known = args[0] in listed() or args[0].startswith("-")
         if not is_known and _of_a_plugin(args[0]) is None:
             if args[0] in SYNONYMS:

@@ -9,8 +9,6 @@ import click
 
 from ..terminal_text import visible
 
-_SOURCES = ("trl-sft", "trl-dpo", "trl-kto", "trl-reward", "trl-grpo", "axolotl", "transformers")
-
 
 @click.group()
 def recipe() -> None:
@@ -39,27 +37,35 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
 @click.argument("overrides", nargs=-1)
 @click.option(
     "--from",
-    "source",
-    type=click.Choice(_SOURCES),
-    help="Whose FILE it is, if it is neither LLaMA-Factory's nor MindSpore Transformers'.",
+    "program",
+    metavar="NAME",
+    help="Whose FILE it is, if several programs have its keys: one of the importers that `surefoot "
+    "plugins` lists, such as transformers.",
 )
-def convert(path: str, overrides: tuple[str, ...], source: str | None) -> None:
-    """Print the FILE of another program as a recipe: LLaMA-Factory's, MindSpore Transformers', and
-    with --from TRL's YAML of a trainer, axolotl's, or transformers' TrainingArguments as JSON.
+def convert(path: str, overrides: tuple[str, ...], program: str | None) -> None:
+    """Print the FILE of another program as a recipe: LLaMA-Factory's, TRL's YAML of a trainer,
+    axolotl's, transformers' TrainingArguments as JSON, and MindSpore Transformers'.
 
     LLaMA-Factory's arguments can also take the place of FILE: --stage sft --do_train True ... Of
     MindSpore Transformers with run_mode: predict, the output is a file for `surefoot predict`.
 
     Keys that Surefoot does not support are rejected, each with the reason. Standard error shows
-    what differs from LLaMA-Factory, or what datasets of MindSpore Transformers need in addition to
+    what differs from the program, or what datasets of MindSpore Transformers need in addition to
     the recipe, and the keys that have no effect. OVERRIDES such as data.datasets=[mine] have
     precedence.
     """
-    from ..recipe.conversion import convert_any
+    from ..recipe.importers import convert as convert_file
+    from ..recipe.importers import unknown
+    from ..recipe.recipe import load_converted
+    from ..recipe.yaml import emit
 
-    found = convert_any((path, *overrides), source)
-    click.echo(found.text, nl=False)
-    for note in found.notes:
+    converted = convert_file((path, *overrides), program)
+    if converted is None:
+        raise unknown(Path(path))
+    if converted.is_complete:
+        load_converted(converted)  # which rejects what no recipe can have
+    click.echo(emit(converted.document.data), nl=False)
+    for note in converted.notes:
         click.echo(visible(note), err=True)
 
 

@@ -17,16 +17,12 @@ import click
 from ..errors import SKIPPED_STEPS, RunError, counted
 from ..parallel.launch_environment import launched
 from ..terminal_text import visible
-from .after_training import comparison, evaluate_after
 from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
-    from ..recipe.from_llamafactory.after_training import AfterTraining
-    from ..recipe.from_llamafactory.conversion import Translation
-    from ..recipe.recipe import Recipe
+    from ..recipe.recipe import ConvertedFile, Recipe
     from ..run.folder import SizeChoice
     from ..run.from_python.outcome import Outcome
-    from ..training.callback import TrainerCallback
     from ..training.state import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
@@ -46,8 +42,9 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
 
     OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5.
 
-    RECIPE can also be a YAML or JSON file of LLaMA-Factory, with OVERRIDES such as
-    learning_rate=5e-5; or its arguments take the place of both: --stage sft --do_train True ...
+    RECIPE can also be a YAML or JSON file of LLaMA-Factory, TRL or axolotl, which is converted and
+    shown first. LLaMA-Factory's arguments can be OVERRIDES, such as learning_rate=5e-5, or take the
+    place of both: --stage sft --do_train True ...
 
     If train.output_dir contains a checkpoint, training resumes from the latest one that passes
     verification. On Ctrl-C, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGUSR2 or SIGXCPU
@@ -55,20 +52,19 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
     ended, but has skipped steps, as train.on_nan allows.
     """
     words = (recipe, *overrides)
-    loaded, translation = _load(words)  # errors come before the slow imports
+    loaded, converted = _load(words)  # errors come before the slow imports
     more = _trainer_resume(loaded, trust_pickle=trust_pickle)
-    loaded, translation = _load((*words, *more)) if more else (loaded, translation)
+    loaded, converted = _load((*words, *more)) if more else (loaded, converted)
     trust_pickle = trust_pickle or bool(more)
-    after = None if translation is None else translation.after
-    if after is not None and after.with_generate:
-        comparison()  # which fails before training if it would fail afterwards
+    extras = converted.extras
+    extras.check()
     retyped = [*more, "--trust-pickle"] if more else ()
     start_ranks(loaded.parallel, retyped, partial(_check_ranks, loaded))
     is_main = (launched(os.environ) or (0,))[0] == 0
-    for line in translation.notes() if translation is not None and is_main else ():
+    for line in _shown(converted) if is_main else ():
         click.echo(visible(line), err=True)
-    if translation is not None and after is not None and not translation.trains:
-        evaluate_after(loaded, after, model="base")
+    if not extras.trains:
+        extras.evaluate(loaded, "base")
         return
     with loading():
         from surefoot.run.training_run import run
@@ -76,36 +72,27 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         for name in loaded.method.packages:
             importlib.import_module(name)
 
-    logs = _logs(loaded) if translation is not None and is_main else ()
-    outcome = run(loaded, callbacks=logs, trust_pickle=trust_pickle, choose=_choice(loaded))
-    if logs and outcome.state.is_complete:
-        _write_their_files(loaded, outcome)
+    callbacks = extras.callbacks(loaded) if is_main else ()
+    outcome = run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, choose=_choice(loaded))
+    if is_main and outcome.state.is_complete:
+        extras.finish(loaded, outcome.state)
     if outcome.is_main:
         with contextlib.suppress(OSError):  # the terminal may be closed
             click.echo("\n".join(_ending(loaded, outcome)), err=True)
     if outcome.signal is not None:
         raise SystemExit(128 + outcome.signal)
-    if after is not None:
-        _evaluate(loaded, after)
+    extras.after_run(loaded)
     if outcome.state.num_skipped:
         raise SystemExit(SKIPPED_STEPS)
 
 
-def _logs(recipe: Recipe) -> tuple[TrainerCallback, ...]:
-    """What writes the log of LLaMA-Factory."""
-    from ..training.callbacks.llamafactory_files import LOG, TrainerLog
+def _shown(converted: ConvertedFile) -> Iterator[str]:
+    """The recipe that another program's file has become, and what is to be known of it."""
+    yield from converted.notes
+    if converted.document.data is not None:
+        from ..recipe.yaml import emit
 
-    return (TrainerLog(recipe.train.folder / LOG),)
-
-
-def _write_their_files(recipe: Recipe, outcome: Outcome) -> None:
-    """What LLaMA-Factory leaves in ``output_dir``; a run in a store has it in its local folder."""
-    from ..training.callbacks.llamafactory_files import place_model, write_results
-
-    state, folder = outcome.state, recipe.train.folder
-    write_results(folder, state, recipe.train.global_batch_size)
-    best = state.best_global_step if recipe.train.load_best_model_at_end else None
-    place_model(folder / f"checkpoint-{best or state.global_step}", folder)
+        yield from (f"  | {line}" for line in emit(converted.document.data).splitlines())
 
 
 def _check_ranks(recipe: Recipe, count: int) -> None:
@@ -124,28 +111,17 @@ def _check_ranks(recipe: Recipe, count: int) -> None:
         check_divides(train.global_batch_size, train.micro_batch_size, ranks)
 
 
-def _evaluate(recipe: Recipe, after: AfterTraining) -> None:
-    """The evaluations that LLaMA-Factory's arguments ask for after training."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if os.environ.get("RANK", "0") == "0":
-            asked = ", ".join(f"do_{part}" for part in after.parts)
-            click.echo(f"{asked}: run `surefoot eval` on the same file", err=True)
-        return
-    evaluate_after(recipe, after, model=None)
-
-
-def _load(words: tuple[str, ...]) -> tuple[Recipe, Translation | None]:
-    """The recipe, and where LLaMA-Factory's arguments are it, what they are translated to."""
+def _load(words: tuple[str, ...]) -> tuple[Recipe, ConvertedFile]:
+    """The recipe, and what it was converted from; of a recipe, a conversion of nothing."""
     with loading():
-        from surefoot.recipe.from_llamafactory.opening import find_translation
-        from surefoot.recipe.recipe import load, load_translation
+        from surefoot.recipe.document import Document
+        from surefoot.recipe.importers import convert
+        from surefoot.recipe.recipe import ConvertedFile, load, load_converted
 
-    if (found := find_translation(words)) is None:
-        _refuse_checkpoint(Path(words[0]))
-        return load(Path(words[0]), words[1:]), None
-    translation, overrides = found
-    translation.check_trains()
-    return load_translation(translation, overrides), translation
+    if (converted := convert(words)) is not None:
+        return load_converted(converted), converted
+    _refuse_checkpoint(Path(words[0]))
+    return load(Path(words[0]), words[1:]), ConvertedFile("", Document(None))
 
 
 def _trainer_resume(recipe: Recipe, *, trust_pickle: bool) -> list[str]:

@@ -1,43 +1,40 @@
-"""Importers: other programs whose files become recipes. Plugins name theirs."""
+"""The files and command lines of other programs as recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from pathlib import Path
 
-from ..extensions import Extended
-from .document import Document
-
-
-@dataclass(frozen=True)
-class ConvertedFile:
-    """A recipe, and notes about it."""
-
-    text: str  # YAML, ends in a newline
-    notes: Sequence[str]  # what its data sets need beside it, and the keys that were not looked at
+from ..errors import RecipeError
+from ..schema import Problem
+from .files import SUFFIXES, read_text
+from .recipe import IMPORTERS, ConvertedFile, importer_of
+from .yaml import parse
 
 
-class Importer(Protocol):
-    """A program whose YAML files can be converted."""
-
-    title: ClassVar[str]
-    """The program, for people."""
-
-    known_by: ClassVar[Sequence[str]]
-    """At least one of these keys is in every file of the program that runs anything."""
-
-    def convert(self, document: Document, overrides: Sequence[str]) -> ConvertedFile:
-        """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
-        had here, with line, reason and way out."""
-
-
-IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
-
-
-def importer_of(document: Document) -> Importer | None:
-    """The importer that knows ``document``; None if none does."""
-    found = document.data
-    if not isinstance(found, dict):
+def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile | None:
+    """The recipe of another program's ``FILE key=value ...`` or ``--key value ...``; None if the
+    words are not another program's. ``program`` says whose file it is, if its content does not.
+    Raises ``RecipeError``: it cannot be read or converted."""
+    if words[0].startswith("--"):
+        lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
+        return next((importer.convert(*read) for importer, read in lines if read), None)
+    path = Path(words[0])
+    if program is None and not (path.suffix in SUFFIXES and path.is_file()):
         return None
-    return next((i for i in IMPORTERS.values() if any(k in found for k in i.known_by)), None)
+    document = parse(read_text(path), words[0])
+    if program is not None and program not in IMPORTERS:
+        raise RecipeError(f"--from {program}: expected one of {', '.join(IMPORTERS)}")
+    importer = IMPORTERS[program] if program is not None else importer_of(document)
+    return None if importer is None else importer.convert(document, words[1:])
+
+
+def unknown(path: Path) -> RecipeError:
+    """The error for the file ``path``, which no program is known to have written."""
+    document = parse(read_text(path), str(path))
+    if isinstance(document.data, Mapping) and {"model", "data"} <= document.data.keys():
+        message = "this is a recipe already; `surefoot recipe show` prints all its settings"
+    else:
+        titles = dict.fromkeys(importer.title for importer in IMPORTERS.values())
+        message = f"this is a file of none of {', '.join(titles)}; --from NAME says whose it is"
+    return document.error([Problem((), message)])

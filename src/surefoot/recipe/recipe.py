@@ -6,14 +6,16 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from .. import schema
 from ..checkpoint.section import CheckpointSection
 from ..data.section import DataSection
+from ..errors import RecipeError
+from ..extensions import Extended
 from ..generate.section import GenerateSection
 from ..methods import METHODS
 from ..model.section import ModelSection
@@ -29,13 +31,15 @@ from ..training.section import TrainSection
 from ..training.stage import Stage
 from .document import Document
 from .files import read_text, recipe_in
-from .from_llamafactory.conversion import Translation, is_llamafactory
-from .from_llamafactory.opening import translate_document
-from .other_yaml import HABITS, check_recipe, names
 from .overrides import Overrides, override, put
 from .recipe_paths import BaseOf, bases, with_locations
 from .yaml import emit, parse
 
+if TYPE_CHECKING:
+    from ..training.callback import TrainerCallback
+    from ..training.state import TrainerState
+
+HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
 # a run outlives the version that began it, and so does the recipe in its folder.
 GONE = {("train", "hub"): "huggingface"}
@@ -65,15 +69,84 @@ class Recipe:
     """How responses are sampled."""
 
 
+# Files of other programs, which are converted. Plugins name the programs.
+
+
+class RunExtras:
+    """What a file asks of `surefoot train` and `eval` beside its recipe; by default nothing."""
+
+    trains: bool = True
+    """Whether it is trained at all; otherwise it is evaluated."""
+
+    def check(self) -> None:
+        """Raise what would fail after the run."""
+
+    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
+        """Observers of the run, on its main rank."""
+        return ()
+
+    def finish(self, recipe: Recipe, state: TrainerState) -> None:
+        """Called on the main rank when the last step is saved."""
+
+    def after_run(self, recipe: Recipe) -> None:
+        """Called at the end of the command."""
+
+    def evaluate(self, recipe: Recipe, model: str | None) -> bool:
+        """Evaluate ``model`` (None: the trained one); return whether the file requests that."""
+        return False
+
+
+@dataclass(frozen=True)
+class ConvertedFile:
+    """The file of another program as a recipe."""
+
+    title: str  # the program, for people
+    document: Document  # the recipe's sections, whose errors name the lines of the original
+    notes: Sequence[str] = ()  # what differs, what its data sets need beside it, what is not used
+    extras: RunExtras = RunExtras()
+    is_complete: bool = True  # whether it names all that a run needs
+
+
+class Importer:
+    """A program whose files can be converted."""
+
+    title: ClassVar[str]
+    """The program, for people."""
+
+    def recognise(self, data: Mapping[str, object]) -> bool:
+        """Whether a file with this content is the program's."""
+        raise NotImplementedError
+
+    def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
+        """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
+        had here, with line, reason and way out."""
+        raise NotImplementedError
+
+    def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
+        """The document and the overrides of a command line without a file; None if it reads no
+        such lines."""
+        return None
+
+
+IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
+
+
+def importer_of(document: Document) -> Importer | None:
+    """The importer that knows ``document``; None for a recipe, and if none does."""
+    data = document.data
+    if not isinstance(data, Mapping) or {"model", "data", "train"} <= data.keys():
+        return None
+    return next((each for each in IMPORTERS.values() if each.recognise(data)), None)
+
+
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
     """Read the recipe file ``path``, or the recipe of the run or checkpoint in the folder ``path``,
     with ``overrides`` applied. Raises ``RecipeError``: with all validation errors, each with file,
     line and column."""
     file, run = recipe_in(path)
     document = parse(read_text(file, follow=run is None), str(file))
-    check_recipe(document)
-    if is_llamafactory(document.data):
-        return load_translation(*translate_document(document, overrides))
+    if (importer := importer_of(document)) is not None:
+        return load_converted(importer.convert(document, overrides))
     if run is not None and not _is_remote(document):  # wherever it was moved to
         document = put(Recipe, document, ("train", "output_dir"), str(run), str(run))
     return _build(override(Recipe, document, overrides), file.parent)
@@ -83,27 +156,21 @@ def load_text(text: str, name: str, base: Path) -> Recipe:
     """The recipe ``text``; ``name`` precedes the line in messages, and paths are relative to
     ``base``. Raises ``RecipeError`` as ``load`` does."""
     document = parse(text, name)
-    check_recipe(document)
+    if (importer := importer_of(document)) is not None:
+        load_converted(importer.convert(document, ()))  # its own errors come first
+        raise document.error([Problem((), f"this is a file of {importer.title}, not a recipe")])
     return _build(document, base)
 
 
-def load_translation(translation: Translation, overrides: Overrides = ()) -> Recipe:
-    """The recipe of another program's settings, with ``overrides`` applied. Raises ``RecipeError``:
-    with all validation errors, each with the argument that a setting is of."""
-    return _build(override(Recipe, translated_document(translation), overrides), Path.cwd())
-
-
-def translated_document(translation: Translation) -> Document:
-    """The settings of a translation in the order of a recipe's sections."""
-    document = Document({name: {} for name in ("model", "data")}, translation.document.name)
-    for setting, value in translation.settings.items():
-        keys = tuple(setting.split("."))
-        document = put(Recipe, document, keys, value, translation.origin(setting))
-    assert isinstance(document.data, dict)
-    sections = {
-        name: document.data[name] for name in schema.settings(Recipe) if name in document.data
-    }
-    return replace(document, data=sections)
+def load_converted(converted: ConvertedFile) -> Recipe:
+    """The recipe of another program's file. Raises ``RecipeError``: with all validation errors,
+    each with the key of the file that a setting is of, or as the file lacks what a run needs."""
+    if not converted.is_complete:
+        raise RecipeError(
+            f"{converted.document.name}: this is a file of {converted.title}; `surefoot recipe "
+            "convert` prints it as a recipe, to be completed"
+        )
+    return _build(converted.document, Path.cwd())
 
 
 def _is_remote(document: Document) -> bool:
@@ -129,9 +196,8 @@ def read(
 
 
 def _names() -> Mapping[str, str]:
-    """What to say of keys of other programs, unless a recipe has the key at another place, too."""
-    own = {str(way[-1]) for way in schema.paths(Recipe)}
-    return {name: hint for name, hint in names().items() if name not in own or name in HABITS}
+    """What to say of unknown keys: what plugins know of other programs' settings."""
+    return {name: hint for hints in HINTS.values() for name, hint in hints().items()}
 
 
 def _without_gone(document: Document) -> Document:

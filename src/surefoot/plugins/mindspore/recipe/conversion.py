@@ -7,16 +7,14 @@ A key has an equivalent setting, needs none, or is rejected with the reason and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ....recipe.document import Document
-from ....recipe.importers import ConvertedFile
-from ....recipe.overrides import override
+from ....recipe.overrides import Overrides, override
 from ....recipe.prediction import Prediction
-from ....recipe.recipe import Recipe
-from ....recipe.yaml import emit
+from ....recipe.recipe import ConvertedFile, Importer, Recipe
 from ..reading.ranks import model_near, root_of
 from .data import read_data
 from .keys import Converted, Found, KeyRule, RefusedKeyError, Together, apply, nothing, only, to
@@ -29,25 +27,32 @@ _OWN_FILES = (
 )
 
 
-class MindFormers:
+# At least one of these keys is in every file that runs anything.
+_SIGNS = {
+    *("run_mode", "runner_config", "runner_wrapper", "parallel_config", "train_dataset"),
+    *("load_ckpt_format", "auto_trans_ckpt", "pretrained_model_dir", "use_parallel"),
+}
+
+
+class MindFormers(Importer):
     """MindSpore Transformers."""
 
     title: ClassVar[str] = "MindSpore Transformers"
-    known_by: ClassVar[Sequence[str]] = (
-        *("run_mode", "runner_config", "runner_wrapper", "parallel_config", "train_dataset"),
-        *("load_ckpt_format", "auto_trans_ckpt", "pretrained_model_dir", "use_parallel"),
-    )
 
-    def convert(self, document: Document, overrides: Sequence[str]) -> ConvertedFile:
+    def recognise(self, data: Mapping[str, object]) -> bool:
+        """By its keys; a recipe with one of them has a stage."""
+        return "stage" not in data and bool(_SIGNS & data.keys())
+
+    def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
         """The recipe, or what ``surefoot predict`` takes in its place."""
         found = convert(document)
         kind = Prediction if found.is_prediction else Recipe
-        text = emit(override(kind, Document(found.nested()), overrides).data)
+        data = override(kind, Document(found.nested(), document.name), overrides)
         names_data = any(each.startswith("data.datasets") for each in overrides)
         notes = list(found.advice) if found.is_prediction or not names_data else []
         if found.left:
             notes.append(f"not used: {', '.join(found.left)}")
-        return ConvertedFile(text, notes)
+        return ConvertedFile(self.title, data, notes, is_complete=False)
 
 
 IMPORTER = MindFormers()

@@ -1,0 +1,1 @@
+"""LLaMA-Factory's, TRL's, axolotl's and transformers' files as recipes."""

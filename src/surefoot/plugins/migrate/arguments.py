@@ -1,0 +1,154 @@
+"""The arguments of other trainers, as ``arguments.yaml`` lists them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+OUTCOMES = ("is", "makes", "ignored", "refused", "command")
+_TRUE, _FALSE = ("true", "yes", "y", "1", "on"), ("false", "no", "n", "0", "off")
+
+
+class RefusedError(Exception):
+    """An argument, or its value, that is not supported, and what to write instead."""
+
+    def __init__(self, argument: str, reason: str) -> None:
+        super().__init__(reason)
+        self.argument = argument
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument and its counterpart here; ``arguments.yaml`` documents the fields."""
+
+    kind: str
+    default: object  # there, if nobody sets it
+    outcome: str  # one of OUTCOMES
+    settings: tuple[str, ...]  # of ``is`` and ``makes``
+    says: str  # the note, or the reason
+    choices: tuple[str, ...] = ()
+    allowed: tuple[object, ...] = ()  # values of one that is refused which ask for nothing
+
+    def read(self, name: str, value: object) -> object:
+        """``value`` with the argument's type. Raises ``RefusedError``: it has another."""
+        expected, read = _KINDS[self.kind]
+        try:
+            found = read(value)
+        except (ValueError, TypeError):
+            message = f"expected {expected}, got {value!r}"
+            raise RefusedError(name, message) from None
+        if self.choices and str(found) not in self.choices:
+            known = f"expected one of {', '.join(self.choices)}, got {found!r}"
+            raise RefusedError(name, known + near(str(found), self.choices))
+        return found
+
+    def refuses(self, value: object) -> bool:
+        """Whether ``value`` asks for what is not supported."""
+        is_off = self.kind == "any" and str(value).lower() in _FALSE
+        asks = value not in (self.default, None, "", [], {}, *self.allowed)
+        return self.outcome == "refused" and asks and not is_off
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """``(did you mean ...?)``, if one of ``known`` looks like ``name``."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | dict):
+        raise ValueError
+    return str(value)
+
+
+def _bool(value: object) -> bool:
+    word = str(value).strip().lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return word in _TRUE
+
+
+def _float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _int(value: object) -> int:
+    number = _float(value)
+    if number % 1:
+        raise ValueError
+    return int(number)
+
+
+def _list(value: object) -> list[object]:
+    if isinstance(value, list):
+        return [part for item in value for part in _list(item)]
+    return [part.strip() for part in _text(value).split(",") if part.strip()]
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise ValueError
+    return found
+
+
+_KINDS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
+    "text": ("text", _text),
+    "bool": ("true or false", _bool),
+    "int": ("a whole number", _int),
+    "float": ("a number", _float),
+    "list": ("a list, or text with commas", _list),
+    "mapping": ("a mapping, or one in JSON", _mapping),
+    "any": ("a value", lambda value: value),
+}
+
+Rows = Mapping[str, Argument]
+_TABLES = YAML(typ="safe").load(Path(__file__).with_name("arguments.yaml"))
+
+
+def _rows(group: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
+    for name, row in group.items():
+        if name == "like":
+            for part in row:
+                yield from _rows(_TABLES["parts"][part])
+        elif name in ("ignored", "refused"):
+            for reason, names in row.items():
+                yield from ((one, Argument("any", None, name, (), reason)) for one in names.split())
+        else:
+            yield name, _argument(row)
+
+
+def _argument(row: Mapping[str, Any]) -> Argument:
+    kind, default = next(iter(row.items()))
+    outcome = next(name for name in OUTCOMES if name in row)
+    said, choices, allowed = row[outcome], tuple(row.get("of", ())), tuple(row.get("but", ()))
+    if outcome in ("is", "makes"):
+        settings = (said,) if isinstance(said, str) else tuple(said)
+        return Argument(kind, default, outcome, settings, row.get("note", ""), choices)
+    return Argument(kind, default, outcome, (), said, choices, allowed)
+
+
+GROUPS: Mapping[str, Rows] = {
+    title: dict(_rows(group)) for title, group in _TABLES["llamafactory"].items()
+}
+FILES: Mapping[str, Rows] = {title: dict(_rows(group)) for title, group in _TABLES["files"].items()}
+TRAINERS: Mapping[str, Rows] = {
+    title: dict(_rows(group)) for title, group in _TABLES["trainers"].items()
+}
+ARGUMENTS: Rows = {name: one for group in GROUPS.values() for name, one in group.items()}
+TRANSFORMERS: Rows = {
+    **{n: one for n, one in GROUPS["Hugging Face's training arguments"].items() if n != "do_train"},
+    **GROUPS["Hugging Face's former training arguments"],
+}

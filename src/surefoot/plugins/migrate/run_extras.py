@@ -1,0 +1,118 @@
+"""What a file of LLaMA-Factory asks of a run beside its recipe: ``do_eval``, ``do_predict`` and the
+files that scripts read of a run. The code for it is imported when it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from ...extensions import imported
+from ...recipe.document import Document
+from ...recipe.recipe import RunExtras
+from ...schema import Problem
+from .arguments import RefusedError
+from .given import GivenArguments, Settings
+from .rules.train import eval_strategy
+
+if TYPE_CHECKING:
+    from ...recipe.recipe import Recipe
+    from ...training.callback import TrainerCallback
+    from ...training.state import TrainerState
+
+_FILES, _EVALUATION = f"{__package__}.run_files", f"{__package__}.evaluation"
+
+
+@dataclass(frozen=True)
+class AfterTraining:
+    """An evaluation with the files and metrics of LLaMA-Factory."""
+
+    parts: tuple[str, ...]  # eval, predict
+    with_generate: bool  # responses are generated and compared with those of the data
+    by_row: bool  # the accuracy of tokens is averaged over rows
+    hides_special: bool  # special tokens are not shown in responses
+
+
+@dataclass(frozen=True)
+class LlamaFactoryExtras(RunExtras):
+    """The files of LLaMA-Factory, and its evaluations after training, or instead of it."""
+
+    document: Document
+    after: AfterTraining | None
+    trains: bool = True
+
+    def check(self) -> None:
+        """Raises ``RecipeError``: there is nothing to do. ``RunError``: a package is missing."""
+        if not self.trains and self.after is None:
+            message = "is not set; `surefoot eval` evaluates this stage"
+            raise self.document.error([Problem(("do_train",), message)])
+        if self.after is not None and self.after.with_generate:
+            imported("surefoot.cli.eval:comparison")()
+
+    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
+        """What writes the log of LLaMA-Factory."""
+        return (imported(f"{_FILES}:TrainerLog")(recipe.train.folder),)
+
+    def finish(self, recipe: Recipe, state: TrainerState) -> None:
+        """Write what LLaMA-Factory leaves in ``output_dir``, or in the local folder of a store."""
+        imported(f"{_FILES}:finish")(recipe, state)
+
+    def after_run(self, recipe: Recipe) -> None:
+        """Evaluate what was trained; the ranks of a launcher have left each other."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            self.evaluate(recipe, None)
+        elif self.after is not None and os.environ.get("RANK", "0") == "0":
+            asked = ", ".join(f"do_{part}" for part in self.after.parts)
+            click.echo(f"{asked}: run `surefoot eval` on the same file", err=True)
+
+    def evaluate(self, recipe: Recipe, model: str | None) -> bool:
+        """Evaluate with the files of LLaMA-Factory."""
+        if self.after is not None:
+            imported(f"{_EVALUATION}:evaluate")(recipe, self.after, model)
+        return self.after is not None
+
+
+def after_training(given: GivenArguments) -> AfterTraining | None:
+    """The evaluation that the arguments ask for, if any; of stage sft alone."""
+    evaluates = given["do_eval"] and (eval_strategy(given) == "no" or not given["do_train"])
+    asked = {"eval": evaluates, "predict": given["do_predict"]}
+    parts = tuple(name for name, is_on in asked.items() if is_on)
+    if not parts or given["stage"] != "sft":
+        return None
+    switches = ("predict_with_generate", "compute_accuracy", "skip_special_tokens")
+    return AfterTraining(parts, *(given[name] for name in switches))
+
+
+def check_evaluations(given: GivenArguments) -> Settings:
+    """What LLaMA-Factory refuses, too."""
+    stage, generates = given["stage"], given["predict_with_generate"]
+    name = "do_predict" if given["do_predict"] else "do_eval"
+    for argument, is_wrong, message in (
+        ("predict_with_generate", generates and stage != "sft", "needs stage: sft"),
+        (
+            "compute_accuracy",
+            generates and given["compute_accuracy"],
+            "excludes predict_with_generate; remove one of the two",
+        ),
+        (
+            "do_predict",
+            given["do_predict"] and stage == "rm",
+            "of stage rm: `surefoot predict RUN --prompts FILE` scores the rows of a file",
+        ),
+        (
+            "do_predict",
+            given["do_predict"] and stage == "sft" and not generates,
+            "needs predict_with_generate: true",
+        ),
+        (
+            name,
+            given[name] and not given["eval_dataset"] and not given["val_size"],
+            "there are no rows for it; set eval_dataset or val_size",
+        ),
+    ):
+        if is_wrong:
+            raise RefusedError(argument, message)
+    return {}

@@ -1,1 +1,0 @@
-"""LLaMA-Factory's YAML, JSON or command line as the settings of a recipe."""

@@ -1,0 +1,139 @@
+"""LLaMA-Factory's command and its example files, run as they are, on tiny models."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
+from project import surefoot as cli
+from surefoot.recipe.importers import convert
+from surefoot.recipe.yaml import emit
+from surefoot.use.model_location import locate
+
+EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
+COMMAND = (
+    "train --stage sft --do_train True --model_name_or_path {0}/model "
+    "--preprocessing_num_workers 16 --finetuning_type full --template qwen --flash_attn auto "
+    "--dataset_dir {0}/data --dataset alpaca_zh --cutoff_len 1024 --learning_rate 5e-05 "
+    "--num_train_epochs 3.0 --max_samples 1000 --per_device_train_batch_size 2 "
+    "--gradient_accumulation_steps 8 --lr_scheduler_type cosine --max_grad_norm 1.0 "
+    "--logging_steps 5 --save_steps 100 --warmup_steps 0 --optim adamw_torch --packing False "
+    "--report_to none --use_badam True --output_dir {0}/out --fp16 True --plot_loss True "
+    "--ddp_timeout 180000000 --include_num_input_tokens_seen True --badam_mode layer "
+    "--badam_switch_mode ascending --badam_switch_interval 50 --badam_update_ratio 0.05 "
+    "--val_size 0.1 --eval_strategy steps --eval_steps 100 --per_device_eval_batch_size 2"
+)
+SPEC = {"columns": {"prompt": "instruction", "response": "output"}}
+DATASETS = {
+    "alpaca_zh": (rows, SPEC),
+    "identity": (rows, SPEC),
+    "alpaca_en_demo": (rows, SPEC),
+    "dpo_en_demo": (pairs, {"ranking": True}),
+    "kto_en_demo": (marked, {"columns": {"kto_tag": "is_good"}}),
+    "c4_demo": (lambda count: [{"text": row["output"]} for row in rows(count)], {}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and the datasets that the examples name."""
+    found = tmp_path_factory.mktemp("moved")
+    model_folder(found / "model", max_position_embeddings=2048)
+    (found / "data").mkdir()
+    info = {}
+    for name, (make, entry) in DATASETS.items():
+        (found / "data" / f"{name}.json").write_text(json.dumps(make(24)))
+        info[name] = {"file_name": f"{name}.json", **entry}
+    info["c4_demo"]["columns"] = {"prompt": "text"}
+    (found / "data" / "dataset_info.json").write_text(json.dumps(info))
+    return found
+
+
+def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
+    """The run of the converted recipe, without a break, is the reference."""
+    words = COMMAND.format(folder).split()
+    (folder / "recipe.yaml").write_text(emit(convert(words[1:]).document.data))
+    code, _, err = cli("train", folder / "recipe.yaml", f"train.output_dir={folder}/whole")
+    assert code == 0, err
+    is_slow = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert ("fp16 is computed without fast kernels on this CPU" in err) == is_slow
+
+    process = start(*words)
+    for line in process.stderr:
+        if "steps 1 to 50 train layer 0" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, rest
+    code, _, err = cli(*words)
+    assert code == 0 and "resuming from checkpoint-" in err
+    assert err.index("without effect here: preprocessing_num_workers") < err.index("resuming from")
+
+    assert_same(final_weights(folder / "out"), final_weights(folder / "whole"))
+    logged = [line for line in metrics(folder / "out") if "learning_rate" in line]
+    assert [line["step"] for line in logged][-1] == 6  # 3 x ceil(ceil(21 / 2) / 8), as there
+    assert all(0 < line["learning_rate"] < 5e-5 for line in logged)
+    written = (folder / "out" / "trainer_log.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in written]
+    steps = [line["current_steps"] for line in lines if "loss" in line]
+    assert steps == sorted(set(steps))
+    assert {line["current_steps"] for line in lines if "eval_loss" in line} == {6}
+
+
+def example(name):
+    """Its values that do not fit in a tiny model or a short test."""
+    changed = ["model_name_or_path={0}/model", "dataset_dir={0}/data", "max_steps=2"]
+    changed += ["output_dir={0}/" + name.replace("/", "-"), "gradient_accumulation_steps=2"]
+    content = EXAMPLES[f"examples/{name}.yaml"]
+    if "template: llama3" in content:
+        changed.append("template=chatml")
+    if "deepspeed:" in content:
+        content = content.replace("examples/deepspeed", "{0}/deepspeed")
+    if "oft" in name:
+        changed.append("oft_block_size=16")
+    if "freeze" in name:
+        changed += ["use_llama_pro=false", "method.llama_pro.num_new_layers=1"]
+    return content, changed
+
+
+CHEAP = ["train_lora/qwen3_lora_dpo"]
+PROVEN = [
+    "extras/galore/llama3_full_sft",
+    *("train_lora/qwen3_lora_sft", "train_lora/qwen3_lora_kto", "train_lora/qwen3_lora_pretrain"),
+    *("train_lora/qwen3_lora_reward", "train_lora/qwen3_lora_sft_ds3", "train_full/qwen3_full_sft"),
+    *(
+        "train_lora/qwen3_preprocess",
+        "extras/apollo/llama3_full_sft",
+        "extras/badam/llama3_full_sft",
+    ),
+    *("extras/adam_mini/qwen2_full_sft", "extras/muon/qwen2_full_sft"),
+    *("extras/loraplus/llama3_lora_sft", "extras/pissa/llama3_lora_sft"),
+    *("extras/oft/llama3_oft_sft", "extras/llama_pro/llama3_freeze_sft"),
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.proof) for name in PROVEN)]
+)
+def test_their_example_runs_to_its_end(folder, name):
+    content, changed = example(name)
+    (folder / "deepspeed").mkdir(exist_ok=True)
+    for path in (path for path in EXAMPLES if "deepspeed/" in path):
+        (folder / "deepspeed" / Path(path).name).write_text(EXAMPLES[path])
+    file = folder / f"{Path(name).name}.yaml"
+    file.write_text(content.replace("{0}", str(folder)))
+    code, _, err = cli("train", file, *(word.replace("{0}", str(folder)) for word in changed))
+    assert code == 0, err
+    assert "trained: 2 steps" in err
+    out = folder / name.replace("/", "-")
+    assert final_weights(out)
+    for written in ("trainer_log.jsonl", "train_results.json", "training_loss.png"):
+        assert (out / written).stat().st_size
+    weights = [path.name for path in (out / "checkpoint-2").glob("*model*.safetensors*")]
+    assert weights
+    for file in weights:
+        assert (out / file).read_bytes() == (out / "checkpoint-2" / file).read_bytes()
+    assert locate(out).folder == out / "checkpoint-2"

@@ -1,0 +1,156 @@
+"""LLaMA-Factory's ``do_predict`` and ``do_eval``: its files and metrics in its output_dir."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from folders import save_adapter
+from project import model_folder, rows
+from project import surefoot as cli
+from surefoot.recipe.importers import convert
+from surefoot.recipe.recipe import load_converted
+
+EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
+FILE = "generated_predictions.jsonl"
+NEEDED = ("jieba", "rouge_chinese")
+needs_metrics = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDED)), reason="the extra metrics is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("predict")
+    model_folder(found / "model", max_position_embeddings=2048, initializer_range=0.3)
+    save_adapter(found / "model", found / "adapter")
+    (found / "data").mkdir()
+    names = ("identity", "alpaca_en_demo")
+    for name in names:
+        (found / "data" / f"{name}.json").write_text(json.dumps(rows(4)))
+    info = {name: {"file_name": f"{name}.json"} for name in names}
+    (found / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (found / "predict.yaml").write_text(
+        EXAMPLES["examples/extras/nlg_eval/llama3_lora_predict.yaml"]
+    )
+    return found
+
+
+def words(folder, out):
+    changed = [f"model_name_or_path={folder}/model", f"adapter_name_or_path={folder}/adapter"]
+    changed += [f"dataset_dir={folder}/data", f"output_dir={out}", "template=chatml"]
+    return [folder / "predict.yaml", *changed, "max_samples=3", "max_new_tokens=5"]
+
+
+def test_generation_has_their_defaults(folder, tmp_path):
+    """They sample, where a recipe without a section generate is greedy."""
+    given = [*map(str, words(folder, tmp_path)[:-1])]
+    converted = convert(given)
+    section = load_converted(converted).generate
+    assert (section.do_sample, section.temperature, section.top_p) == (True, 0.95, 0.7)
+    assert (section.top_k, section.max_new_tokens) == (50, 1024)
+    assert not converted.extras.trains
+    after = converted.extras.after
+    assert after.parts == ("predict",) and after.with_generate
+
+
+@needs_metrics
+def test_their_predict_example_writes_their_files(folder, tmp_path):
+    from surefoot.use.benchmarks.text_similarity import similarity
+
+    code, out, err = cli("train", *words(folder, tmp_path / "out"))
+    assert code == 0, err
+    found = list(map(json.loads, (tmp_path / "out" / FILE).read_text().splitlines()))
+    assert len(found) == 6  # max_samples of each dataset
+    assert found[0].keys() == {"prompt", "predict", "label"}
+    assert found[0]["label"] == "It is 0." and found[0]["prompt"].endswith("assistant\n")
+    assert not any("<|" in row["predict"] + row["label"] for row in found)
+    metrics = json.loads((tmp_path / "out/predict_results.json").read_text())
+    expected = similarity([row["predict"] for row in found], [row["label"] for row in found])
+    assert {name: metrics[f"predict_{name}"] for name in expected} == expected
+    assert metrics.keys() >= {"predict_runtime", "predict_samples_per_second"}
+    assert "predict_bleu-4: " in out and not list((tmp_path / "out").glob("*.part"))
+
+
+@needs_metrics
+def test_predictions_of_an_earlier_attempt_are_used(folder, tmp_path):
+    out = tmp_path / "out"
+    code, _, err = cli("train", *words(folder, out))
+    assert code == 0, err
+    whole = (out / FILE).read_bytes()
+    code, _, err = cli("train", *words(folder, out))  # their overwrite_output_dir
+    assert code == 0 and (out / FILE).read_bytes() == whole
+
+
+def test_accuracy_is_the_mean_over_rows(folder, tmp_path):
+    """As their ComputeAccuracy, by a pass of each row alone."""
+    content = {
+        "model_name_or_path": f"{folder}/model",
+        "stage": "sft",
+        "do_eval": True,
+        "finetuning_type": "full",
+        "eval_dataset": "identity",
+        "dataset_dir": f"{folder}/data",
+        "template": "chatml",
+        "output_dir": f"{tmp_path}/out",
+        "compute_accuracy": True,
+    }
+    path = tmp_path / "eval.yaml"
+    path.write_text(json.dumps(content))
+    code, _, err = cli("train", path)
+    assert code == 0, err
+    metrics = json.loads((tmp_path / "out/eval_results.json").read_text())
+    assert metrics["eval_accuracy"] == pytest.approx(by_row(folder), abs=1e-6)
+    assert math.exp(metrics["eval_loss"]) == pytest.approx(metrics["eval_perplexity"])
+    assert "without effect here: do_eval" not in err
+    (tmp_path / "out/eval_results.json").unlink()
+    code, _, err = cli("eval", path)
+    assert code == 0, err
+    again = json.loads((tmp_path / "out/eval_results.json").read_text())
+    assert again["eval_accuracy"] == metrics["eval_accuracy"]
+
+
+def by_row(folder):
+    from surefoot.data.example import Example, Message
+    from surefoot.data.section import without_datasets
+    from surefoot.data.text.codec import Codec
+    from surefoot.data.text.templates import load_template
+    from surefoot.model.pretrained.tokenizer import load_tokenizer
+
+    known = load_tokenizer(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    codec = Codec(known, load_template("chatml", known), without_datasets())
+    shares = []
+    for row in rows(4):
+        turns = Message("user", row["instruction"]), Message("assistant", row["output"])
+        (item,) = codec.encode_chats([Example(messages=turns)])[0]
+        labels = torch.tensor(item["labels"])[1:]
+        with torch.no_grad():
+            best = model(torch.tensor([item["input_ids"]])).logits[0, :-1].argmax(-1)
+        shares.append(float((best == labels)[labels != -100].float().mean()))
+    return sum(shares) / len(shares)
+
+
+def test_a_training_is_evaluated_at_its_end(folder, tmp_path):
+    content = {
+        "model_name_or_path": f"{folder}/model",
+        "stage": "sft",
+        "do_train": True,
+        "do_eval": True,
+        "finetuning_type": "lora",
+        "dataset": "identity",
+        "val_size": 2,
+        "dataset_dir": f"{folder}/data",
+        "template": "chatml",
+        "output_dir": f"{tmp_path}/out",
+        "max_steps": 1,
+    }
+    path = tmp_path / "both.yaml"
+    path.write_text(json.dumps(content))
+    code, _, err = cli("train", path)
+    assert code == 0, err
+    assert json.loads((tmp_path / "out/eval_results.json").read_text())["eval_loss"] > 0
