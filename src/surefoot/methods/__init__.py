@@ -11,6 +11,7 @@ from .lisa import LISA
 from .llama_pro import LLaMAPro
 from .lora import LoRA
 from .oft import OFT
+from .vera import VeRA
 
 METHODS: Extended[type[Any]] = Extended(
     "methods",
@@ -19,6 +20,7 @@ METHODS: Extended[type[Any]] = Extended(
         "freeze": Freeze,
         "lora": LoRA,
         "oft": OFT,
+        "vera": VeRA,
         "badam": BAdam,
         "badam_ratio": BAdamRatio,
         "lisa": LISA,

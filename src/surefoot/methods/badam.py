@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError, counted
-from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
-from ..schema import Problem
 from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
-from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class BAdam:
+class BAdam(Method):
     """Tune the weights block by block: one decoder layer at a time, for some steps each. Gradients
     and optimizer state exist for that block only, and each block begins with a new state."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "badam"
 
     order: Literal["ascending", "descending", "random", "fixed"] = "ascending"
     """The order of blocks. ``ascending`` begins with the layer next to the embeddings;
@@ -69,10 +63,6 @@ class BAdam:
             )
         always = frozenset(names.added)
         return TrainedBlocks(always, blocks, self.switch_interval, self._chosen(labels, seed))
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("badam", model)
 
     def _chosen(self, labels: Sequence[str], seed: int) -> Callable[[int], Sequence[str]]:
         """The block of each turn."""

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
 from ..optim.entries import EntryTurns
-from ..schema import Problem
 from .layers import check_interval, make_layers_trainable
-from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class BAdamRatio:
+class BAdamRatio(Method):
     """Tune some entries of every matrix at a time, others after some steps. Optimizer state, and
     what is kept of the gradient, exist for these entries only, and each turn begins with a new
     state. Norms and biases are trained at every step. For optimizers that treat every entry by
     itself."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "badam_ratio"
 
     update_ratio: float = 0.05
     """The share of entries that is trained at once, in every row of a matrix."""
@@ -57,7 +50,3 @@ class BAdamRatio:
         is_scattered = self.mask == "scatter"
         turns = EntryTurns(own, self.update_ratio, is_scattered, self.switch_interval, seed)
         return TrainedBlocks(frozenset(names.all), entries=turns)
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("badam_ratio", model)

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import RecipeError
-from ..model.section import ModelSection
 from ..model.targets import children, decoder_layers
-from ..schema import Problem
-from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
+from ..network.method import Method
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Freeze(Method):
     """Tune the last (or first) layers, or some modules of them, and any modules outside the
     layers."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    trainable = every_name
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "freeze"
 
     num_layers: int = 2
     """Layers to tune: the last ones if positive, the first ones if negative."""
@@ -65,10 +57,6 @@ class Freeze:
                 raise RecipeError(_no_module("extra_modules", name, sorted(outside)))
             outside[name].requires_grad_(True)
         return model
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("freeze", model)
 
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         if self.modules == ("all",):

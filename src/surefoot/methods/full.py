@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
-from ..model.section import ModelSection
-from ..schema import Problem
-from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
+from ..network.method import Method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,15 +15,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full:
+class Full(Method):
     """Tune every weight, or all but some."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    trainable = every_name
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "full"
 
     frozen_modules: tuple[str, ...] = ()
     """Modules that stay as they are, by the last part of the name, such as ``embed_tokens``.
@@ -45,7 +37,3 @@ class Full:
             )
         made: nn.Module = model  # whose own methods have no types
         return made
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("full", model)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import RecipeError
-from ..model.section import ModelSection
+from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
-from ..schema import Problem
 from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
-from .rules import all_weights, attach_any, problems_of_own_weights, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
-class LISA:
+class LISA(Method):
     """Tune the embeddings and the output head at every step, and beside them a few decoder layers,
     which are drawn again after some steps. Gradients and optimizer state exist for these only."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "lisa"
 
     num_layers: int = 2
     """Layers that are trained at once."""
@@ -57,7 +51,3 @@ class LISA:
             return [labels[i] for i in sorted(drawn(len(labels), seed, turn)[:count])]
 
         return TrainedBlocks(always, blocks, self.switch_interval, chosen)
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("lisa", model)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from .. import model as models
-from ..model.section import ModelSection
-from ..schema import Problem
-from .rules import all_weights, attach_any, every_name, problems_of_own_weights, unchanged
+from ..network.method import Method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,16 +14,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLaMAPro:
+class LLaMAPro(Method):
     """Insert decoder layers that return their input at first, and tune these alone. Checkpoints
     contain the deeper model."""
 
-    saves_base_model: ClassVar[bool] = True
-    packages: ClassVar[Sequence[str]] = ()
-    weights = all_weights
-    trainable = every_name
-    continued = unchanged
-    attach = attach_any
+    name: ClassVar[str] = "llama_pro"
 
     num_new_layers: int = 2
     """Layers to insert, evenly spaced. Each is a copy of the layer before it, whose output
@@ -45,7 +37,3 @@ class LLaMAPro:
             layer.requires_grad_(True)
         made: nn.Module = model  # whose own methods have no types
         return made
-
-    def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """What must hold for weights that are trained themselves."""
-        return problems_of_own_weights("llama_pro", model)

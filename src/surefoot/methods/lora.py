@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,13 +13,14 @@ from ..errors import RecipeError, counted
 from ..model.section import ModelSection
 from ..network import adapters
 from ..schema import Problem
-from .adapter_settings import changed_settings, check_pattern, matches, patterns, target_names
-from .rules import check_saved, every_name, problems_of_adapters
+from .adapter import AdapterMethod, names_in, target_names
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedModel
 
+    from ..checkpoint.sources.source import Shape, TensorSource
     from ..model.lora_targets import Targets
     from ..network.method import UnshardedWeights
 
@@ -27,12 +29,18 @@ _COMPUTED = ("pissa", "olora")  # initial values that are computed from the weig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRA:
+class LoRA(AdapterMethod):
     """Train a low-rank update ``scale * B A`` of chosen linear layers; the base is frozen."""
 
-    saves_base_model: ClassVar[bool] = False
-    packages: ClassVar[Sequence[str]] = ("peft",)
-    trainable = every_name
+    name: ClassVar[str] = "lora"
+    peft_type: ClassVar[str] = "LORA"
+    peft_names: ClassVar[Mapping[str, str]] = {
+        "rank": "r",
+        "dropout": "lora_dropout",
+        "rslora": "use_rslora",
+        "dora": "use_dora",
+    }
+    does: ClassVar[str] = "a sum"
 
     rank: int = 8
     """Rank of the update."""
@@ -75,19 +83,18 @@ class LoRA:
     backward pass."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
         if self.alpha is not None and self.alpha <= 0:
             raise ValueError(f"alpha must be positive, got {self.alpha}")
         for name, least in (("rank_pattern", 1), ("alpha_pattern", 1e-9)):
             for pattern, value in getattr(self, name).items():
-                check_pattern(name, pattern)
+                _check_pattern(name, pattern)
                 if value < least:
                     raise ValueError(f"{name} must be positive, got {value} for {pattern}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if not self.targets:
-            raise ValueError("targets must name at least one module, or all")
         if self.init_iterations < 0:
             raise ValueError(f"init_iterations must not be negative, got {self.init_iterations}")
         if self.dora and self.init in _COMPUTED:
@@ -96,53 +103,74 @@ class LoRA:
                 "adapters, and magnitudes belong to one; leave one of them out"
             )
 
-    def apply(self, model: PreTrainedModel) -> nn.Module:
-        """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
-        from peft import LoraConfig, get_peft_model
+    def config(self, **shared: Any) -> PeftConfig:
+        """As for every model; ``apply`` adds what depends on it."""
+        from peft import LoraConfig
 
-        check_saved("lora", model, self.modules_to_save)
-        chosen = self._chosen(model)
-        self._check_parameters(chosen.parameters)
-        self._check_layers(model, chosen.modules)
-        self._check_rank(model, chosen)
-        self._check_patterns(chosen)
-        modules, parameters = models.target_patterns(model, chosen)
-        config = LoraConfig(
+        return LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern=dict(self.alpha_pattern),
             lora_dropout=self.dropout,
-            target_modules=modules,
-            target_parameters=parameters or None,
-            modules_to_save=list(self.modules_to_save) or None,
-            trainable_token_indices=self._rows(model, chosen) if self.new_tokens else None,
             use_rslora=self.rslora,
             use_dora=self.dora,
             init_lora_weights="gaussian" if self.init == "gaussian" else True,
-            task_type="CAUSAL_LM",
+            **shared,
         )
-        try:
-            wrapped: nn.Module = get_peft_model(model, config)
-        except ValueError as error:
-            raise RecipeError(f"method.lora: PEFT cannot adapt this model: {error}") from None
+
+    @classmethod
+    def as_lora(
+        cls,
+        adapter: TensorSource,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Shape],
+    ) -> tuple[TensorSource, Mapping[str, Any]]:
+        """As it is."""
+        return adapter, config
+
+    def apply(self, model: PreTrainedModel) -> nn.Module:
+        """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target is not in it."""
+        self.check_saved(model)
+        chosen = self.chosen(model)
+        self._check_parameters(chosen.parameters)
+        self._check_layers(model, chosen.modules)
+        self._check_rank(model, chosen)
+        self._check_patterns(chosen)
+        modules, parameters = models.target_patterns(model, chosen)
+        config: Any = self.config(
+            target_parameters=parameters or None,
+            trainable_token_indices=self._rows(model, chosen) if self.new_tokens else None,
+            **self.shared(modules),
+        )
+        wrapped = self.wrapped(model, chosen, config)
         if self.dora:
             models.set_magnitudes(wrapped)
         if self.init in ("pissa", "olora"):
             models.add_start(wrapped, config, self.init, self.init_iterations)
         self._freeze(wrapped)
-        if other := chosen.all_parameters ^ {*models.adapted(wrapped)}:
-            raise RecipeError(
-                f"method.lora: PEFT does not adapt exactly what the recipe names: {min(other)}; "
-                "name other targets, or another version of peft"
-            )
         return wrapped
 
     def continued(self, adapter: Mapping[str, object]) -> LoRA:
-        """With the settings of the adapter."""
-        named = {"targets": self.targets, "modules_to_save": self.modules_to_save}
-        found = changed_settings(adapter, self.rank, self.alpha, named)
-        return replace(self, **(found | patterns(adapter)))
+        """With the settings of the adapter. Names in another order are the recipe's, and so are
+        targets that it names: other names may mean the same parameters, as the model decides."""
+        found: dict[str, Any] = {
+            name: bool(adapter.get(self.peft_names[name])) for name in ("rslora", "dora")
+        }
+        for name in ("rank_pattern", "alpha_pattern"):
+            own = adapter.get(name) or {}
+            found[name] = dict(own) if isinstance(own, Mapping) else {}
+        settled = super().continued(adapter)
+        if isinstance(scaled := adapter.get("lora_alpha"), int | float):
+            is_usual = self.alpha is None and scaled == 2 * settled.rank
+            found["alpha"] = None if is_usual else float(scaled)
+        found["new_tokens"] = bool(adapter.get("trainable_token_indices"))
+        saved = names_in(adapter.get("modules_to_save"))
+        if saved != set(self.modules_to_save):
+            found["modules_to_save"] = tuple(sorted(saved))
+        if self.targets == ("all",) and (targets := target_names(adapter)):
+            found["targets"] = tuple(sorted(targets))
+        return replace(settled, **found)
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
@@ -150,17 +178,12 @@ class LoRA:
         """``model`` with the adapter that ``attach`` reads. Raises ``RecipeError`` if it adapts
         other parameters than the targets."""
         try:
-            expected = self._chosen(model).all_parameters
+            expected = self.chosen(model).all_parameters
         except RecipeError:  # the names are the adapter's, such as a regular expression
             expected = set()
         module = attach(model)
         self._freeze(module)
-        config: Any = module.peft_config["default"]  # type: ignore[index]
-        if config.peft_type != "LORA":
-            raise RecipeError(
-                f"method: lora, but model.adapter is an adapter of another method, "
-                f"{config.peft_type}; name that method, or another adapter"
-            )
+        config = self.config_of(module)
         names = target_names(vars(config))
         if (found := {*models.adapted(module)}) - expected and self.layers:
             raise RecipeError(
@@ -182,15 +205,14 @@ class LoRA:
         return module
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
-        """The adapter alone, with frozen ones as one."""
+        """The adapter, with frozen ones as one."""
         if models.has_frozen(module):
             return adapters.StackedWeights(module)
-        return models.AdapterWeights(module)
+        return super().weights(module, inner)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What an adapter on a frozen base cannot have."""
-        yield from problems_of_adapters("lora", model)
-
+        yield from super().problems(model)
         if model.adapter is not None and self.init != "kaiming":
             yield Problem(
                 ("method", "lora", "init"),
@@ -203,8 +225,13 @@ class LoRA:
             if ".lora_A." in name:
                 parameter.requires_grad_(False)
 
-    def _chosen(self, model: PreTrainedModel) -> Targets:
-        """The targets, of the chosen layers alone if there are any."""
+    @property
+    def is_sum(self) -> bool:
+        """It is."""
+        return True
+
+    def chosen(self, model: PreTrainedModel) -> Targets:
+        """The targets, of the chosen layers alone if there are any; fused experts, too."""
         chosen = models.choose_targets(model, self.targets, self.modules_to_save)
         if not self.layers:
             return chosen
@@ -233,7 +260,7 @@ class LoRA:
         modules = [*chosen.modules, *(name.rpartition(".")[0] for name in chosen.parameters)]
         for name in ("rank_pattern", "alpha_pattern"):
             for pattern in getattr(self, name):
-                if not any(matches(pattern, module) for module in modules):
+                if not any(_matches(pattern, module) for module in modules):
                     raise RecipeError(
                         f"method.lora.{name}: {pattern!r} is none of the modules that are adapted, "
                         f"such as {modules[0]}"
@@ -253,7 +280,7 @@ class LoRA:
         """An update has no more ranks than the shorter side of its matrix."""
         shortest = models.shorter_sides(model, chosen)
         rank_of = {
-            name: next((r for p, r in self.rank_pattern.items() if matches(p, name)), self.rank)
+            name: next((r for p, r in self.rank_pattern.items() if _matches(p, name)), self.rank)
             for name in shortest
         }
         over = [name for name, side in shortest.items() if rank_of[name] > side]
@@ -280,3 +307,16 @@ class LoRA:
                     f"parameter; leave {name} out, or name in method.lora.targets what it has one "
                     "for, such as q_proj"
                 )
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Whether PEFT applies ``pattern`` to ``module``, a full name."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def _check_pattern(setting: str, pattern: str) -> None:
+    """Raise ``ValueError`` if ``pattern`` is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{setting}: {pattern!r} is no regular expression: {error}") from None

@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import RecipeError
+from ..storage.tensor_names import KINDS
 
 HEAD = "the output head"
 ROUTER = "a router"
@@ -37,7 +38,7 @@ _NEEDS_VALUES = (
     ImportError,
 )
 _WRAPPER = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.|$)")
-_ADDED = re.compile(r"\.(lora_\w+|oft_\w+|modules_to_save|trainable_tokens_\w+)\.")
+_ADDED = re.compile(rf"\.(({'|'.join(KINDS)})_\w+|modules_to_save|trainable_tokens_\w+)\.")
 _ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
 
 

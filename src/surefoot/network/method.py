@@ -1,11 +1,15 @@
-"""The protocols ``Method``, which parameters are trained, and ``Weights``, what files contain."""
+"""``Method``: which parameters are trained, and how; ``Weights``: what files contain of them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from .. import model as models
 from ..checkpoint.state.protocols import ShardedState
+from ..optim.blocks import ParameterNames, TrainedBlocks, everything
+from ..schema import Problem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,9 +19,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.disk.manifest import Kind
     from ..model.section import ModelSection
-    from ..optim.blocks import ParameterNames, TrainedBlocks
     from ..parallel.sharding import Cuts
-    from ..schema import Problem
 
 
 class Weights(ShardedState, Protocol):
@@ -52,17 +54,17 @@ class UnshardedWeights(Weights, Protocol):
         """The weights after their tensors were sharded over ranks."""
 
 
-class Method(Protocol):
-    """One way of tuning weights. Its fields are its settings in the recipe. Nothing is optional."""
+class Method(ABC):
+    """One way of tuning weights: what differs from here. Its fields are its settings in the recipe.
 
-    @property
-    def saves_base_model(self) -> bool:
-        """Whether its checkpoints contain every weight of the model, frozen ones included."""
+    Without more, it trains the model's own weights, all that ``apply`` leaves trainable.
+    """
 
-    @property
-    def packages(self) -> Sequence[str]:
-        """Python packages that ``apply`` imports."""
+    name: ClassVar[str]  # as recipes call it
+    saves_base_model: ClassVar[bool] = True  # whether checkpoints contain the weights of the model
+    packages: ClassVar[Sequence[str]] = ()  # Python packages that ``apply`` imports
 
+    @abstractmethod
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Make the model ready to train: freeze, wrap, or leave unchanged. Parameters that require
         gradients afterwards may be trained at some step."""
@@ -70,19 +72,47 @@ class Method(Protocol):
     def continued(self, adapter: Mapping[str, object]) -> Method:
         """The method with the settings of an adapter whose training it continues: the content of
         ``adapter_config.json``."""
+        return self
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
     ) -> nn.Module:
         """``model`` with the adapter to continue, which ``attach`` reads. Raises ``RecipeError`` if
         it has other targets than the method."""
+        return attach(model)
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
+        return models.FullWeights(inner)
 
     def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """Which of the parameters that may be trained each update changes. A pure function of the
         step, so no checkpoint contains it; the optimizer is rebuilt when its answer changes."""
+        return everything(names)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
-        """Settings of the recipe's model section that this method does not support."""
+        """Settings of the recipe's model section that this method does not support: adapters, and
+        quantized or float16 weights, which are not trained themselves."""
+        if model.adapter is not None:
+            yield Problem(
+                ("model", "adapter"),
+                f"method {self.name} does not train adapters; use method: lora, "
+                "or merge it into the model first with `surefoot export`",
+            )
+        if model.frozen_adapters:
+            yield Problem(
+                ("model", "frozen_adapters"),
+                f"method {self.name} trains the weights themselves; use method: lora, "
+                "or merge them into the model first with `surefoot export`",
+            )
+        if model.quantization_bit is not None:
+            yield Problem(
+                ("model", "quantization_bit"),
+                f"method {self.name} trains the weights themselves; use method: lora, or leave it "
+                "unset",
+            )
+        if model.dtype == "float16":  # in which the optimizer's epsilon is 0, small updates vanish
+            yield Problem(
+                ("model", "dtype"),
+                "trainable weights cannot be float16; use auto (and train.precision: fp16)",
+            )

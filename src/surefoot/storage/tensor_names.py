@@ -21,13 +21,21 @@ _WRAPPERS = frozenset(
     }
 )
 _PARALLEL = "module."  # of DDP and DeepSpeed; only where every name begins with it
-_ADAPTED = re.compile(r"\.(?:lora|oft)_|\.modules_to_save\.|\.trainable_tokens_delta(?:\.|$)")
+# What PEFT begins the names of an adapter's tensors with, by its kind.
+KINDS = (
+    *("lora", "adamss", "boft", "c3a", "delora", "fourierft", "gralora", "hada", "hira", "hra"),
+    *("ia3", "lokr", "miss", "oft", "pvera", "randlora", "road", "shira", "vblora", "vera"),
+    "waveft",
+)
+_KIND = rf"\.(?:{'|'.join(KINDS)})_"
+_ADAPTED = re.compile(rf"{_KIND}|\.modules_to_save\.|\.trainable_tokens_delta(?:\.|$)")
 _ORIGINAL = re.compile(r"\.original_module\.|\.trainable_tokens_original(?:\.|$)")  # the base's
 # What has the name of the adapter in it, and the same without.
 _WITH_ADAPTER = (
     (re.compile(r"(\.lora_magnitude_vector)\.[^.]+(?:\.weight)?$"), r"\1"),
-    (re.compile(r"(\.(?:lora|oft)_\w+)\.[^.]+(\.(?:weight|bias))$"), r"\1\2"),
-    (re.compile(r"(\.lora_embedding_[AB]|\.trainable_tokens_delta)\.[^.]+$"), r"\1"),
+    (re.compile(rf"({_KIND}\w+)\.[^.]+(\.(?:weight|bias))$"), r"\1\2"),
+    (re.compile(rf"({_KIND}\w+)\.(?!weight$|bias$)[^.]+$"), r"\1"),  # a parameter, no module
+    (re.compile(r"(\.trainable_tokens_delta)\.[^.]+$"), r"\1"),
     (re.compile(r"\.modules_to_save\.[^.]+\."), "."),
 )
 
@@ -77,7 +85,7 @@ def _has_base(names: Iterable[str]) -> bool:
     """Whether the weights of all layers that an adapter changes are among ``names``."""
     known = list(names)
     layers = {name.partition(".base_layer.")[0] for name in known if ".base_layer." in name}
-    parts = [re.split(r"\.(?:lora|oft)_", name) for name in known]
+    parts = [re.split(_KIND, name) for name in known]
     return {found[0] for found in parts if len(found) > 1} <= layers
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,14 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _ELSEWHERE = "merge it with peft's own merge_and_unload()"
 
 
+# Of an adapter of another kind, its tensors and configuration as those of a LoRA adapter; from its
+# own, and the shape of each adapted module's weight.
+AsLoRA = Callable[
+    [TensorSource, Mapping[str, Any], Mapping[str, Shape]],
+    tuple[TensorSource, Mapping[str, Any]],
+]
+
+
 @dataclass(frozen=True)
 class Updated:
     """What the update of one of PEFT's modules changes."""
@@ -62,22 +70,37 @@ class Updated:
 
 
 def merged(
-    base: TensorSource, adapter_folder: Path, updated: Mapping[str, Updated] | None = None
+    base: TensorSource,
+    adapter_folder: Path,
+    updated: Mapping[str, Updated] | None = None,
+    as_lora: AsLoRA | None = None,
 ) -> Merged:
-    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in. ``updated`` are the
-    modules that change other tensors than ``<module>.weight``.
+    """``base`` with the LoRA or DoRA adapter in ``adapter_folder`` merged in, or with one that
+    ``as_lora`` makes LoRA. ``updated`` are the modules that change other tensors than
+    ``<module>.weight``.
 
     A base with tied embeddings stores no ``lm_head.weight``. If the adapter has values of its own
     for the head, the result has that tensor, and its configuration must have
     ``tie_word_embeddings: false``.
     """
-    config = read_config(adapter_folder)
+    with files.raising(CheckpointError):
+        config: Mapping[str, Any] = strict_json.read_object(adapter_folder / ADAPTER_CONFIG)
     if config.get("target_parameters") and updated is None:
         raise CheckpointError(
             f"{adapter_folder / ADAPTER_CONFIG}: an adapter with target_parameters cannot be "
             f"merged without its model; {_ELSEWHERE}"
         )
-    adapter = FolderSource(open_weights(adapter_folder))
+
+    adapter: TensorSource = FolderSource(open_weights(adapter_folder))
+    if as_lora is not None:
+        stored = base.shapes()
+        weights = {module: next(iter(one.tensors)) for module, one in (updated or {}).items()}
+        known = {module: stored[name] for module, name in weights.items() if name in stored}
+        try:
+            adapter, config = as_lora(adapter, config, known)
+        except CheckpointError as error:
+            raise CheckpointError(f"{adapter_folder}: {error}") from None
+    _check_config(config, adapter_folder / ADAPTER_CONFIG)
     modules, replaced, rows = _sort(adapter, adapter_folder)
     replaced = _without_tied(adapter, replaced, base.shapes())
     plain = {module: Updated({f"{module}.weight": None}) for module in modules}
@@ -110,11 +133,8 @@ def merged(
     return Merged(base, adapter, deltas, replaced, added)
 
 
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """``adapter_config.json``, if the adapter is one that can be merged into its base."""
-    where = folder / ADAPTER_CONFIG
-    with files.raising(CheckpointError):
-        config = strict_json.read_object(where)
+def _check_config(config: Mapping[str, Any], where: Path) -> None:
+    """Raise ``CheckpointError`` unless the adapter is one that can be merged into its base."""
     if config.get("peft_type") != "LORA":
         kind = str(config.get("peft_type"))[:40]
         raise CheckpointError(f"{where}: peft_type {kind} cannot be merged here; {_ELSEWHERE}")
@@ -131,7 +151,6 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     for name in ("lora_alpha", "r"):
         if not isinstance(config.get(name), int | float):
             raise CheckpointError(f"{where}: {name} must be a number, found {config.get(name)!r}")
-    return config
 
 
 def _sort(

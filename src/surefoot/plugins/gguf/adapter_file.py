@@ -114,7 +114,7 @@ def _refuse_others(settings: Mapping[str, Any], alpha: float, where: str) -> Non
     kind = settings.get("peft_type")
     found = [text for key, text in named.items() if settings.get(key)]
     found += [f"an adapter of type {kind}"] if kind != "LORA" else []
-    found += ["lora_alpha 0"] if not alpha else []
+    found += ["lora_alpha 0"] if kind == "LORA" and not alpha else []
     found += ["biases (bias)"] if settings.get("bias", "none") != "none" else []
     if found:
         raise ModelError(

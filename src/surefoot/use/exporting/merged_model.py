@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, Updated, merged
+from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, AsLoRA, Updated, merged
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.lora import ExpertSlice, same_values
 from ...checkpoint.sources.source import Renamed, Shape, TensorSource
@@ -18,10 +18,12 @@ from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
 from ...errors import CheckpointError, ModelError
+from ...methods import METHODS
+from ...methods.adapter import AdapterMethod
 from ...model import FullWeights
 from ...model.adaptable import adapted
 from ...model.fused_parameters import names_unless_split, places
-from ...model.pretrained.adapter import attach_empty
+from ...model.pretrained.adapter import attach_empty, config_value
 from ...model.pretrained.positions import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
 from ...model.pretrained.weights import names_in_files
@@ -93,21 +95,28 @@ def _merge(
     """The merge, and whether it untied the embeddings. PEFT may train only one of two tied
     embeddings, or each for itself; then both are stored. If they are equal
     (``ensure_weight_tying``), they stay tied."""
-    stored = base.shapes()
+    kind, stored = _as_lora(adapter), base.shapes()
     is_tied = names.head is not None and names.head not in stored and names.embed in stored
     touched = _touched(adapter, names) if is_tied else set()
     if not touched or names.head is None:
-        return merged(base, adapter, updated), False
+        return merged(base, adapter, updated, kind), False
     if any(key.endswith(TOKENS) for key in open_folder(adapter).shapes()):
         raise CheckpointError(
             f"{adapter}: trains rows of tied embeddings, and {min(touched)} in another way; merge "
             "it with peft's own merge_and_unload()"
         )
     everything = {name: name for name in stored}
-    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated)
+    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated, kind)
     if len(touched) > 1 and same_values(both, names.embed, names.head):
         return Renamed(both, everything), False
     return both, True
+
+
+def _as_lora(adapter: Path) -> AsLoRA | None:
+    """How the kind of an adapter merges; None, if no method trains it."""
+    kind = config_value(adapter, "peft_type")
+    methods = (method for method in METHODS.values() if issubclass(method, AdapterMethod))
+    return next((method.as_lora for method in methods if method.peft_type == kind), None)
 
 
 def _touched(adapter: Path, names: _Names) -> set[str]:
