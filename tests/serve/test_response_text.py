@@ -6,7 +6,6 @@ import random
 import pytest
 
 from surefoot.data.text.thoughts import USUAL
-from surefoot.data.text.tool_calls import OPENINGS, SYNTAXES
 from surefoot.plugins.serve.response_text import ResponseText
 
 TOOLS = [
@@ -74,10 +73,6 @@ def test_text_is_shown_as_soon_as_it_can_be_no_mark():
     parser = ResponseText(USUAL, **WITH_TOOLS)
     shown = ["".join(one.text for one in parser.push(text)) for text in ("I", " add", " <t", "a>")]
     assert shown == ["I", " add", "", " <ta>"]
-
-
-def test_every_syntax_says_how_its_calls_begin():
-    assert OPENINGS.keys() == SYNTAXES.keys()
 
 
 @pytest.mark.parametrize("syntax", ["qwen", "default", "glm4", "llama3", "mistral"])

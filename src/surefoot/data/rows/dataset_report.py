@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import counted
@@ -12,6 +12,7 @@ from ..example import JSON
 from .row_sources import BrokenRow
 
 SHOWN = 3  # broken rows that are shown
+SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +79,12 @@ def report_from(saved: JSON, name: str, remarks: tuple[str, ...] = ()) -> Datase
 
 def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
     """The report of two consecutive parts of a dataset."""
-    return DatasetReport(
-        name=one.name,
-        remarks=one.remarks or more.remarks,
-        rows=one.rows + more.rows,
-        broken=one.broken + more.broken,
-        dropped=dict((Counter(one.dropped) + Counter(more.dropped)).most_common()),
-        cut=one.cut + more.cut,
-        items=one.items + more.items,
-        tokens=one.tokens + more.tokens,
-        trained_tokens=one.trained_tokens + more.trained_tokens,
-        unread=tuple(dict.fromkeys((*one.unread, *more.unread))),
-        notes=dict((Counter(one.notes) + Counter(more.notes)).most_common()),
-    )
+    sums = {name: getattr(one, name) + getattr(more, name) for name in SUMMED}
+    for name in ("dropped", "notes"):
+        counts = Counter(getattr(one, name)) + Counter(getattr(more, name))
+        sums[name] = dict(counts.most_common())
+    unread = tuple(dict.fromkeys((*one.unread, *more.unread)))
+    return replace(one, **sums, unread=unread, remarks=one.remarks or more.remarks)
 
 
 def shown(broken: Sequence[BrokenRow]) -> Iterator[str]:

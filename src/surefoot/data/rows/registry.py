@@ -31,7 +31,10 @@ SOURCES = ("file_name", "cloud_file_name", "hf_hub_url", "ms_hub_url")
 FILES = SOURCES[:2]  # read as they are, with no hub
 HUBS: Mapping[HubName, str] = {"huggingface": "hf_hub_url", "modelscope": "ms_hub_url"}
 HUB_KEYS = ("subset", "folder")  # say which part of a hub dataset is meant
-KEYS = (*SOURCES, *HUB_KEYS, "split", "formatting", "ranking", "num_samples", "columns", "tags")
+KINDS: Mapping[str, type] = {  # of the values of an entry
+    **dict.fromkeys((*SOURCES, *HUB_KEYS, "split", "formatting"), str),
+    **{"ranking": bool, "num_samples": int, "columns": dict, "tags": dict},
+}
 RANKING_COLUMNS = ("chosen", "rejected")
 FORM_KEYS = ("formatting", "ranking", "columns", "tags")  # say what rows look like
 REFUSED = {
@@ -39,7 +42,7 @@ REFUSED = {
     "script_url": "a script can run any code, so it is not run; let it write its rows to a JSON "
     "file once, and give that as file_name",
 }
-WORDS = {str: "text", bool: "true or false", int: "a whole number"}
+WORDS = {str: "text", bool: "true or false", int: "a whole number", dict: "an object"}
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
 
@@ -96,9 +99,8 @@ def read_entry(
     with ``where``. ``hub`` is the one that counts if an entry names several. Without
     ``formatting``, ``columns`` and the like, the first rows show what they are. Raises
     ``DataError``: the entry is invalid."""
-    raw = _object(entry, where)
-    _check_keys(raw, where)
-    source, count = _source(raw, folder, where, hub, text_unit), _num_samples(raw, where)
+    raw = _checked(entry, where)
+    source, count = _source(raw, folder, where, hub, text_unit), raw.get("num_samples")
     is_silent = not any(key in raw for key in FORM_KEYS)
     if is_silent and (found := recognized(source.rows())) is not None:
         return DatasetEntry(name, source, found, _columns({}, found), num_samples=count)
@@ -108,15 +110,17 @@ def read_entry(
 def read_form(entry: object, where: str) -> tuple[Format, tuple[str, ...]] | None:
     """The format of rows that an entry describes, and the columns that they must have, whether its
     file is there or not. None if it leaves that to the rows. Raises as ``read_entry`` does."""
-    raw = _object(entry, where)
+    raw = _checked(entry, where)
     return _form(raw, where)[:2] if any(key in raw for key in FORM_KEYS) else None
 
 
-def _form(raw: JSON, where: str) -> tuple[Format, tuple[str, ...], tuple[str, ...]]:
+def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], tuple[str, ...]]:
     """The format of an entry, its columns, and all that it mentions."""
-    kind = _kind(raw, where)
+    kind, ranking = raw.get("formatting") or DEFAULT, bool(raw.get("ranking"))
+    if kind not in FORMATS:
+        hint, known = nearest(kind, FORMATS), ", ".join(FORMATS)
+        raise DataError(f"{where}.formatting: expected one of {known}, got {kind!r}{hint}")
     names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
-    ranking = bool(_value(raw, "ranking", bool, where))
     for column in RANKING_COLUMNS:
         if names.get(column) and not ranking:
             raise DataError(f'{where}.columns.{column}: is read only with "ranking": true')
@@ -164,9 +168,11 @@ def _object(value: object, where: str) -> JSON:
     return value
 
 
-def _check_keys(raw: JSON, where: str) -> None:
-    for key in raw.keys() - KEYS - REFUSED.keys():
-        hint = nearest(key, dict.fromkeys(KEYS)) or f" (known: {', '.join(KEYS)})"
+def _checked(entry: object, where: str) -> dict[str, Any]:
+    """An entry without nulls, with known keys whose values are of the right types."""
+    raw = _object(entry, where)
+    for key in raw.keys() - KINDS.keys() - REFUSED.keys():
+        hint = nearest(key, KINDS) or f" (known: {', '.join(KINDS)})"
         raise DataError(f"{where}: unknown key {key!r}{hint}")
     given = [key for key in SOURCES if key in raw]
     refused = [key for key in REFUSED if key in raw]
@@ -174,42 +180,20 @@ def _check_keys(raw: JSON, where: str) -> None:
         raise DataError(f"{where}: {refused[0]}: {REFUSED[refused[0]]}")
     if given and given[0] in FILES and len(given) > 1:
         raise DataError(f"{where}: give either {given[0]} or {given[1]}, not both")
+    found = {key: value for key, value in raw.items() if value is not None and key in KINDS}
+    for key, value in found.items():
+        if type(value) is not KINDS[key]:  # True is an int, but no number here
+            expected = WORDS[KINDS[key]]
+            raise DataError(f"{where}.{key}: expected {expected}, got {shown(value)}")
+    if found.get("num_samples", 1) < 1:
+        raise DataError(f"{where}.num_samples: must be at least 1, got {found['num_samples']}")
+    return found
 
 
-def _value(raw: JSON, key: str, kind: type, where: str) -> object:
-    """The value of a key, of the right type; None if it is missing or null."""
-    value = raw.get(key)
-    if value is not None and type(value) is not kind:  # True is an int, but no number here
-        expected = WORDS[kind]
-        raise DataError(f"{where}.{key}: expected {expected}, got {shown(value)}")
-    return value
-
-
-def _text(raw: JSON, key: str, where: str) -> str | None:
-    value = _value(raw, key, str, where)
-    return None if value is None else str(value)
-
-
-def _num_samples(raw: JSON, where: str) -> int | None:
-    value = _value(raw, "num_samples", int, where)
-    if isinstance(value, int) and value < 1:
-        raise DataError(f"{where}.num_samples: must be at least 1, got {value}")
-    return value if isinstance(value, int) else None
-
-
-def _kind(raw: JSON, where: str) -> str:
-    kind = _text(raw, "formatting", where) or DEFAULT
-    if kind not in FORMATS:
-        hint = nearest(kind, FORMATS)
-        known = ", ".join(FORMATS)
-        raise DataError(f"{where}.formatting: expected one of {known}, got {kind!r}{hint}")
-    return kind
-
-
-def _names(raw: JSON, key: str, kind: str, where: str) -> dict[str, str | None]:
+def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str, str | None]:
     """An entry's names for the columns or the tags of its format."""
     where = f"{where}.{key}"
-    listed = _object(raw.get(key) or {}, where)
+    listed = raw.get(key, {})
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
     known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
@@ -234,26 +218,26 @@ def _columns(names: Mapping[str, str | None], data_format: Format) -> tuple[str,
     return tuple(dict.fromkeys(name for name in listed if name))
 
 
-def _source(raw: JSON, folder: Path, where: str, hub: HubName, text_unit: TextUnit) -> RowSource:
-    split = _text(raw, "split", where) or "train"
-    subset, part = (_text(raw, key, where) for key in HUB_KEYS)
+def _source(
+    raw: Mapping[str, Any], folder: Path, where: str, hub: HubName, text_unit: TextUnit
+) -> RowSource:
     key = next((key for key in FILES if raw.get(key)), "file_name")
-    file_name = _text(raw, key, where)
     for chosen in (hub, *HUBS):  # the first one that the entry names
-        if repository := _text(raw, HUBS[chosen], where):
-            return Hub(chosen, repository, subset, split, part)
-    if not file_name:
+        if repository := raw.get(HUBS[chosen]):
+            subset, part = (raw.get(key) for key in HUB_KEYS)
+            return Hub(chosen, repository, subset, raw.get("split") or "train", part)
+    if not raw.get(key):
         raise DataError(f"{where}: needs a file_name, hf_hub_url or ms_hub_url to read rows from")
-    for name, is_set in (("subset", subset), ("folder", part)):
-        if is_set:
+    for name in HUB_KEYS:
+        if raw.get(name):
             raise DataError(
                 f"{where}.{name}: only hub datasets have one, and this entry has a file_name"
             )
-    if is_address(file_name):
-        if split != "train":
+    if is_address(raw[key]):
+        if raw.get("split", "train") != "train":
             raise DataError(f"{where}.split: a file has no splits; leave split out")
-        return RemoteFiles(Address(file_name), text_unit)
+        return RemoteFiles(Address(raw[key]), text_unit)
     try:
-        return find_files(folder / file_name, _text(raw, "split", where), text_unit)
+        return find_files(folder / raw[key], raw.get("split"), text_unit)
     except DataError as error:
         raise DataError(f"{where}.{key}: {error}") from None

@@ -10,7 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ..example import JSON
@@ -39,6 +39,8 @@ class Syntax:
 
     pattern: str
     read: Read
+    openings: tuple[str, ...]  # how calls begin
+    is_at_start: bool = False  # whether that is at the beginning of the answer only
 
 
 def parse_tool_calls(
@@ -178,56 +180,39 @@ def _gemma(text: str, _types: Types) -> Iterator[JSON]:
     yield {"name": name, "arguments": json.loads("".join(pieces))}
 
 
-_JSON_CALL = Syntax(r"<tool_call>(.*?)(?:</tool_call>|\Z)", _objects)
-_ACTION = Syntax(r"Action:(.*?)(?=Action:|\Z)", _actions)
+def _between(opening: str, closing: str, read: Read) -> Syntax:
+    """Calls between two words, the second of which may be missing at the end."""
+    pattern = rf"{re.escape(opening)}(.*?)(?:{re.escape(closing)}|\Z)"
+    return Syntax(pattern, read, (opening,))
+
+
+_JSON_CALL = _between("<tool_call>", "</tool_call>", _objects)
+_ACTION = Syntax(r"Action:(.*?)(?=Action:|\Z)", _actions, ("Action:",))
 _PARAMETER = r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
 _FUNCTION = r"<function=\s*([^\s<>]+)>?(.*?)</function>"
+_ARGUMENT = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+_INVOKE = r'<invoke name="(.*?)">(.*?)</invoke>'
+_NAMED = r'<parameter name="(.*?)">(.*?)</parameter>'
 SYNTAXES: Mapping[str, Syntax] = {
     "default": _ACTION,
-    "gemma4": Syntax(r"<\|tool_call>call:(.*?)\}?(?:<tool_call\|>|\Z)", _gemma),
-    "glm4": Syntax(r"\A\s*([\w.-]+\n\s*\{.*\})\s*\Z", _named),
-    "glm4_moe": Syntax(
-        r"<tool_call>(.*?)(?:</tool_call>|\Z)",
-        _tagged(
-            r"\A\s*([^\s<]+)(.*)\Z", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-        ),
-    ),
-    "lfm2": Syntax(r"<\|tool_call_start\|>(.*?)(?:<\|tool_call_end\|>|\Z)", _python),
+    "gemma4": Syntax(r"<\|tool_call>call:(.*?)\}?(?:<tool_call\|>|\Z)", _gemma, ("<|tool_call>",)),
+    "glm4": Syntax(r"\A\s*([\w.-]+\n\s*\{.*\})\s*\Z", _named, ("",), is_at_start=True),
+    "glm4_moe": replace(_JSON_CALL, read=_tagged(r"\A\s*([^\s<]+)(.*)\Z", _ARGUMENT)),
+    "lfm2": _between("<|tool_call_start|>", "<|tool_call_end|>", _python),
     "ling": _JSON_CALL,
     "llama3": Syntax(
-        r'\A\s*(?:<\|python_tag\|>\s*)?([\[{].*"(?:parameters|arguments)".*)', _objects
+        r'\A\s*(?:<\|python_tag\|>\s*)?([\[{].*"(?:parameters|arguments)".*)',
+        _objects,
+        ("<|python_tag|>", "{", "["),
+        is_at_start=True,
     ),
-    "minimax1": Syntax(r"<tool_calls>(.*?)(?:</tool_calls>|\Z)", _lines),
-    "minimax2": Syntax(
-        r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|\Z)",
-        _tagged(
-            r'<invoke name="(.*?)">(.*?)</invoke>', r'<parameter name="(.*?)">(.*?)</parameter>'
-        ),
-    ),
-    "mistral": Syntax(r"\[TOOL_CALLS\]\s*(.*)", _objects),
+    "minimax1": _between("<tool_calls>", "</tool_calls>", _lines),
+    "minimax2": _between("<minimax:tool_call>", "</minimax:tool_call>", _tagged(_INVOKE, _NAMED)),
+    "mistral": Syntax(r"\[TOOL_CALLS\]\s*(.*)", _objects, ("[TOOL_CALLS]",)),
     "phi4_mini": _ACTION,
     "qwen": _JSON_CALL,
-    "qwen3_5": Syntax(r"<tool_call>(.*?)(?:</tool_call>|\Z)", _tagged(_FUNCTION, _PARAMETER)),
-    "seed_oss": Syntax(
-        r"<seed:tool_call>(.*?)(?:</seed:tool_call>|\Z)", _tagged(_FUNCTION, _PARAMETER)
-    ),
-}
-# How calls begin in each syntax, and whether that is at the beginning of the answer only.
-OPENINGS: Mapping[str, tuple[Sequence[str], bool]] = {
-    "default": (("Action:",), False),
-    "gemma4": (("<|tool_call>",), False),
-    "glm4": (("",), True),
-    "glm4_moe": (("<tool_call>",), False),
-    "lfm2": (("<|tool_call_start|>",), False),
-    "ling": (("<tool_call>",), False),
-    "llama3": (("<|python_tag|>", "{", "["), True),
-    "minimax1": (("<tool_calls>",), False),
-    "minimax2": (("<minimax:tool_call>",), False),
-    "mistral": (("[TOOL_CALLS]",), False),
-    "phi4_mini": (("Action:",), False),
-    "qwen": (("<tool_call>",), False),
-    "qwen3_5": (("<tool_call>",), False),
-    "seed_oss": (("<seed:tool_call>",), False),
+    "qwen3_5": replace(_JSON_CALL, read=_tagged(_FUNCTION, _PARAMETER)),
+    "seed_oss": _between("<seed:tool_call>", "</seed:tool_call>", _tagged(_FUNCTION, _PARAMETER)),
 }
 MARKS = (  # what a syntax is known by, in templates and in responses
     (r"<seed:tool_call>", "seed_oss"),

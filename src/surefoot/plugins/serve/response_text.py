@@ -13,7 +13,7 @@ from typing import Literal
 
 from ...data.example import JSON
 from ...data.text.thoughts import Words
-from ...data.text.tool_calls import OPENINGS, parse_tool_calls
+from ...data.text.tool_calls import SYNTAXES, parse_tool_calls
 
 Kind = Literal["reasoning_content", "content"]
 _WHITE = " \t\r\n"
@@ -90,8 +90,8 @@ class ResponseText:
         if self.is_forced:
             self._state = "call"
             return []
-        openings, is_at_start = OPENINGS[self.syntax]
-        if is_at_start:
+        openings = SYNTAXES[self.syntax].openings
+        if SYNTAXES[self.syntax].is_at_start:
             return self._answer_or_call(openings, is_last)
         places = [at for one in openings if (at := self._text.find(one)) >= 0]
         if not places:
