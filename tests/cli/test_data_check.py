@@ -148,6 +148,19 @@ def test_a_copy_on_the_other_side_of_val_size_is_found(folder):
     assert 0 < overlap["same"]["count"] <= 8
 
 
+def test_notes_on_rows_are_in_the_json_too(folder):
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+    ]
+    save_data(folder / "data", "nulls", rows=[{"messages": turns}])
+    (figures,) = json.loads(run(folder, "--json", datasets=["nulls"]).stdout)["datasets"]
+    ((note, rows),) = figures["notes"].items()
+    assert "nulls in arguments of calls" in note
+    assert rows == {"count": 1, "rows": ["nulls:0"]}
+
+
 def test_only_some_rows_are_read_if_asked(folder):
     done = run(folder, "--rows", 5, datasets=["good"])
     assert "the first 5 rows" in done.stdout

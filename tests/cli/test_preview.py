@@ -11,13 +11,8 @@ from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.main import main
 from surefoot.cli.preview import histogram, show
-from surefoot.use.preview import (
-    DatasetStats,
-    PreviewExample,
-    RenderedExample,
-    TextSpan,
-    num_limited,
-)
+from surefoot.use.data_check.figures import DatasetFigures
+from surefoot.use.preview import PreviewExample, RenderedExample, TextSpan, num_limited
 
 LONG = "long " * 40
 
@@ -98,9 +93,10 @@ def test_json_holds_all_of_it(recipe):
     assert found["cutoff_len"] == 100
     (sums,) = found["datasets"]
     assert (sums["name"], sums["rows"], sums["all_rows"]) == ("sums", 5, True)
-    assert (sums["items"], sums["cut"], len(sums["broken"])) == (3, 1, 1)
-    assert sums["dropped"] == {"the prompt leaves no room for a response within data.cutoff_len": 1}
-    assert len(sums["lengths"]) == 4
+    assert (sums["items"], sums["cut"]["count"], sums["broken"]["count"]) == (3, 1, 1)
+    reason = "the prompt leaves no room for a response within data.cutoff_len"
+    assert sums["dropped"] == {reason: {"count": 1, "rows": ["sums:2"]}}
+    assert sum(sums["lengths"].values()) == 4
     first, second = sums["shown"]
     parts = first["items"][0]["parts"]
     assert all(part.pop("answer") is None for part in parts)
@@ -117,7 +113,7 @@ def test_plain_text_is_learnt_as_a_whole(recipe):
     (sums,) = found["datasets"]
     ((part,),) = [item["parts"] for item in sums["shown"][0]["items"]]
     assert part["learnt"]
-    assert sums["cut"] == 0
+    assert sums["cut"]["count"] == 0
 
 
 def test_the_page_needs_no_other_file_and_no_text_is_markup(tmp_path):
@@ -146,7 +142,8 @@ def test_a_wrong_recipe_is_an_error_without_a_traceback(recipe):
 def test_on_a_terminal_what_is_learnt_is_green():
     spans = [TextSpan("question ", False), TextSpan("answer", True), TextSpan("\x1b[2J", True)]
     items = [RenderedExample(spans, 5, 2)]
-    figures = DatasetStats("sums", rows=1, shown=[PreviewExample("sums:0", 5, False, None, items)])
+    shown = [PreviewExample("sums:0", 5, False, None, items)]
+    figures = DatasetFigures("sums", rows=1, shown=shown)
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
     show(console, figures, 10)
     out = console.file.getvalue()

@@ -17,7 +17,8 @@ from ..terminal_text import one_line, visible
 from .loading import loading
 
 if TYPE_CHECKING:
-    from ..use.preview import DatasetStats, PreviewExample
+    from ..use.data_check.figures import DatasetFigures
+    from ..use.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -69,24 +70,20 @@ def preview(
     with loading():
         from ..recipe.recipe_data import find_base
         from ..run.policy import build_codec
+        from ..use.data_check.check import preview_data
         from ..use.pages.example_page import preview_page, write_page
-        from ..use.preview import as_data, preview_data
 
     codec = build_codec(loaded, find_base(loaded))
-    found = preview_data(
-        loaded,
-        codec,
-        dataset=dataset,
-        count=count,
-        limit=None if all_rows else ROWS,
-    )
+    limit = None if all_rows else ROWS
+    found = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
     if page is not None:
         write_page(page, preview_page(found, str(recipe), codec.section.longest))
         click.echo(f"written to {page}", err=True)
         if not as_json:
             return
     if as_json:
-        click.echo(visible(json.dumps(as_data(codec, found), ensure_ascii=False, indent=2)))
+        plain = {"cutoff_len": codec.section.longest, "datasets": [one.as_data() for one in found]}
+        click.echo(visible(json.dumps(plain, ensure_ascii=False, indent=2)))
         return
     console = Console(soft_wrap=True, highlight=False)
     for stats in found:
@@ -95,14 +92,14 @@ def preview(
         raise DataError(f"{', '.join(empty)}: none of the rows above has trained tokens")
 
 
-def show(console: Console, figures: DatasetStats, cutoff_len: int) -> None:
+def show(console: Console, figures: DatasetFigures, cutoff_len: int) -> None:
     """Print examples, a legend and statistics."""
     for shown in figures.shown:
         _show_example(console, shown)
     if any(shown.items for shown in figures.shown):
         console.print(_legend(console), end="\n\n")
     console.print(Text(one_line(figures.name), style="bold"))
-    for line in (", ".join(figures.totals), *figures.remarks()):
+    for line in (", ".join(figures.totals), *figures.warnings()):
         console.print(f"  {one_line(line)}", markup=False)
     for line in histogram(figures.lengths, cutoff_len):
         console.print(f"  {line}", markup=False)

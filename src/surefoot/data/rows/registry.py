@@ -180,7 +180,7 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: {refused[0]}: {REFUSED[refused[0]]}")
     if given and given[0] in FILES and len(given) > 1:
         raise DataError(f"{where}: give either {given[0]} or {given[1]}, not both")
-    found = {key: value for key, value in raw.items() if value is not None and key in KINDS}
+    found: dict[str, Any] = {k: v for k, v in raw.items() if v is not None and k in KINDS}
     for key, value in found.items():
         if type(value) is not KINDS[key]:  # True is an int, but no number here
             expected = WORDS[KINDS[key]]

@@ -1,5 +1,5 @@
-"""Check the rows of a recipe, dataset by dataset. Rows are read once and in batches, and only a few
-hashes of each are kept."""
+"""Read the rows of a recipe, dataset by dataset, to show or to check them. They are read once and
+in batches, and only a few hashes of each are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...data.rows.rows import read_examples
 from ...data.store.encoder import unread_in
 from ...data.text.codec import Codec
 from ...recipe.recipe import Recipe
-from ..preview import UNLIMITED, num_limited, num_tokens_of, num_trained_of
+from ..preview import num_limited, num_tokens_of, num_trained_of, preview_example
 from .comparison import SNIPPET, SNIPPETS, Reading, compared
 from .conversations import oddities, response_of, texts_of
 from .duplicates import RowHashes
@@ -29,24 +29,33 @@ from .findings import findings_of
 
 logger = logging.getLogger(__name__)
 BATCH = 500
+UNLIMITED = 1 << 30
 REPORT_SECONDS = 10.0
 
 
-class _Checker:
-    """Reads datasets and collects their figures."""
+class _Reader:
+    """Reads datasets and collects their figures, hashes of their rows, and the first examples."""
 
-    def __init__(self, recipe: Recipe, codec: Codec, hashes: RowHashes) -> None:
+    def __init__(
+        self, recipe: Recipe, codec: Codec, hashes: RowHashes | None = None, num_shown: int = 0
+    ) -> None:
         self._recipe, self._codec, self._hashes = recipe, codec, hashes
+        self._num_shown = num_shown
         section = replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
         self._unlimited = codec.with_section(section)
         specials = (*codec.tokenizer.all_special_tokens, "<|im_start|>", "<|im_end|>")
         self._specials = [t for t in dict.fromkeys(map(str, specials)) if len(t) > 2]
 
     def read(
-        self, entry: DatasetEntry, *, limit: int | None, chosen: Index | None, is_evaluation: bool
+        self,
+        entry: DatasetEntry,
+        *,
+        limit: int | None,
+        chosen: Index | None = None,
+        is_evaluation: bool = False,
     ) -> Reading:
         """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
-        reading = Reading(DatasetFigures(entry.name, is_evaluation), len(self._hashes))
+        reading = Reading(DatasetFigures(entry.name, is_evaluation), len(self._hashes or ()))
         reading.figures.remarks = list(entry.source.remarks)
         most = entry.limit(self._recipe.data.max_samples) if chosen is None else None
         rows = read_examples(entry, max_samples=most, max_broken_rows=UNLIMITED, chosen=chosen)
@@ -56,7 +65,7 @@ class _Checker:
             self._add(reading, batch)
             if time.monotonic() - started > REPORT_SECONDS:
                 started = time.monotonic()
-                logger.info("checking %s: %d rows", entry.name, reading.figures.rows)
+                logger.info("reading %s: %d rows", entry.name, reading.figures.rows)
         reading.figures.all_rows = limit is None or next(rows, None) is None
         return reading
 
@@ -111,15 +120,35 @@ class _Checker:
         needs = stage.uses_template and not stage.max_new_tokens
         for what in oddities(example, self._specials, needs_response=needs):
             figures.odd.setdefault(what, Counted()).add(example.origin)
-        self._compare(reading, example, number)
+        if self._num_shown:
+            figures.show(preview_example(self._codec, example, outcome, whole), self._num_shown)
+        if self._hashes is not None:
+            _compare(self._hashes, reading, example, number)
 
-    def _compare(self, reading: Reading, example: Example, number: int) -> None:
-        """Keep the hashes of a row, and the beginning of its response."""
-        response, place = response_of(example), len(self._hashes)
-        self._hashes.add(texts_of(example))
-        reading.numbers.append(number)
-        if response is not None and len(reading.snippets) < SNIPPETS:
-            reading.snippets[place] = response.content[:SNIPPET]
+
+def _compare(hashes: RowHashes, reading: Reading, example: Example, number: int) -> None:
+    """Keep the hashes of a row, and the beginning of its response."""
+    response, place = response_of(example), len(hashes)
+    hashes.add(texts_of(example))
+    reading.numbers.append(number)
+    if response is not None and len(reading.snippets) < SNIPPETS:
+        reading.snippets[place] = response.content[:SNIPPET]
+
+
+def preview_data(
+    recipe: Recipe,
+    codec: Codec,
+    *,
+    dataset: str | None = None,
+    count: int = 3,
+    limit: int | None = None,
+) -> list[DatasetFigures]:
+    """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
+    ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
+    catalog, reader = Catalog(recipe.data), _Reader(recipe, codec, num_shown=count)
+    known = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
+    names = dict.fromkeys([dataset] if dataset else known)
+    return [reader.read(catalog.entry(name), limit=limit).figures for name in names]
 
 
 def check_data(
@@ -136,12 +165,12 @@ def check_data(
         every = [catalog.entry(name) for name in names]
         drawn = draw_rows(every, max_samples=section.max_samples, seed=recipe.train.seed)
     with RowHashes() as hashes:
-        checker = _Checker(recipe, codec, hashes)
+        reader = _Reader(recipe, codec, hashes)
         readings = []
         for entry in entries:
             chosen = drawn[entry.name].distinct if entry.name in drawn else None
             is_evaluation = entry.name not in section.datasets
-            reading = checker.read(entry, limit=limit, chosen=chosen, is_evaluation=is_evaluation)
+            reading = reader.read(entry, limit=limit, chosen=chosen, is_evaluation=is_evaluation)
             if chosen is not None:
                 reading.num_rows = drawn[entry.name].num_rows
             readings.append(reading)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from ...errors import counted
+from ..preview import PreviewExample
+from .conversations import FIRST, NO_END
+
 ROWS_SHOWN = 3  # of each kind, by name
+TURNS = (NO_END, FIRST)  # what a preview says of turns that are omitted, or have no question
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 Level = Literal["problem", "note"]
 
@@ -70,6 +75,52 @@ class DatasetFigures:
     equal: Counted = field(default_factory=Counted)  # to an earlier row
     similar: Counted = field(default_factory=Counted)
     repeated: list[Repeated] = field(default_factory=list)
+    shown: list[PreviewExample] = field(default_factory=list)  # of a preview
+
+    @property
+    def totals(self) -> list[str]:
+        """Rows, sequences and tokens, for people."""
+        first = "" if self.all_rows else "the first "
+        return [
+            f"{first}{counted(self.rows, 'row')}",
+            counted(self.items, "sequence"),
+            counted(self.tokens, "token"),
+            f"{self.trained_tokens:,} trained",
+        ]
+
+    def warnings(self) -> Iterator[str]:
+        """What was not read, or not as it is; nothing if all is well."""
+        yield from self.remarks
+        if self.broken.count:
+            found = counted(self.broken.count, "row")
+            yield f"{found} cannot be read, such as {self.broken.rows[0]}"
+        for reason, dropped in sorted(self.dropped.items(), key=lambda item: -item[1].count):
+            yield f"{counted(dropped.count, 'example')} dropped: {reason}"
+        if self.unread:
+            yield f"columns that nothing reads: {', '.join(self.unread)}"
+        turns = {what: self.odd[what] for what in TURNS if what in self.odd}
+        for note, examples in {**self.notes, **turns}.items():
+            yield f"{counted(examples.count, 'example')}: {note}"
+        if self.cut.count:
+            yield f"{counted(self.cut.count, 'example')} truncated to data.cutoff_len"
+
+    def show(self, example: PreviewExample, count: int) -> None:
+        """Keep the first ``count`` examples; one that is dropped makes room for one that is not."""
+        dropped = next((each for each in self.shown if each.dropped), None)
+        if len(self.shown) == count and dropped and not example.dropped:
+            self.shown.remove(dropped)
+        if len(self.shown) < count:
+            self.shown.append(example)
+
+    def as_data(self) -> dict[str, object]:
+        """All of it as plain data."""
+        return {
+            **asdict(self),
+            "labels": {str(value).lower(): count for value, count in self.labels.items()},
+            "lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
+            "quantiles": {f"{share:g}": n for share, n in self.quantiles().items()},
+            "share_trained": self.share_trained,
+        }
 
     @property
     def share_trained(self) -> float:
@@ -117,25 +168,7 @@ class DataCheck:
         return {
             "ok": not self.has_problems,
             "cutoff_len": self.cutoff_len,
-            "datasets": [_plain(figures) for figures in self.datasets],
-            "overlaps": [
-                {**vars(o), **{k: vars(v) for k, v in vars(o).items() if isinstance(v, Counted)}}
-                for o in self.overlaps
-            ],
-            "findings": [vars(finding) for finding in self.findings],
+            "datasets": [{**each.as_data(), "shown": []} for each in self.datasets],
+            "overlaps": [asdict(overlap) for overlap in self.overlaps],
+            "findings": [asdict(finding) for finding in self.findings],
         }
-
-
-def _plain(figures: DatasetFigures) -> Mapping[str, object]:
-    named = {name: vars(v) for name, v in vars(figures).items() if isinstance(v, Counted)}
-    return {
-        **vars(figures),
-        **named,
-        "dropped": {reason: vars(each) for reason, each in figures.dropped.items()},
-        "odd": {what: vars(each) for what, each in figures.odd.items()},
-        "repeated": [vars(each) for each in figures.repeated],
-        "labels": {str(value).lower(): count for value, count in figures.labels.items()},
-        "lengths": {str(length): figures.lengths[length] for length in sorted(figures.lengths)},
-        "quantiles": {f"{share:g}": n for share, n in figures.quantiles().items()},
-        "share_trained": figures.share_trained,
-    }

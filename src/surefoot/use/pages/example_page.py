@@ -5,7 +5,6 @@ It needs nothing but itself: no script and no file of others.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 from ...errors import RunError
 from ...storage.files import make_folder, raising, write_aside
 from ...terminal_text import visible
-from ..preview import DatasetStats, PreviewExample, RenderedExample
+from ..data_check.figures import DatasetFigures
+from ..preview import PreviewExample, RenderedExample
 from .length_histogram import length_bins
 
 STYLE = """
@@ -38,7 +38,7 @@ pre b { display: block; } .legend mark { background: var(--trained); color: inhe
 LEGEND = '<p class="legend"><mark>trained</mark> &nbsp; <span class="dim">masked</span></p>'
 
 
-def preview_page(found: Sequence[DatasetStats], recipe: str, cutoff_len: int) -> str:
+def preview_page(found: Sequence[DatasetFigures], recipe: str, cutoff_len: int) -> str:
     """The examples of each dataset, then its statistics."""
     parts = [LEGEND, *(_dataset(stats, cutoff_len) for stats in found)]
     return _page_of(f"surefoot preview {recipe}", "\n".join(parts))
@@ -53,10 +53,10 @@ def write_page(path: Path, page: str) -> None:
         write_aside(path, page.encode(errors="replace"))
 
 
-def _dataset(stats: DatasetStats, cutoff_len: int) -> str:
+def _dataset(stats: DatasetFigures, cutoff_len: int) -> str:
     examples = "".join(_example(shown) for shown in stats.shown)
     facts = "".join(f"<li>{_text(line)}</li>" for line in _facts(stats))
-    bins = length_bins(Counter(stats.lengths), cutoff_len)
+    bins = length_bins(stats.lengths, cutoff_len)
     lengths = _bars(
         [(f"{b.above + 1:,} to {b.most:,}", b.count, b.most > cutoff_len) for b in bins]
     )
@@ -83,11 +83,11 @@ def _parts(item: RenderedExample) -> Iterator[str]:
         yield f"<mark{kind}>{words}</mark>" if part.learnt else f"<span>{words}</span>"
 
 
-def _facts(stats: DatasetStats) -> Iterator[str]:
+def _facts(stats: DatasetFigures) -> Iterator[str]:
     rows, sequences, tokens, trained = stats.totals
     yield f"{rows}, {sequences}"
     yield f"{tokens}, {trained}"
-    yield from stats.remarks()
+    yield from stats.warnings()
 
 
 def _text(words: object) -> str:
