@@ -15,7 +15,7 @@ PICTURE = PROJECT / "docs" / "img" / "house.svg"
 ROWS = [
     ["plugins"],
     ["cli"],
-    ["use", "board"],
+    ["use"],
     ["run"],
     ["interchange", "integrations", "remote"],
     ["recipe"],

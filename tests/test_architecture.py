@@ -23,7 +23,7 @@ LATER, LATER_FILES = (
     {"batch", "optim/adamw", "data/text/collation"},
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
-LATER_FILES |= {"plugins/migrate/given", "board/metrics/thinning"}
+LATER_FILES |= {"plugins/migrate/given", "plugins/board/curves"}
 LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
@@ -39,7 +39,7 @@ TORCH_FREE = (
 )
 
 # Files of runs and of strangers' folders are read here, through the one door of `storage.files`.
-BEHIND_THE_DOOR = ("board", "plugins/serve", "recipe", "cli/runs", "cli/watch", "cli/rollouts")
+BEHIND_THE_DOOR = ("plugins/board", "plugins/serve", "recipe", "cli/rollouts")
 BEHIND_THE_DOOR += (
     "training/callbacks/follower",
     "training/callbacks/launches",
@@ -49,7 +49,7 @@ BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
 BEHIND_THE_DOOR += ("plugins/sweep/trial", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
-KNOW_THE_RECIPE = {"recipe", "run", "use", "board", "cli"}
+KNOW_THE_RECIPE = {"recipe", "run", "use", "cli"}
 KNOW_THE_RECIPE |= {"plugins"}
 VARIANTS = ("stages", "methods", "optim", "data/rows/formats", "checkpoint/layouts")
 FOREIGN = ("plugins/migrate",)  # the words of other programs

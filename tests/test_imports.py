@@ -52,9 +52,9 @@ except SystemExit as error:
         "surefoot.recipe.recipe",  # whoever has a typo in a recipe need not wait
         "surefoot.checkpoint.background.writer",  # a second process on every machine that trains
         "surefoot.cli.ckpt.ls",
-        "surefoot.cli.runs.ls",
-        "surefoot.cli.watch",
-        "surefoot.board.server",
+        "surefoot.plugins.board.commands.runs",
+        "surefoot.plugins.board.commands.watch",
+        "surefoot.plugins.board.app",
         "surefoot.remote.uploader",
     ],
 )

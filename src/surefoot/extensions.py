@@ -27,6 +27,7 @@ BUNDLED = (
     "surefoot.plugins.quantize.plugin:PLUGIN",
     "surefoot.plugins.gguf.plugin:PLUGIN",
     "surefoot.plugins.sweep.plugin:PLUGIN",
+    "surefoot.plugins.board.plugin:PLUGIN",
     "surefoot.plugins.serve.plugin:PLUGIN",
     "surefoot.interchange.plugin:PLUGIN",
 )

@@ -39,16 +39,16 @@ def one_line(text: str) -> str:
 def plain(value: object, depth: int = 0) -> Any:
     """``value`` as JSON that every program can read, whatever file it comes from: no halves of
     characters, numbers that are finite and short, and nesting of at most ``MAX_DEPTH``."""
+    if isinstance(value, str):  # texts and numbers first, as most values are
+        return _HALVES.sub("\ufffd", value)
+    if isinstance(value, int | float):
+        return value if -_LARGEST <= value <= _LARGEST else None
     if isinstance(value, Mapping | list | tuple) and depth == MAX_DEPTH:
         return "…"
     if isinstance(value, Mapping):
         return {plain(str(key)): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, depth + 1) for item in value]
-    if isinstance(value, str):
-        return _HALVES.sub("\ufffd", value)
-    if isinstance(value, int | float):
-        return value if -_LARGEST <= value <= _LARGEST else None
     return value
 
 

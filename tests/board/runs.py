@@ -32,38 +32,4 @@ def write_run(folder, steps=20, *, recipe=RECIPE, launches=(), end=None, offset=
     return folder
 
 
-KEYS = [
-    {"key": "optim.adamw.learning_rate", "range": "1e-5..1e-3:log", "low": 1e-5, "high": 1e-3},
-    {"key": "method.lora.rank", "range": "8,16,32", "choices": [8, 16, 32]},
-]
-KEYS[0] |= {"log": True, "integer": False, "step": None}
-
-
-def write_sweep(folder, trials=6, *, requested=6, name="method.lora.rank"):
-    """A sweep as its command leaves it: the last trial half-run, the one before pruned."""
-    folder.mkdir(parents=True)
-    keys = [KEYS[0], {**KEYS[1], "key": name}]
-    objective = {"metric": "eval_loss", "direction": "minimize", "value": "last"}
-    objective["sentence"] = "minimize eval_loss, at the last evaluation"
-    spec = {"format": 1, "keys": keys, "objective": objective, "sampler": "tpe", "seed": 0}
-    (folder / "sweep.json").write_text(json.dumps({**spec, "pruner": "median"}))
-    states = ["complete"] * (trials - 2) + ["pruned", "half-run"]
-    rows = []
-    for number, state in enumerate(states):
-        one = {"number": number, "folder": f"trial-{number:04d}", "state": state, "step": 20}
-        values = {KEYS[0]["key"]: 1e-5 * 3**number, name: [8, 16, 32][number % 3]}
-        one |= {"values": values, "value": 2.0 - 0.1 * number, "total_steps": 20}
-        one |= {"reports": [[20, one["value"]]], "reason": None}
-        rows.append(one)
-        write_run(folder / one["folder"])
-    rows[-1] |= {"value": None, "step": None, "reports": []}
-    rows[-2] |= {"reason": "worse than the median at 20"}
-    results = {"requested": requested, "metric": "eval_loss", "direction": "minimize"}
-    results |= {"trials": rows, "best": trials - 3, "remarks": [], "exhausted": False}
-    results["importance"] = {name: 0.25, KEYS[0]["key"]: 0.75}
-    (folder / "results.json").write_text(json.dumps(results))
-    (folder / "best.yaml").write_text(RECIPE)
-    return folder
-
-
 COMPLETE = {"outcome": "complete", "step": 20}

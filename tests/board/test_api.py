@@ -9,12 +9,12 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from board.runs import COMPLETE, RECIPE, write_run, write_sweep
+from board.runs import COMPLETE, RECIPE, write_run
 from surefoot import __version__
-from surefoot.board.app import create_app
-from surefoot.board.board import Board
-from surefoot.board.commands import ChildCommands
-from surefoot.board.reports.runs import matches, table
+from surefoot.plugins.board.app import create_app
+from surefoot.plugins.board.board import Board
+from surefoot.plugins.board.processes import ChildCommands
+from surefoot.plugins.board.reports import matches, table
 from surefoot.training.callbacks.launches import process, started
 from surefoot.training.callbacks.training_process import start_training
 
@@ -298,33 +298,3 @@ def test_the_pages_files_are_small_and_complete(board):
     names = ["style.css", "theme.js", "app.js", "vendor/uPlot.js", "vendor/uPlot.css"]
     assert all(board.get(f"/static/{name}").status_code == 200 for name in names)
     assert "MIT" in board.get("/static/vendor/uPlot.LICENSE").text
-
-
-def test_a_sweep_is_shown_by_its_files_and_half_run_trials_by_their_runs(board, root):
-    folder = write_sweep(root / "sweeps/one")
-    (row,) = board.get("/api/sweeps").json()["sweeps"]
-    assert (row["sweep"], row["state"], row["best"]) == ("sweeps/one", "ended", 1.7)
-    assert row["counts"] == {"complete": 4, "pruned": 1, "half-run": 1}
-    with (folder / ".sweep.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (row,) = board.get("/api/sweeps").json()["sweeps"]
-        assert (row["state"], row["evidence"]) == ("running", "sweep_lock")
-    found = board.get("/api/sweep", params={"sweep": "sweeps/one"}).json()
-    assert [key["key"] for key in found["keys"]] == [
-        "optim.adamw.learning_rate",
-        "method.lora.rank",
-    ]
-    assert found["trials"][5]["live"]["state"] == "died"
-    assert found["trials"][0]["run"] == "sweeps/one/trial-0000"
-    results = json.loads((folder / "results.json").read_text())
-    results["trials"][0]["folder"] = "../../deep/er/three"
-    (folder / "results.json").write_text(json.dumps(results))
-    found = board.get("/api/sweep", params={"sweep": "sweeps/one"}).json()
-    assert found["trials"][0]["run"] is None, "it is not of this sweep"
-    (folder / "results.json").write_text("{half")
-    (row,) = board.get("/api/sweeps").json()["sweeps"]
-    assert row["problem"] == "results.json: is missing or cannot be read"
-    assert board.get("/api/sweep", params={"sweep": "sweeps/one"}).json()["trials"] == []
-    assert board.get("/api/sweep", params={"sweep": "runs/one"}).status_code == 404
-    shutil.rmtree(folder)
-    assert board.get("/api/sweep", params={"sweep": "sweeps/one"}).status_code == 404

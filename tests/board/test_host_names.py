@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
-from surefoot.board.app import create_app
 from surefoot.cli.main import main
 from surefoot.errors import RunError
+from surefoot.plugins.board.app import create_app
 from surefoot.storage.web import Hosts, host_name, hosts_of, is_loopback
 
 BEARER = {"Authorization": "Bearer a-long-secret"}

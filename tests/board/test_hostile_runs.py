@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from board.runs import COMPLETE, write_run, write_sweep
-from surefoot.board.app import create_app
+from board.runs import COMPLETE, write_run
 from surefoot.cli.main import main
+from surefoot.plugins.board.app import create_app
 
 MINE = {"X-Surefoot": "1"}
 SECRET = "root:x:0:0:the-secret"
@@ -40,7 +40,6 @@ def looks(name):
         "/api/runs",
         "/api/recipes",
         f"/api/run?run={name}",
-        f"/api/run?run={name}&excerpt=true",
         f"/api/series?run={name}&names=loss,peak_memory",
         f"/api/log?run={name}",
         f"/api/samples?run={name}&file=rollouts-1.jsonl",
@@ -126,10 +125,8 @@ def test_a_value_that_no_json_can_have_spoils_neither_its_run_nor_the_others(tmp
     (folder / "metrics.jsonl").write_bytes(line.replace(b'"event"', b'"step": 1, "event"') + b"\n")
     (folder / "pinned.json").write_bytes(line)
     (folder / ".heartbeat.json").write_bytes(line)
-    write_sweep(tmp_path / "sweep")
-    (tmp_path / "sweep/sweep.json").write_bytes(line)
     with board_of(tmp_path) as board:
-        for path in [*looks("bad"), "/api/sweeps", "/api/sweep?sweep=sweep"]:
+        for path in looks("bad"):
             answer = board.get(path)
             assert answer.status_code < 500, path
             json.loads(answer.text, parse_constant=lambda name: pytest.fail(name))
@@ -142,12 +139,10 @@ def test_a_value_that_no_json_can_have_spoils_neither_its_run_nor_the_others(tmp
 def test_a_folder_whose_name_is_no_unicode_is_a_row_like_the_others(tmp_path):
     write_run(tmp_path / "good", end=COMPLETE)
     write_run(Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff")), end=COMPLETE)
-    write_sweep(Path(os.fsdecode(os.fsencode(tmp_path) + b"/sweep\xff")))
     with board_of(tmp_path) as board:
         names = {row["run"] for row in board.get("/api/runs").json()["runs"]}
         assert {"good", "bad\ufffd"} <= names
-        for path in ("/api/recipes", "/api/sweeps"):
-            assert board.get(path).status_code == 200, path
+        assert board.get("/api/recipes").status_code == 200
 
 
 TEXTS = {

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from surefoot.board.metrics.metrics_file import MetricsFile
-from surefoot.board.metrics.thinning import Column, smoothed, thinned
+from surefoot.plugins.board.curves import Column, smoothed, thinned
+from surefoot.plugins.board.metrics import MetricsFile
 from surefoot.training.callbacks.follower import BLOCK, Follower
 
 
@@ -113,37 +113,3 @@ def test_a_follower_that_begins_at_the_end_reads_what_comes_after_whole_lines(tm
 
 def pytest_close(value):
     return pytest.approx(value, abs=1e-9)
-
-
-ODD = ["{half", '{"step": 1.5}', '{"step": true}', '{"step": 7, "loss": NaN}', "[1]", ""]
-ODD += ['{"step": 7, "loss": null}', '{"step": 7}{"step": 8}', '{"step": 7, "loss": 1, "loss": 2}']
-ODD += ['{"step": 7, "loss": "high"}', '{"step": 7, "loss": [1]}', '{"step": 7, "loss": true}']
-ODD += ['{"step": 3, "loss": 1e999}', '{"step": 7, "lo": 01}', f'{{"step": 1, "x": {"9" * 40}}}']
-ODD += ['{"step": 99999999999999999999}', '{"step": 7, "eval_loss": 0.5}', '{"no": "step"}', " {} "]
-ODD += ['{"step": 7, "ж": 1}', '{"step": 7, "loss": .5}', '{"step": 7, "loss": 0x1F}', '{"a": [1']
-
-
-@pytest.mark.parametrize("odd", [*ODD, "all"])
-def test_many_lines_at_once_are_what_each_of_them_is(tmp_path, odd):
-    rows = [json.dumps({"step": n, "loss": 1 / (n + 1), "epoch": n // 9}) for n in range(900)]
-    for place, line in enumerate(ODD if odd == "all" else [odd, odd]):
-        rows.insert(300 + place, line)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f"{line}\n" for line in rows))
-    many, one = MetricsFile(path), MetricsFile(path)
-    many.refresh()
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        one._add(line)
-    assert (many.num_rows, many.num_broken) == (one.num_rows, one.num_broken)
-    assert many.problems == one.problems
-
-    def plain(found):
-        return {
-            name: [
-                (s, v if math.isfinite(v) else None) for s, v in zip(c.steps, c.values, strict=True)
-            ]
-            for name, c in found.columns.items()
-            if c.steps
-        }
-
-    assert plain(many) == plain(one)

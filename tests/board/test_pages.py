@@ -87,42 +87,6 @@ def test_curves_are_live_zoomed_and_on_a_log_scale(page, server, root):
     page.wait_for("1 line is not a record")
 
 
-EXCERPT = """
-const real = window.fetch; let count = 0; window.excerpts = [];
-window.fetch = async (address, options) => {
-  const path = String(address), answer = await real(address, options);
-  if (!path.includes("/api/series") || ++count > 2) return answer;
-  window.excerpts.push(path.includes("excerpt=true"));
-  const data = await answer.json();
-  return new Response(JSON.stringify({ ...data, excerpt: { lines: 20, read: count / 4 } }));
-};
-location.hash = arguments[0];
-"""
-
-
-@pytest.mark.parametrize("hash_", ["#/run?run=runs/one", "#/runs"])
-def test_curves_of_some_lines_say_so_until_all_lines_are_read(page, server, hash_):
-    page.open(f"{server.address}static/icon.svg")
-    page.open(f"{server.address}#/data")
-    page.wait_for("Data")
-    page.run(
-        "window.told = []; new MutationObserver(() => window.told.push(document.body.innerText))"
-        ".observe(document.body, { subtree: true, childList: true, attributes: true })"
-    )
-    page.run(EXCERPT, hash_)
-    if hash_ == "#/runs":
-        page.wait("return document.querySelector('tbody input')")
-        page.run("document.querySelector('tbody input').click()")
-    page.wait("return window.excerpts.length === 2 && document.querySelector('canvas')")
-    page.wait("return !document.body.innerText.includes('all lines are being read')")
-    assert page.run("return window.excerpts") == [True, True]
-    told = [text for text in page.run("return window.told") if "all lines are being" in text]
-    assert told
-    assert "Loss" in told[-1] or "loss" in told[-1], "the curve is there"
-    if hash_ != "#/runs":
-        assert "These curves are of 20 lines; all lines are being read: 25 %." in "".join(told)
-
-
 def test_what_a_dataset_or_a_model_says_is_text(page, server):
     show(page, server, "#/run?run=runs/one&tab=samples")
     page.wait_for(EVIL)

@@ -24,15 +24,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 COMMITTED = Path(__file__).parents[2] / "docs/img"
 MAX_BYTES = 120_000
 COLORS = 64
-TRIALS = 12
-SHORT = {"num_epochs: 3": "max_steps: 12", "eval_epoch: true": "eval_steps: 6"}
-SHORT |= {"log_steps: 20": "log_steps: 2", "save_steps: 100": "save_steps: 12"}
 ORDER = "Write this order as a record.\nTwo silk jars for Ada Brandt in Rome, please."
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The demo, a run of it with another rate, and a short sweep."""
+    """The demo, and a run of it with another rate."""
     root = tmp_path_factory.mktemp("root")
     for name in ("base-model", "data"):
         shutil.copytree(EXAMPLES / name, root / name)
@@ -40,15 +37,6 @@ def root(tmp_path_factory):
     surefoot(root, "train", "quickstart.yaml")
     slower = ["train.output_dir=runs/lower-rate", "optim.adamw.learning_rate=5e-4"]
     surefoot(root, "train", "quickstart.yaml", *slower, "train.num_epochs=1")
-    keys = ["optim.adamw.learning_rate=3e-4..3e-2:log", "method.lora.rank=4,8,16"]
-    keys += ["train.global_batch_size=16..64:16", "optim.adamw.schedule=cosine,linear"]
-    recipe = (root / "quickstart.yaml").read_text()
-    for old, new in SHORT.items():
-        assert old in recipe
-        recipe = recipe.replace(old, new)
-    (root / "short.yaml").write_text(recipe)
-    options = [f"--trials={TRIALS}", "--jobs=2", "--output=runs/orders-sweep"]
-    surefoot(root, "sweep", "short.yaml", *keys, *options)
     return root
 
 
@@ -132,11 +120,6 @@ def test_data(page, look):
     look("data", "#/data?run=runs/quickstart", ready, prepare, (1280, 1000))
 
 
-def test_sweep(look):
-    ready = f"return document.querySelectorAll('path.trial').length === {TRIALS}"
-    look("sweep", "#/sweep?sweep=runs/orders-sweep", ready, size=(1280, 1000))
-
-
 def test_chat(page, look):
     def prepare():
         page.wait("return document.querySelector('textarea[aria-label=Message]')")
@@ -159,8 +142,8 @@ def test_chat(page, look):
 
 
 def test_the_committed_pictures_are_small_and_those_of_the_pages():
-    pages = [(COMMITTED.parent / f"how-to/{name}.md").read_text() for name in ("board", "sweep")]
+    page = (COMMITTED.parent / "how-to/board.md").read_text()
     for path in COMMITTED.glob("board-*.png"):
-        assert any(f"img/{path.name}" in page for page in pages)
+        assert f"img/{path.name}" in page
         assert path.stat().st_size < MAX_BYTES
         assert path.read_bytes()[25] == 3, "a palette"

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from board.runs import COMPLETE, write_run
-from surefoot.board.run_state import is_locked, state_of
-from surefoot.board.run_summary import Summaries, disk_size
+from surefoot.plugins.board.run_state import is_locked, state_of
+from surefoot.plugins.board.run_summary import Summaries, disk_size
 from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
 
 

@@ -9,12 +9,12 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-import surefoot.board
+import surefoot.plugins.board
 from board.runs import write_run
 from board.serving import SOURCE, Server
 from surefoot.cli.main import main
 
-STATIC = Path(surefoot.board.__file__).parent / "static"
+STATIC = Path(surefoot.plugins.board.__file__).parent / "static"
 MINE = {"X-Surefoot": "1"}
 
 
@@ -31,7 +31,7 @@ def test_the_board_starts_in_two_seconds_and_without_torch(server):
     assert httpx.get(f"{server.address}api/schema").status_code == 200
     assert server.cpu_seconds < 2, "of a processor, with the first answers"
     code = (
-        "import sys, surefoot.board.server; "
+        "import sys, surefoot.plugins.board.app; "
         "print(sorted({'torch', 'transformers', 'peft', 'datasets', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -85,7 +85,7 @@ def test_a_port_that_is_taken_is_said(server, root):
 
 
 def test_a_missing_package_is_said_with_what_to_install(root, monkeypatch):
-    ours = ("surefoot.board", "surefoot.storage.web")
+    ours = ("surefoot.plugins.board", "surefoot.storage.web")
     for name in [n for n in sys.modules if n.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -130,7 +130,7 @@ def imports_of(path, found):
     return found
 
 
-@pytest.mark.parametrize("page", ["runs", "run", "sweeps", "sweep", "new", "data", "chat"])
+@pytest.mark.parametrize("page", ["runs", "run", "new", "data", "chat"])
 def test_no_page_is_larger_than_150_kilobytes_without_data(page):
     names = ["index.html", "style.css", "theme.js", "icon.svg", "zh.js", "vendor/uPlot.css"]
     files = {STATIC / name for name in [*names, "vendor/uPlot.js"]}

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from board.runs import COMPLETE, write_run
 from surefoot.cli.main import main
-from surefoot.cli.watch import picture
+from surefoot.plugins.board.commands.watch import picture
 
 BRAILLE = range(0x2800, 0x2900)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from project import Project, metrics, start, surefoot
-from surefoot.board.run_state import state_of
+from surefoot.plugins.board.run_state import state_of
 from surefoot.training.callbacks.launches import HEARTBEAT, NAME, LaunchFiles
 
 

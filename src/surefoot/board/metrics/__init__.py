@@ -1,1 +1,0 @@
-"""``metrics.jsonl`` in memory: read once and followed, thinned for curves, or an excerpt of it."""

@@ -1,1 +1,0 @@
-"""What is known of runs, as plain data: for pages and for the command line."""

@@ -1,0 +1,1 @@
+"""The commands that show runs: `board`, `watch` and `runs`."""

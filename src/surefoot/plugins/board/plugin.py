@@ -1,0 +1,20 @@
+"""The board, and what the terminal shows of runs, by name."""
+
+from ...extensions import Plugin
+
+_HERE = f"{__package__}.commands"
+
+PLUGIN = Plugin(
+    name="board",
+    commands={
+        "watch": (
+            "Show how runs train in the terminal: curves, figures, time left, state.",
+            f"{_HERE}.watch:watch",
+        ),
+        "runs": ("List runs, show one, and compare recipes; also as JSON.", f"{_HERE}.runs:runs"),
+        "board": (
+            "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
+            f"{_HERE}.board:board",
+        ),
+    },
+)

@@ -1,0 +1,167 @@
+"""Commands of the command line as child processes: short ones with an answer, and training.
+
+A short command is ended with the board. Training is in a session of its own: closing the page or
+the board changes nothing, and what is known of it is in the files of its run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import RunError
+from ...training.callbacks.launches import is_alive
+from ...training.callbacks.training_process import PYTHON, shown, start_training
+from .run_state import RunState, is_locked, state_of
+
+_MAX_RUNNING = 4
+_MAX_KEPT = 50
+_SECONDS = 1800.0
+_SHOWN = 20_000  # characters of an output, from its end
+
+
+async def started(root: Path, *arguments: str, stdin: int, limit: int = 1 << 16) -> Process:
+    """A command in ROOT, in a session of its own. Lines of its output have at most ``limit``
+    bytes."""
+    return await asyncio.create_subprocess_exec(
+        *(*PYTHON, *arguments),
+        cwd=root,
+        stdin=stdin,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+        limit=limit,
+    )
+
+
+async def ended(process: Process) -> None:
+    """End a process, and those that it has started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+@dataclass
+class ShortCommand:
+    """One command: running, or with its exit code and output."""
+
+    number: int
+    arguments: Sequence[str]
+    typed: Sequence[str]  # the same, as a person would call it
+    began: float = field(default_factory=time.time)
+    code: int | None = None
+    output: str = ""
+    error: str = ""
+    task: asyncio.Task[None] | None = None
+
+    async def run(self, root: Path) -> None:
+        """Run it to its end."""
+        process = await started(root, *self.arguments, stdin=subprocess.DEVNULL)
+        code = -1  # cancelled
+        try:
+            async with asyncio.timeout(_SECONDS):
+                output, error = await process.communicate()
+            code = process.returncode or 0
+            self.output, self.error = (text.decode(errors="replace") for text in (output, error))
+        except TimeoutError:
+            self.error, code = f"took more than {_SECONDS:.0f} s", 124
+        finally:
+            await ended(process)
+            self.code = code
+
+    def as_data(self) -> dict[str, object]:
+        """For a browser: the output as JSON if it is some."""
+        found: dict[str, object] = {"job": self.number, "command": shown(self.typed)}
+        found["code"] = self.code
+        if self.code is None:
+            return found | {"seconds": time.time() - self.began}
+        try:
+            result = json.loads(self.output) if self.output.strip() else None
+        except ValueError:
+            result = None
+        text = "" if result is not None else self._as_typed(self.output)
+        return found | {"result": result, "output": text, "error": self._as_typed(self.error)}
+
+    def _as_typed(self, text: str) -> str:
+        """The end of a text, which names files as they were typed."""
+        for word, typed in zip(self.arguments, self.typed, strict=False):
+            if word != typed:
+                text = text.replace(word, typed)
+        return text[-_SHOWN:]
+
+
+@dataclass
+class ChildCommands:
+    """The commands that this board has started."""
+
+    root: Path
+    _jobs: dict[int, ShortCommand] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _training: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, *arguments: str, typed: Sequence[str] = ()) -> ShortCommand:
+        """Start a command in ROOT. Raises ``RunError`` if too many run."""
+        if sum(job.code is None for job in self._jobs.values()) >= _MAX_RUNNING:
+            raise RunError(f"{_MAX_RUNNING} commands are running already; wait for one of them")
+        for number in [n for n, job in self._jobs.items() if job.code is not None][:-_MAX_KEPT]:
+            del self._jobs[number]
+        job = ShortCommand(next(self._numbers), arguments, typed or arguments)
+        self._jobs[job.number] = job
+        job.task = asyncio.create_task(job.run(self.root))
+        return job
+
+    def find(self, number: int) -> ShortCommand:
+        """A command by its number. Raises ``RunError``."""
+        if number not in self._jobs:
+            raise RunError("this command is not known (any more)")
+        return self._jobs[number]
+
+    async def cancel(self, job: ShortCommand) -> None:
+        """End a command."""
+        if job.task is not None and not job.task.done():
+            job.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await job.task
+
+    async def close(self) -> None:
+        """End the short commands; training continues."""
+        for job in self._jobs.values():
+            await self.cancel(job)
+
+    def train(self, arguments: Sequence[str], folder: Path) -> int:
+        """Start training in a session of its own; its output goes to ``folder``. Returns the number
+        of the process. Raises ``RunError``."""
+        if is_locked(folder) or state_of(folder).evidence == "starting":
+            raise RunError(f"{folder}: a process is training there already")
+        self.reap()
+        process = start_training(folder, arguments, cwd=self.root)
+        self._training.append(process)
+        return process.pid
+
+    def reap(self) -> list[int]:
+        """Forget training processes that have ended; the numbers of those that run."""
+        self._training = [process for process in self._training if process.poll() is None]
+        return [process.pid for process in self._training]
+
+
+def stop(run: str, state: RunState) -> None:
+    """Let the training of ``run`` finish its step, save and exit. Raises ``RunError``."""
+    process = state.process or {}
+    pid, is_here = process.get("pid"), is_alive(process)
+    if state.name != "running":
+        raise RunError(f"{run}: no process is training there")
+    if not is_here or not isinstance(pid, int):
+        where = f"on {process['host']}" if is_here is None and "host" in process else "not known"
+        raise RunError(f"{run}: its process is {where}; stop it where it was started")
+    os.kill(pid, signal.SIGTERM)

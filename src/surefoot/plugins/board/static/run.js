@@ -1,0 +1,212 @@
+// One run: its state with evidence, live curves, samples, checkpoints, log, recipe.
+import { get, post } from "./api.js";
+import { to } from "./app.js";
+import { Chart, color, loadPlots } from "./chart.js";
+import { checkpoints } from "./checkpoints.js";
+import { ask, h, later, redraw, replace, toast } from "./dom.js";
+import { bytes, duration, integer, moment, NONE, number } from "./format.js";
+import { t } from "./i18n.js";
+import { recipesOf } from "./recipes.js";
+import { samples } from "./samples.js";
+import { badge, evidence, stateOf } from "./state.js";
+
+const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
+const HIDDEN = new Set(["epoch", "num_input_tokens_seen", "elapsed", "step"]);
+const FIRST = ["loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory", "save_blocking_seconds"];
+const LABELS = {
+  loss: "Loss", learning_rate: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Tokens per second",
+  peak_memory: "Peak memory (GB)", save_blocking_seconds: "Time lost to saves (s)",
+};
+
+export async function page(body, { run, tab = "curves" }) {
+  if (!TABS[tab] || tab === "curves") loadPlots().catch(() => {}); // while the rest is on its way
+  let details = await get("/api/run", { run });
+  let row = details.row, isOpen = true, inner = null;
+  const head = h("div.stack"), unanswered = h("div");
+  const content = h("div.stack");
+  const tabs = h("div.tabs", { role: "navigation", "aria-label": t("Parts of the run") }, Object.entries(TABS).map(([name, label]) =>
+    h("a", { href: to("run", { run, tab: name === "curves" ? null : name }), "aria-current": name === tab ? "page" : null }, t(label))));
+  replace(body, head, unanswered, tabs, content);
+  const current = tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft - tabs.offsetLeft + current.offsetWidth - tabs.clientWidth; // on a phone
+
+  function top() {
+    const part = row.step !== null && row.max_steps ? Math.min(1, row.step / row.max_steps) : null;
+    const cell = (label, value, title) => h("div", { title }, h("dt", {}, t(label)), h("dd", {}, value));
+    const state = stateOf(row), error = row.reason || (row.state === "failed" && row.end?.error);
+    const stopping = h("button.danger.writes", { onclick: async (e) => {
+      if (!await ask(t("Stop {run}? It finishes its step, saves and exits. The same command resumes it.", { run }), t("Stop the run"), t("Cancel"))) return;
+      e.target.disabled = true;
+      try { await post("/api/stop", {}, { run }); toast(t("It finishes its step and saves.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
+    } }, t("Stop"));
+    const resume = h("button.writes", { onclick: async (e) => {
+      e.target.disabled = true;
+      try { await post("/api/resume", {}, { run }); toast(t("Resuming.")); } catch (fault) { toast(fault.message); e.target.disabled = false; }
+    } }, t("Resume"));
+    redraw(head,
+      h("div.row.between", {}, h("div.row", {}, h("h1", {}, run === "." ? row.name : run), badge(row)),
+        h("div.row", {}, row.state === "running" ? stopping : null,
+          ["died", "stopped", "failed", "ended"].includes(state) ? resume : null,
+          row.has_begun ? h("a.button.writes", { href: to("chat", { run }) }, t("Chat")) : null, details.recipe ? h("a.button.writes", { href: to("new", { run }) }, t("New run like this")) : null)),
+      h("p.soft", {}, evidence(row), row.state === "running" && details.launches.length
+        ? ` ${t("Process {pid} on {host}.", { pid: details.launches.at(-1).begin.pid, host: details.launches.at(-1).begin.host })}` : ""),
+      part !== null && row.state !== "complete" ? h("div.progress", { role: "progressbar", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": t("Step") }, h("i", { style: { width: `${100 * part}%` } })) : null,
+      row.begins_with ? h("p.soft", {}, `${t("Continues")} `, parent(row.begins_with)) : null,
+      error ? h("div.note.bad", { role: "alert" }, error) : null,
+      details.recipe_problem && row.has_begun ? h("div.note.bad", {}, details.recipe_problem) : null,
+      details.metrics_problem ? h("div.note.warn", {}, `metrics.jsonl: ${details.metrics_problem}`) : null,
+      h("dl.figures", {},
+        cell("Step", row.step === null ? NONE : row.max_steps ? `${integer(row.step)} / ${integer(row.max_steps)}` : integer(row.step)),
+        cell("Loss", number(row.loss)), row.metric.value === null ? null : cell(row.metric.name, number(row.metric.value)), cell("Tokens/s", integer(row.speed)),
+        row.state === "running" ? cell("Time left", duration(row.seconds_left)) : null,
+        cell("Size", bytes(row.size)), cell("Launches", details.launches.length || NONE)));
+  }
+
+  top();
+  const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, () => row), log, recipe };
+  inner = await (parts[tab] || curves)();
+
+  // ---- live
+  const events = new EventSource(`/api/live?${new URLSearchParams({ run })}`);
+  const reload = later(300, async () => {
+    try { details = await get("/api/run", { run }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
+  });
+  const gone = () => {
+    row = { ...row, state: "gone" };
+    replace(head, h("h1", {}, run), h("div.note.bad", { role: "alert" }, t("The folder of this run was removed.")));
+    replace(unanswered);
+    events.close();
+  };
+  events.addEventListener("error", async () => {
+    try { await get("/api/run", { run }); } catch (error) {
+      if (error.status === 404) gone(); // else it connects again by itself
+      else if (isOpen) redraw(unanswered, h("div.note.bad", { role: "alert" }, t("The board does not answer: {why}", { why: error.message })));
+    }
+  });
+  events.addEventListener("hello", () => replace(unanswered));
+  events.addEventListener("state", (event) => {
+    const now = JSON.parse(event.data);
+    if (now.state === "gone") { gone(); return; }
+    const isOther = now.state !== row.state || now.evidence !== row.evidence;
+    row = { ...row, ...now };
+    top();
+    if (isOther) { reload(); inner?.changed?.(); }
+  });
+  for (const name of ["rows", "reset", "hello"]) events.addEventListener(name, () => inner?.rows?.());
+
+  // ---- tabs
+  async function curves() {
+    await loadPlots();
+    const stored = JSON.parse(localStorage.getItem("curves") || "{}");
+    const view = { log: false, half: 0, range: null, ...stored, range: null };
+    const charts = new Map();
+    const grid = h("div.charts");
+    const keep = () => localStorage.setItem("curves", JSON.stringify({ log: view.log, half: view.half }));
+    const log = h("button", { "aria-pressed": String(view.log), onclick: () => { view.log = !view.log; log.setAttribute("aria-pressed", view.log); keep(); draw(); } }, t("Log scale"));
+    const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
+    const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
+    replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
+      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), grid);
+    let isBusy = false, isStale = false, found = {};
+
+    function zoom(low, high) {
+      view.range = low === undefined ? null : [low, high];
+      whole.hidden = !view.range;
+      fetchAll();
+    }
+
+    async function fetchAll() {
+      if (isBusy) { isStale = true; return; }
+      isBusy = true;
+      try {
+        const names = [...new Set([...details.metrics, ...FIRST])].filter((name) => !HIDDEN.has(name));
+        const series = {};
+        for (let at = 0; at < names.length; at += 30) {
+          const [first, last] = view.range || [];
+          const one = await get("/api/series", { run, names: names.slice(at, at + 30).join(","), points: 1200, smooth: view.half, first, last });
+          Object.assign(series, one.series);
+        }
+        found = series;
+        if (isOpen) draw();
+      } catch (error) { if (isOpen && !charts.size) replace(grid, h("div.note.bad", {}, error.message)); }
+      isBusy = false;
+      if (isStale && isOpen) { isStale = false; setTimeout(fetchAll, 300); }
+    }
+
+    function groups() {
+      const names = Object.keys(found);
+      const of = new Map();
+      for (const name of names) {
+        const base = name.startsWith("eval_") && found[name.slice(5)] ? name.slice(5) : name;
+        of.set(base, [...(of.get(base) || []), name].sort((a, b) => a.length - b.length));
+      }
+      const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length + (name.startsWith("eval_") ? 1 : 0));
+      return [...of].sort(([a], [b]) => rank(a) - rank(b) || a.localeCompare(b));
+    }
+
+    function draw() {
+      const all = groups();
+      if (!all.length) { replace(grid, h("div.empty", { style: { gridColumn: "1 / -1" } }, row.state === "running" ? t("No metrics yet. The first line is written at the first log (train.log_steps).") : t("This run has no metrics."))); return; }
+      if (!charts.size) replace(grid);
+      for (const [base, names] of all) {
+        if (!charts.has(base)) {
+          const chart = new Chart(t(LABELS[base] || base), { sync: "run", zoomed: zoom, wide: base === "loss", height: base === "loss" ? 300 : 190 });
+          charts.set(base, chart);
+          grid.append(chart.element);
+        }
+        const scale = base === "peak_memory" ? 1e-9 : 1;
+        const series = names.flatMap((name, place) => {
+          const { steps, values, smooth } = found[name];
+          const scaled = values.map((v) => (v === null ? null : v * scale));
+          const line = { label: name, steps, values: scaled, color: color(place) };
+          return smooth ? [{ ...line, faint: true, hidden: true }, { ...line, steps: smooth.steps, values: smooth.values.map((v) => (v === null ? null : v * scale)) }] : [line];
+        });
+        charts.get(base).draw(series, { log: view.log, range: view.range });
+      }
+    }
+
+    await fetchAll();
+    return { rows: () => fetchAll(), changed: () => fetchAll(), close: () => charts.forEach((chart) => chart.close()) };
+  }
+
+  async function log() {
+    const text = h("pre.log", { tabindex: 0, "aria-label": t("Log") });
+    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td.whole", {}, moment(one.begin.time)),
+      h("td.whole", {}, `${one.begin.host} · ${one.begin.pid}`), h("td.device", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td.whole", {}, one.begin.resumed_from || t("from scratch")),
+      h("td.whole", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
+      h("td.num", {}, one.end ? duration(one.end.time - one.begin.time) : NONE)));
+    replace(content, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Began", "Host and process", "Device", "Resumed from", "Ended", "Took"].map((label, i) => h(i === 0 || i === 6 ? "th.num" : "th", {}, t(label))))), h("tbody", {}, rows)))
+      : h("p.soft", {}, t("This run has no record of its launches."))),
+      h("div.panel", {}, h("h2", {}, t("Log")), text));
+    async function refresh() {
+      const answer = await get("/api/log", { run });
+      const isAtEnd = text.scrollTop + text.clientHeight > text.scrollHeight - 40;
+      text.textContent = answer.is_there ? answer.text.replace(/\x1b\[[0-9;]*m/g, "") : t("This run was started in a terminal, which has its log.");
+      if (isAtEnd) text.scrollTop = text.scrollHeight;
+    }
+    await refresh();
+    const timer = setInterval(() => { if (row.state !== "gone") refresh().catch(() => {}); }, 2000);
+    return { close: () => clearInterval(timer) };
+  }
+
+  async function recipe() {
+    const others = (await get("/api/runs")).runs.map((r) => r.run).filter((name) => name !== run);
+    const differing = h("div");
+    const select = h("select", { "aria-label": t("Compare with"), onchange: async (e) => replace(differing, e.target.value ? await recipesOf(run, e.target.value) : "") },
+      h("option", { value: "" }, t("Compare with …")), others.map((name) => h("option", { value: name }, name)));
+    replace(content, h("div.row", {}, h("a.button.writes", { href: to("new", { run }) }, t("New run like this")), select), differing,
+      h("pre.log", { tabindex: 0, "aria-label": t("Recipe") }, details.recipe || details.recipe_problem));
+    return {};
+  }
+
+  return () => { isOpen = false; events.close(); inner?.close?.(); };
+}
+
+// The checkpoint that a run began with; a link if it is of a run of this board.
+function parent(path) {
+  const found = path.match(/^(.*)\/(checkpoint-\d+)$/);
+  return found && !path.startsWith("/") && !path.includes("://") ? h("a", { href: to("run", { run: found[1], tab: "checkpoints" }) }, path) : h("span.mono", {}, path);
+}
+
+const machine = (one) => [one.device_name, one.cores ? t("{n} cores", { n: one.cores }) : null, one.memory ? bytes(one.memory) : null,
+  one.surefoot ? `surefoot ${one.surefoot}` : null, one.torch ? `torch ${one.torch}` : null].filter(Boolean).join(" · ");
