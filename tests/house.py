@@ -17,7 +17,7 @@ ROWS = [
     ["cli"],
     ["use"],
     ["run"],
-    ["interchange", "integrations", "remote"],
+    ["remote"],
     ["recipe"],
     ["stages", "methods"],
     ["training"],

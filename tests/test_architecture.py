@@ -27,7 +27,7 @@ LATER_FILES |= {"plugins/migrate/given", "plugins/board/curves"}
 LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
-PICKLES = {"interchange/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
+PICKLES = {"plugins/trainers/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
 TORCH_FREE = (
     "errors",
     "log",

@@ -141,7 +141,7 @@ def test_a_run_of_one_process_loads_no_way_that_it_may_not_go(loaded_by):
     # transformers itself takes torch.distributed.tensor and torch._dynamo with it.
     unused = {"pyarrow", "pandas", "peft", "datasets", "matplotlib", "tensorboard"}
     unused |= {"torch.distributed.pipelining", "torch.utils.tensorboard"}
-    unused |= {"surefoot.interchange.from_trainer", "surefoot.interchange.pickles"}
+    unused |= {"surefoot.plugins.trainers.from_trainer", "surefoot.plugins.trainers.pickles"}
     assert not loaded_by("full")[0] & unused
 
 
@@ -155,7 +155,7 @@ def test_nothing_else_is_loaded_up_to_the_first_step(loaded_by, method):
     assert len(deep) < 20, sorted(deep)  # a counter of operations, an attention for packed rows
     assert not loaded & {
         "surefoot.use",
-        "surefoot.interchange.pickles",
+        "surefoot.plugins.trainers.pickles",
         "surefoot.use.bench",
     }
     assert not loaded & (HEAVY - {"torch", "transformers", "numpy", "peft"})

@@ -29,7 +29,7 @@ BUNDLED = (
     "surefoot.plugins.sweep.plugin:PLUGIN",
     "surefoot.plugins.board.plugin:PLUGIN",
     "surefoot.plugins.serve.plugin:PLUGIN",
-    "surefoot.interchange.plugin:PLUGIN",
+    "surefoot.plugins.trainers.plugin:PLUGIN",
 )
 T = TypeVar("T")
 Named = Mapping[str, str]  # what a list calls it -> "package.module:name"
@@ -62,6 +62,9 @@ class Plugin:
 
     openers: Named = field(default_factory=dict)
     """By layout: opens its weights under Hugging Face's names, an ``Opener``."""
+
+    pickled: Named = field(default_factory=dict)
+    """Opens folders whose weights are pickles, if the user trusts them: a ``PickleOpener``."""
 
     reading: Named = field(default_factory=dict)
     """By layout: a dataclass of options for reading such a folder, on ``ckpt convert``."""

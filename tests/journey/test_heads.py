@@ -23,14 +23,14 @@ from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
-from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.network.network import Network
 from surefoot.parallel.mesh import Mesh
+from surefoot.plugins.trainers.target import sections_of
+from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
-from surefoot.use.exporting.trainer_target import sections_of
 
 METHODS = {"full": {"method": "full"}, "lora": {"method": {"lora": {"rank": 2}}}}
 HEAD = "value_head/value_head.weight"

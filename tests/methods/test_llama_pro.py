@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import RecipeError
-from surefoot.interchange.to_trainer import save_trainer_checkpoint
 from surefoot.methods.llama_pro import LLaMAPro
 from surefoot.model.expansion.verification import verify_new_layers
 from surefoot.model.section import ModelSection
@@ -19,6 +18,7 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.tensors import MetaTensors
 from surefoot.parallel.world import ALONE
+from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.training import TrainerCallback

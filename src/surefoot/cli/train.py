@@ -125,32 +125,35 @@ def _load(words: tuple[str, ...]) -> tuple[Recipe, ConvertedFile]:
 
 
 def _trainer_resume(recipe: Recipe, *, trust_pickle: bool) -> list[str]:
-    """Overrides that resume a run of the Hugging Face Trainer, as of LLaMA-Factory, which is in
-    ``train.output_dir``: in a folder beside it, after one question about its pickles. Empty if
+    """Overrides that resume a run of another trainer, which is in ``train.output_dir``: in a folder
+    beside it, after one question about its pickles. Empty if
     there is none. Raises ``RunError``: there is no terminal, or the answer is no."""
-    from ..checkpoint.disk.commit import committed
-    from ..interchange import latest_complete, pickles_in
+    from ..checkpoint.disk.commit import committed, named
 
     place = recipe.train.output_dir
-    if not isinstance(place, Path) or recipe.checkpoint.resume == "none":
+    if not isinstance(place, Path) or recipe.checkpoint.resume == "none" or not named(place):
         return []
-    if (latest := latest_complete(place)) is None:
+    with loading():
+        from ..run.foreign_resume import latest_foreign
+
+    if (found := latest_foreign(place)) is None:
         return []
+    trainer, latest = found
     asked = recipe.checkpoint.resume
     start = latest if asked == "auto" else Path(asked)
     beside = place.with_name(f"{place.name}-surefoot")
     if not trust_pickle and not list(committed(beside)):
         text = (
-            f"{place} contains {start.name} of the Hugging Face Trainer, which is resumed in "
-            f"{beside}. Its {', '.join(pickles_in(start))} are pickles: tensors and plain values "
-            "are read, and nothing is executed"
+            f"{place} contains {start.name} of {trainer.title}, which is resumed in "
+            f"{beside}. Its {', '.join(trainer.pickles_in(start))} are pickles: tensors and plain "
+            "values are read, and nothing is executed"
         )
         if launched(os.environ) or not sys.stdin.isatty():
             raise RunError(f"train.output_dir: {text}; if you trust them, add --trust-pickle")
         if not click.confirm(f"{text}. Resume?", err=True):
             raise RunError("not resumed; choose another train.output_dir to start from scratch")
     if (launched(os.environ) or (0,))[0] == 0:
-        click.echo(f"{place} is a run of the Hugging Face Trainer: resuming in {beside}", err=True)
+        click.echo(f"{place} is a run of {trainer.title}: resuming in {beside}", err=True)
     return [f"train.output_dir={beside}", f"checkpoint.resume={start}"]
 
 

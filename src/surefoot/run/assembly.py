@@ -12,7 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .. import interchange
 from ..checkpoint.background.saver import SaveListener
 from ..checkpoint.disk.companions import tokenizer_of
 from ..checkpoint.reading.loading import load as load_checkpoint
@@ -54,6 +53,7 @@ from .base_models import find_bases
 from .code_files import check_code, code_of
 from .columns import RunColumns, precompute
 from .contexts import build_evaluation, served_policy
+from .foreign_resume import ForeignTrainer, detect_trainer
 from .from_python.stages import AS_IN_THE_RECIPE, StageParts
 from .networks.auxiliary_networks import check_models, open_auxiliary
 from .policy import (
@@ -74,7 +74,7 @@ class Start:
     """The checkpoint that a run is resumed from."""
 
     folder: Path
-    writer: interchange.ForeignTrainer | None  # None: Surefoot
+    writer: ForeignTrainer | None  # None: Surefoot
     trust_pickle: bool = False
     is_verified: bool = False  # whether every byte of it was checked a moment ago
 
@@ -83,7 +83,7 @@ class Start:
         cls, folder: Path, world: World, *, trust_pickle: bool = False, is_verified: bool = False
     ) -> Start:
         """The checkpoint in ``folder``, by Surefoot or a trainer that is recognized."""
-        writer = interchange.detect_trainer(folder, trust_pickle=trust_pickle, pp=world.pp)
+        writer = detect_trainer(folder, trust_pickle=trust_pickle, pp=world.pp)
         return cls(folder, writer, trust_pickle, is_verified)
 
     @property

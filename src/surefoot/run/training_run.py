@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .. import interchange
 from ..checkpoint.reading.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import device
@@ -40,6 +39,7 @@ from .folder import (
     with_chosen_size,
     write_recipe,
 )
+from .foreign_resume import refuse_output_dir
 from .from_python.given import Given
 from .from_python.outcome import Outcome, outcome_of
 from .from_python.rows import Rows
@@ -134,7 +134,7 @@ def _run(
         recipe = with_chosen_size(recipe, folder, world, choose)
         start = mirror = None
         if world.is_main:
-            interchange.refuse_output_dir(folder.path)
+            refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
             mirror = mirror_of(folder, recipe)
         start = world.from_main(start)

@@ -37,12 +37,26 @@ class Opener(Protocol):
         """As ``open_named``."""
 
 
+class PickleOpener(Protocol):
+    """Opens folders whose weights are pickles."""
+
+    def __call__(self, folder: Path, *, trust_pickle: bool) -> TensorSource | None:
+        """The weights; None for other folders. Raises ``CheckpointError``: not trusted."""
+
+
 _OPENERS: Mapping[str, Opener] = Extended("openers", {})
+_PICKLED: Mapping[str, PickleOpener] = Extended("pickled", {})
 
 
 def open_folder(path: Path | str) -> TensorSource:
     """The weights in a folder of any layout. A ``CheckpointError`` says what to do instead."""
     return FolderSource(open_weights(Path(path)))
+
+
+def open_any(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
+    """The same, also of folders whose weights are pickles, if the user trusts them."""
+    found = (opener(folder, trust_pickle=trust_pickle) for opener in _PICKLED.values())
+    return next((source for source in found if source is not None), None) or open_folder(folder)
 
 
 def open_named(

@@ -23,9 +23,9 @@ from ...checkpoint.sources.source import TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
-from ...interchange.same_model import expect_adamw, fill_weights, other_model
 from ...model.fused_parameters import places
 from ...parallel.box import Box
+from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer
 from .layout import MindSpore
 from .model import MindSporeHints, as_huggingface, by_role, open_state
@@ -238,18 +238,15 @@ def _take_place(progress: MindSporeProgress, trainer: Trainer) -> None:
     )
 
 
-@dataclass(frozen=True)
-class MindSporeTransformers:
+class MindSporeTransformers(ForeignTrainer):
     """MindSpore Transformers."""
 
+    title: ClassVar[str] = "MindSpore Transformers"
     needs_base: ClassVar[bool] = False
 
     def recognise(self, folder: Path) -> bool:
         """Whether it is a folder of MindSpore."""
         return MindSpore().recognise(folder)
-
-    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
-        """Nothing shows before the model is there."""
 
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
         """``base`` tells heads and shapes; there are no pickles."""

@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from ...checkpoint.converting.origin import Done, Hints, Target, WholeModel
-from ...checkpoint.layouts.opening import has_opener, open_named
+from ...checkpoint.layouts.opening import has_opener, open_any, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, silent
 from ...checkpoint.sources.source import TensorSource
-from ...interchange.source import open_source
 from ..model_loading import ModelFolders, find_parts
 from ..model_location import locate
 from .exported import whole_model
@@ -48,7 +47,7 @@ class FolderToConvert:
         """The weights as stored, under Hugging Face's names."""
         if has_opener(self.folder):
             return open_named(self.folder, self.base, options=self.given.reading)
-        return open_source(self.folder, trust_pickle=self.given.trust_pickle)
+        return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
     def whole(self, dtype: DtypeName | None = None) -> WholeModel:
         """The model; an adapter is merged into its base."""

@@ -1,0 +1,188 @@
+"""The only place where pickles are opened: it returns tensors and plain values, and executes
+nothing.
+
+``weights_only`` is torch's restricted reader: it accepts tensors, containers and numbers, and
+rejects any other function. numpy's arrays are accepted too, because the Trainer stores numpy's
+generator as one.
+
+The index of a distributed checkpoint names classes of torch. It is read as records of what these
+would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
+saves whatever objects the user passes: in its files any other name becomes such a record, too, and
+nothing of that name is looked up.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import safe_globals
+
+from ...errors import CheckpointError
+from ...storage import files
+
+_RECONSTRUCT = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it had there
+
+
+def read_pickle(path: Path) -> object:
+    """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
+    with files.raising(CheckpointError), files.open_file(path):
+        pass  # a regular file that may be read
+    _check_archive(path)
+    try:
+        with safe_globals(), torch.serialization.safe_globals([OF_NUMPY_1]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a made-up file makes the reader raise is anybody's choice
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise CheckpointError(
+            f"{path}: it is damaged, or contains more than tensors and plain values; nothing in "
+            f"it was executed ({reason[:200]}); resume from an earlier checkpoint"
+        ) from None
+
+
+def _check_archive(path: Path) -> None:
+    """Raise unless ``path`` is an archive that is as large in memory as on disk."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception:  # what a made-up file makes the reader raise is anybody's choice
+        raise CheckpointError(
+            f"{path}: it is damaged, or written by torch before 1.6 as a plain pickle; nothing in "
+            "it was executed; resume from an earlier checkpoint, or, if you trust the file, load "
+            "it and save it again with torch"
+        ) from None
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise CheckpointError(
+            f"{path}: its entries are compressed, as torch.save never writes them, so they may "
+            "take any amount of memory; if you trust the file, load it and save it again with torch"
+        )
+
+
+def write_pickle(path: Path, content: object) -> None:
+    """Write ``content``, tensors and plain values, into the new file ``path`` and flush it."""
+    with files.raising(CheckpointError, f"cannot write {path}"):
+        files.create(path).close()
+        try:
+            torch.save(content, path)
+        except RuntimeError as error:  # torch's word for a full disk, too
+            raise CheckpointError(f"cannot write {path}: {str(error).splitlines()[0]}") from None
+        with files.open_file(path, write=True) as file:
+            file.sync()
+
+
+class Record:
+    """Inert record in place of an object: its arguments and its state, without behavior."""
+
+    name = ""
+
+    def __init__(self, *args: object) -> None:
+        self.args: tuple[Any, ...] = args
+        self.state: Any = None
+
+    def __new__(cls, *args: object, **_: object) -> Record:
+        """Also without ``__init__``, as pickle makes most objects."""
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        """Record the state."""
+        self.state = state
+
+    def __getitem__(self, field: str) -> Any:
+        return self.state[field]
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """For a kind of dict: ignored."""
+
+    def append(self, value: object) -> None:
+        """For a kind of list: ignored."""
+
+    add = append
+
+    def get(self, field: str) -> Any:
+        """A field that may be missing."""
+        return self.state.get(field)
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    **dict.fromkeys(
+        (
+            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
+        ),
+        f"{_DCP}.metadata",
+    ),
+    "_StorageInfo": f"{_DCP}.filesystem",
+    "_get_layout": "torch.serialization",
+    "_rebuild_tensor_v2": "torch._utils",
+    **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), "torch._utils"),
+    "_rebuild_from_type_v2": "torch._tensor",
+    "PosixPath": "pathlib",
+}
+
+
+class _Dict(dict[Any, Any]):
+    """An ``OrderedDict``; attributes of it, such as versions of modules, are ignored."""
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+
+
+class _Records(pickle.Unpickler):
+    """Accepts torch's types and the names above; ``any_name``: other names become records."""
+
+    any_name = False
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _RECORDS.get(name) == module:
+            return type(name, (Record,), {"name": name})
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name.endswith("Storage"):
+            return name
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dict
+        if self.any_name:
+            return type("Other", (Record,), {"name": f"{module}.{name}"})
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: object) -> object:
+        """The position of a tensor's bytes; they are not read here."""
+        return pid
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise for a place in the memo that no pickle of this length needs: Python's reader would fill
+    a table up to it, 32 GB for eight bytes."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _PUTS and int(argument or 0) > len(data):
+            raise pickle.UnpicklingError(f"it puts an object at the place {argument:,}")
+
+
+def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
+    """The content of the pickle ``data``, as records; ``any_name``: for names not of torch, too."""
+    try:
+        _check_memo(data)
+        reader = _Records(io.BytesIO(data))
+        reader.any_name = any_name
+        return reader.load()
+    except Exception as error:  # as above
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise CheckpointError(
+            f"{where}: it is damaged, or contains more than an index of tensors; nothing in it "
+            f"was executed ({reason[:200]})"
+        ) from None

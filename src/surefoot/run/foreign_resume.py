@@ -1,0 +1,139 @@
+"""Resume from another trainer's checkpoint: detect the trainer that wrote it, call its loader.
+
+Plugins name the trainers. What their loaders share is here, too."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from ..checkpoint.disk.commit import named
+from ..checkpoint.disk.manifest import MANIFEST
+from ..checkpoint.layouts.detection import detect_layout
+from ..checkpoint.sources.source import Shape, TensorSource
+from ..checkpoint.state.local_box import local_box_of
+from ..errors import CheckpointError, RunError, counted
+from ..extensions import Extended
+from ..network.method import Weights
+from ..optim.bf16_weights import rule_of
+from ..storage import files
+from ..training.trainer import Trainer
+
+
+class ForeignTrainer:
+    """Another trainer, from whose checkpoints a run can resume."""
+
+    title: ClassVar[str]
+    """The trainer, for people."""
+
+    needs_base: ClassVar[bool]
+    """Whether the weights of the base must be loaded before its checkpoint is."""
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``. From names alone."""
+        raise NotImplementedError
+
+    def latest_in(self, run: Path) -> Path | None:
+        """The latest complete checkpoint in the folder of a run of its own; None if there is none,
+        or if it has no such folders."""
+        return None
+
+    def pickles_in(self, folder: Path) -> list[str]:
+        """The pickles that ``load`` reads."""
+        return []
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Refuse what shows without a model."""
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """Make ``trainer`` what the other trainer was."""
+        raise NotImplementedError
+
+
+TRAINERS: Mapping[str, ForeignTrainer] = Extended("trainers", {})
+
+
+def writer_of(folder: Path) -> ForeignTrainer | None:
+    """The other trainer that wrote ``folder``; None if it is Surefoot's, or nobody's."""
+    if files.exists(folder / MANIFEST):
+        return None
+    return next((one for one in TRAINERS.values() if one.recognise(folder)), None)
+
+
+def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
+    """The other trainer that wrote ``folder``; None if Surefoot did.
+
+    Raises for what shows without a model: ``CheckpointError`` for pickles that are not trusted, or
+    mere weights, ``RecipeError`` for a pipeline, which cannot resume from a Trainer's checkpoint.
+    """
+    with files.raising(CheckpointError):
+        found = writer_of(folder)
+        layout = None if found is not None else detect_layout(folder)
+    if found is not None:
+        found.check(folder, trust_pickle=trust_pickle, pp=pp)
+        return found
+    if layout is not None and not layout.has_manifest:
+        where = "adapter" if layout.is_adapter else "path"
+        raise CheckpointError(
+            f"{folder}: only weights ({layout.name}), without training state, so it cannot be "
+            "resumed; to start from them, remove checkpoint.resume and set "
+            f"model.{where}={shlex.quote(str(folder))}"
+        )
+    return None
+
+
+def refuse_output_dir(folder: Path) -> None:
+    """Raise ``RunError`` if a new run's ``folder`` has checkpoints of another trainer."""
+    for path in reversed(named(folder)):
+        if (writer := writer_of(path)) is not None:
+            raise RunError(
+                f"train.output_dir: {folder} contains {path.name} of {writer.title}; choose "
+                f"another folder, and resume with checkpoint.resume={path}"
+            )
+
+
+def latest_foreign(run: Path) -> tuple[ForeignTrainer, Path] | None:
+    """The trainer that the folder ``run`` is of, and its latest complete checkpoint."""
+    if all(files.exists(path / MANIFEST) for path in named(run)):
+        return None
+    found = ((trainer, trainer.latest_in(run)) for trainer in TRAINERS.values())
+    return next(((trainer, latest) for trainer, latest in found if latest is not None), None)
+
+
+def other_model(shapes: Mapping[str, Shape], weights: Weights) -> str | None:
+    """Why tensors of these ``shapes`` are not those of ``weights``, if they are not."""
+    wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
+    odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
+    if not odd:
+        return None
+    here, there = (
+        f"of shape {list(found[odd[0]])}" if odd[0] in found else "missing"
+        for found in (wanted, shapes)
+    )
+    return (
+        f"a checkpoint of another model: {counted(len(odd), 'tensor differs', 'tensors differ')}; "
+        f"{odd[0]} is {there} in it, {here} in this run"
+    )
+
+
+@torch.no_grad()
+def fill_weights(source: TensorSource, weights: Weights) -> None:
+    """Read box by box into the existing tensors, so that no second model is in memory."""
+    current = weights.state_dict()
+    for name, tensor in current.items():
+        local_box_of(name, tensor, weights.cuts_of(name)).fill(partial(source.read, name))
+    weights.load_state_dict(current)
+
+
+def expect_adamw(optimizer: torch.optim.Optimizer, where: Path) -> None:
+    """Reject an optimizer to which the moments in ``where`` do not belong."""
+    if not isinstance(rule_of(optimizer), torch.optim.AdamW):
+        raise CheckpointError(
+            f"{where}: it contains AdamW's moments, but the recipe's optimizer is "
+            f"{type(rule_of(optimizer)).__name__}; set optim to adamw"
+        )
