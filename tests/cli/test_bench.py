@@ -10,7 +10,7 @@ from project import Project
 from surefoot.cli import bench
 from surefoot.cli.main import main
 from surefoot.recipe.recipe import load
-from surefoot.use.bench import subprocess_trial
+from surefoot.storage import child
 from surefoot.use.bench.clock import PHASES
 from surefoot.use.bench.search import Search
 from surefoot.use.bench.single_rank import SingleRankRecipe
@@ -29,7 +29,7 @@ def project(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _warm(monkeypatch):
-    monkeypatch.setattr(subprocess_trial, "subprocess", forks)
+    monkeypatch.setattr(child, "subprocess", forks)
 
 
 def run(*args):

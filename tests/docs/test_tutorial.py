@@ -19,7 +19,7 @@ from project import checkpoints, in_child
 from surefoot.cli.main import main
 from surefoot.data.rows.catalog import Catalog
 from surefoot.recipe.recipe import load
-from surefoot.use.bench import subprocess_trial
+from surefoot.storage import child
 
 FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "data.max_samples=40"]
 SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}
@@ -34,7 +34,7 @@ def desk(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Mira."}\n' * 40)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess_trial, "subprocess", forks)  # its process has imported
+    monkeypatch.setattr(child, "subprocess", forks)  # its process has imported
     return tmp_path
 
 

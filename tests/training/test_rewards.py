@@ -172,7 +172,7 @@ def test_several_are_added_with_their_weights():
 def test_the_process_ends_with_its_owner():
     made = RewardProcess()
     rewards(made, function("flat"), texts("a"))
-    number = made._process.pid
+    number = made._child.process.pid
     del made
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)
@@ -262,8 +262,8 @@ def steps(process, name, *said, is_first=True, goal=3):
 def test_a_reward_reads_the_environments_and_their_file_also_after_a_kill(process):
     first = steps(process, "Solver", "a", "b")
     assert [one["content"] for one in first["replies"]] == ["1 of 3", "1 of 3"]
-    os.kill(process._process.pid, signal.SIGKILL)
-    process._process.wait()
+    os.kill(process._child.process.pid, signal.SIGKILL)
+    process._child.process.wait()
     second = steps(process, "Solver", "c", is_first=False)
     assert second["replies"][0]["content"] == "2 of 3"
     assert rewards(process, function("solved"), texts("c", "b")) == [12.0, 11.0]

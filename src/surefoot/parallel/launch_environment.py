@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-LAUNCHER = "SUREFOOT_LAUNCHER"  # number of the process that has started this one
 # What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),

@@ -20,7 +20,8 @@ from types import FrameType
 import torch
 
 from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
-from .launch_environment import LAUNCHER, launched
+from ..storage.child import LAUNCHER
+from .launch_environment import launched
 from .section import ParallelSection
 from .world import die_with_launcher
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import LostPeerError, RunError, SurefootError
 from ..log import announced
-from .launch_environment import LAUNCHER, launched
+from ..storage.child import LAUNCHER
+from .launch_environment import launched
 from .section import ParallelSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")

@@ -6,7 +6,7 @@ import forks
 from project import Project
 from surefoot.errors import DataError, RunError
 from surefoot.recipe.recipe import load
-from surefoot.use.bench import subprocess_trial
+from surefoot.storage import child
 from surefoot.use.bench.result import BenchResult
 from surefoot.use.bench.subprocess_trial import TrialFailure, measured
 
@@ -24,7 +24,7 @@ def test_figures_come_back_whole(project):
 
 
 def test_an_error_of_the_user_comes_back_as_one(project, monkeypatch):
-    monkeypatch.setattr(subprocess_trial, "subprocess", forks)
+    monkeypatch.setattr(child, "subprocess", forks)
     (project.folder / "data" / "sums.jsonl").unlink()
     found = measured(load(project.recipe), 1)
     assert isinstance(found, TrialFailure)

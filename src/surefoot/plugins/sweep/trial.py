@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...checkpoint.disk.commit import committed
 from ...errors import SKIPPED_STEPS, STOP_SIGNALS
-from ...parallel.launch_environment import LAUNCHER
+from ...storage.child import LAUNCHER
 from ...storage.files import open_inside, parse_json, read_inside
 from ...storage.folder_lock import NAME as RUN_LOCK
 from ...storage.folder_lock import is_held

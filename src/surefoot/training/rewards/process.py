@@ -6,25 +6,18 @@ that trains.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
-import os
-import selectors
-import signal
-import subprocess
-import sys
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import RunError
+from ...storage.child import Child
 
 logger = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("worker.py")  # run by its path
-END_SECONDS = 5.0  # for a process to end by itself
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class RewardProcess:
     again, and must answer as before.
     """
 
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _child: Child | None = field(default=None, init=False)
     _steps: list[tuple[Mapping[str, object], Mapping[str, object]]] = field(
         default_factory=list, init=False
     )  # of the window's environments, and what they answered
@@ -183,8 +176,8 @@ class RewardProcess:
 
     def _answer(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The same of one attempt."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        if self._child is None or self._child.code is not None:
+            self._child = Child([str(WORKER)], talks=True, patience=0)
             for earlier, answer in self._steps:
                 if (now := self._exchange(earlier, seconds)) != answer:
                     why = now.get("error", "it answers the same responses in another way")
@@ -192,77 +185,26 @@ class RewardProcess:
         return self._exchange(given, seconds)
 
     def _exchange(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
-        """What the running process answers."""
-        process = self._process
-        assert process is not None
-        line = json.dumps(given)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(line.encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return self._ended()
-        found = _line(process, time.monotonic() + seconds)
-        if found is None:
-            self.end()
-            raise LateError
-        return dict(json.loads(found)) if found else self._ended()
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the process that trains
-        )
-        weakref.finalize(self, _end, self._process, os.getpid())
-
-    def _ended(self) -> dict[str, Any]:
-        """The process ended by itself, in a function of the user's."""
-        assert self._process is not None
-        code = self._process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        """What the running process answers; how it has ended, if a function has ended it."""
+        assert self._child is not None
+        with contextlib.suppress(EOFError):
+            if self._child.send(given):
+                answer = self._child.answer(seconds)
+                if answer is None:
+                    self.end()
+                    raise LateError
+                return answer
+        found = {"error": f"ended its process {self._child.ending}"}
+        if (by := self._child.killed_by) is not None:
+            found["killed_by"] = by
         self.end()
-        killed = {"killed_by": signal.Signals(-code).name} if code < 0 else {}
-        return {"error": f"ended its process {how}", **killed}
+        return found
 
     def end(self) -> None:
         """End the process, with all that it has started."""
-        if self._process is not None:
-            _end(self._process, os.getpid())
-            self._process = None
-
-
-def _end(process: subprocess.Popen[bytes], pid: int) -> None:
-    if os.getpid() != pid:  # in a copy of the process that has started it
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-    process.wait(END_SECONDS)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:  # of what was written to it last
-                continue
-
-
-def _line(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """One line of the process; empty if it has ended, None if it is late."""
-    assert process.stdout is not None
-    parts: list[bytes] = []
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not (parts and parts[-1].endswith(b"\n")):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            part = os.read(process.stdout.fileno(), 1 << 16)
-            if not part:
-                return b""
-            parts.append(part)
-    return b"".join(parts)
+        if self._child is not None:
+            self._child.end()
+            self._child = None
 
 
 def short(text: str) -> str:

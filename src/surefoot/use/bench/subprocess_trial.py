@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ... import errors
-from ...parallel.launch_environment import LAUNCHER
 from ...recipe.recipe import Recipe, dump
+from ...storage.child import Child
 from .result import BenchResult
 
 
@@ -40,23 +37,17 @@ def measured(
         folder = Path(name)
         (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         files = (folder / "recipe.yaml", steps, folder / "result.json")
-        command = [sys.executable, "-P", "-m", "surefoot.use.bench.trial", *map(str, files)]
-        with (folder / "log").open("w") as log:
-            try:
-                code = subprocess.run(
-                    command,
-                    env={**os.environ, LAUNCHER: str(os.getpid())},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    timeout=timeout,
-                    start_new_session=True,  # Ctrl-C ends this process, which ends that one
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return TrialFailure(f"not done after {timeout:.0f} s")
+        child = Child(
+            ["-m", "surefoot.use.bench.trial", *map(str, files)], log=folder / "log", patience=0
+        )
+        try:
+            code = child.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return TrialFailure(f"not done after {timeout:.0f} s")
+        finally:
+            child.end()
         if code:
-            return _crash(code, (folder / "log").read_text(errors="replace"))
+            return _crash(child, (folder / "log").read_text(errors="replace"))
         return _result(json.loads((folder / "result.json").read_text()))
 
 
@@ -68,10 +59,10 @@ def _result(found: Mapping[str, object]) -> BenchResult | TrialFailure:
     return TrialFailure(str(found["failure"]), None if error is None else str(error))
 
 
-def _crash(code: int, log: str) -> TrialFailure:
-    if code == -signal.SIGKILL:
+def _crash(child: Child, log: str) -> TrialFailure:
+    if child.killed_by == "SIGKILL":
         return TrialFailure("killed by the system, most likely because memory is short")
-    if code < 0:
-        return TrialFailure(f"ended by {signal.Signals(-code).name}")
     lines = [line for line in log.splitlines() if line.strip()]
-    return TrialFailure(lines[-1] if lines else f"ended with code {code}")
+    if child.killed_by is None and lines:
+        return TrialFailure(lines[-1])
+    return TrialFailure(f"ended {child.ending}")
