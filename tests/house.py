@@ -17,7 +17,6 @@ ROWS = [
     ["cli"],
     ["use"],
     ["run"],
-    ["remote"],
     ["recipe"],
     ["stages", "methods"],
     ["training"],

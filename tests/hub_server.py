@@ -194,7 +194,7 @@ class _Handler(Uploads, BaseHTTPRequestHandler):
             data = data[:-1] + bytes([data[-1] ^ 1])
         limit = hub.drops.pop(name, None)
         part = data[start:] if limit is None else data[start:limit]
-        step = 1 << 16 if name in hub.slow else 1 << 30
+        step = 1 << 18 if name in hub.slow else 1 << 30
         for at in range(0, len(part), step):
             self.wfile.write(part[at : at + step])
             self.wfile.flush()

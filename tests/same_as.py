@@ -96,8 +96,7 @@ def main(base):
 
 def _collected(work, name, source):
     command = [sys.executable, "-P", __file__, "collect", str(work), name]
-    tests = source.parent / "tests"  # whose helpers import what this source has
-    path = os.pathsep.join(map(str, (source, tests, tests / "journey")))
+    path = os.pathsep.join(map(str, (source, TESTS, TESTS / "journey")))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     subprocess.run(command, env=environment | {"XDG_CACHE_HOME": f"{work}/cache"}, check=True)
 

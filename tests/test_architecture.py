@@ -16,7 +16,7 @@ from source_trees import TREES as FILES
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "pandas", "psutil"}
 LAZY |= {"jsonschema", "torch.utils.tensorboard", "fsspec", "pyarrow", "flash_attn", "torchao"}
 LAZY |= {"wandb", "mlflow", "mlflow.entities", "swanlab", "trackio"}
-LAZY |= {"llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
+LAZY |= {"modelscope_hub", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},

@@ -55,7 +55,7 @@ except SystemExit as error:
         "surefoot.plugins.board.commands.runs",
         "surefoot.plugins.board.commands.watch",
         "surefoot.plugins.board.app",
-        "surefoot.remote.uploader",
+        "surefoot.plugins.cloud.uploader",
     ],
 )
 def test_this_process_needs_no_torch(module):

@@ -32,6 +32,7 @@ EXTRAS = {
     "gcsfs": "gs",
     "gguf": "gguf",
     "mlflow": "mlflow",
+    "modelscope_hub": "modelscope",
     "optuna": "sweep",
     "s3fs": "s3",
     "swanlab": "swanlab",

@@ -30,6 +30,7 @@ BUNDLED = (
     "surefoot.plugins.board.plugin:PLUGIN",
     "surefoot.plugins.serve.plugin:PLUGIN",
     "surefoot.plugins.trainers.plugin:PLUGIN",
+    "surefoot.plugins.cloud.plugin:PLUGIN",
 )
 T = TypeVar("T")
 Named = Mapping[str, str]  # what a list calls it -> "package.module:name"
@@ -70,7 +71,10 @@ class Plugin:
     """By layout: a dataclass of options for reading such a folder, on ``ckpt convert``."""
 
     targets: Named = field(default_factory=dict)
-    """What ``export`` and ``ckpt convert --to`` write: a ``Target``."""
+    """What ``ckpt convert --to`` writes: a ``Target``."""
+
+    exporters: Named = field(default_factory=dict)
+    """What ``export --to`` writes: an ``Exporter``."""
 
     trainers: Named = field(default_factory=dict)
     """Programs whose checkpoints a run can resume from: a ``ForeignTrainer``."""
@@ -84,6 +88,15 @@ class Plugin:
     words: Named = field(default_factory=dict)
     """Commands of other programs: a function that takes the command and its words, and returns
     those of the command that does the same, or None if they are not that program's."""
+
+    hubs: Named = field(default_factory=dict)
+    """Values of ``model.hub`` and ``data.hub``: a ``HubClient``."""
+
+    stores: Named = field(default_factory=dict)
+    """What opens a run whose folder is a URL: ``RemoteStores``."""
+
+    uploads: Named = field(default_factory=dict)
+    """What uploads a run to a hub while it trains: a function from ``train`` to ``RunUploads``."""
 
     def lists(self) -> dict[str, dict[str, str]]:
         """What it adds: list -> name -> place, without the lists to which it adds nothing."""

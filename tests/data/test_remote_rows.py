@@ -14,7 +14,7 @@ from surefoot.data.rows.registry import read_entry
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 from surefoot.schema.locations import DatasetReference
-from surefoot.storage.hubs import file_download as download
+from surefoot.storage import hubs as download
 
 ROWS = [{"instruction": f"q{n}", "output": f"a{n}"} for n in range(3)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -24,7 +24,6 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 def hub(tmp_path, monkeypatch):
     for name in download.OFFLINE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(download, "WAIT", 0.01)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "ms"))
     with serving() as (found, url):
@@ -115,7 +114,8 @@ def test_a_pattern_means_the_files_that_it_matches(tmp_path):
         rows({"file_name": "part-*", "formatting": "alpaca"}, tmp_path)
 
 
-def test_a_dataset_of_modelscope_is_read_without_its_package(hub, tmp_path, monkeypatch):
+def test_a_dataset_of_modelscope_is_read(hub, tmp_path, monkeypatch):
+    pytest.importorskip("modelscope_hub")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "prepared"))
     hub.repositories[("datasets", "owner/rows")] = {"train.jsonl": LINES, "make.py": b"x"}
     entry = {"ms_hub_url": "owner/rows", "formatting": "alpaca"}
@@ -139,7 +139,7 @@ except DataError as error:
 
 
 def test_a_dataset_of_the_hugging_face_hub_is_verified_before_it_is_read(hub, tmp_path):
-    many = LINES * 15_000  # a large file, which is resumed by Surefoot
+    many = LINES * 15_000  # a large file; of a lost connection, up to 10 MB are read again
     hub.repositories[("datasets", "owner/rows")] = {"train.jsonl": many}
     offline = {*download.OFFLINE}
     environment = {k: v for k, v in os.environ.items() if k not in offline}
@@ -159,4 +159,4 @@ def test_a_dataset_of_the_hugging_face_hub_is_verified_before_it_is_read(hub, tm
     assert "its sha256 is" in run()
     hub.drops["train.jsonl"] = 500_000
     assert run().strip() == f"45000 {ROWS[0]}"
-    assert [start for name, start in hub.served if name == "train.jsonl"] == [0, 0, 0, 500_000]
+    assert [start for name, start in hub.served if name == "train.jsonl"] == [0, 0, 0, 0]

@@ -11,7 +11,7 @@ import pytest
 import surefoot
 from folders import save_adapter, save_model, save_recipe
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.model.pretrained import loading
+from surefoot.plugins.cloud import huggingface
 from surefoot.use import locate, open_model
 
 COMMIT = "0" * 39 + "1"
@@ -48,12 +48,12 @@ def upload(tmp_path, monkeypatch):
             link.symlink_to(place / "blobs" / str(number))
         return place
 
-    own = loading.snapshot_download
+    own = huggingface.snapshot_download
 
     def offline(name, **options):
         return own(name, cache_dir=tmp_path / "hub", local_files_only=True, **options)
 
-    monkeypatch.setattr(loading, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface, "snapshot_download", offline)
     return put
 
 

@@ -40,7 +40,6 @@ COMMANDS = {
     "predict": "Generate responses to a file of prompts, on one process or many.",
     "eval": "Evaluate a run on held-out data: loss, perplexity, exact match.",
     "export": "Write a model for use elsewhere, its adapter merged.",
-    "push": "Upload a model or checkpoints to Hugging Face, with a model card.",
     "ckpt": "List, show, compare, verify, prune and convert checkpoints.",
     "recipe": "Show a recipe in full, convert one, or print the JSON schema of recipes.",
     "env": "Report versions, devices, memory and disk.",

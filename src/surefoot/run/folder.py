@@ -20,14 +20,13 @@ from ..checkpoint.reading.latest import (
     wait_for_orphans,
 )
 from ..checkpoint.reading.verification import expect_valid, find_latest
+from ..checkpoint.remote import RemoteRun, stores
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError
+from ..extensions import Extended
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
-from ..remote.mirror import Mirror
-from ..remote.publishing.in_background import uploads_of as uploads_of  # noqa: PLC0414
-from ..remote.remote_resume import RemoteRun, fetch, is_within, open_remote_run
 from ..storage.address import Address, is_address
 from ..storage.files import (
     digest,
@@ -38,6 +37,8 @@ from ..storage.files import (
     write_new,
 )
 from ..storage.folder_lock import lock
+from ..training.callback import TrainerCallback
+from ..training.section import TrainSection
 from .machine import launch_record
 from .machine.launch_record import LaunchRecord
 
@@ -60,6 +61,22 @@ FREE = (  # beginnings of their paths
     *("stage.grpo.sampler", "stage.ppo.sampler", "stage.distill.sampler"),  # it may have moved
 )
 _OF_SCHEDULES = ("train.num_epochs", "train.max_steps")  # of FREE: they change later weights
+
+
+class RunUploads(TrainerCallback, AbstractContextManager["RunUploads"]):
+    """Uploads a run to a hub while it trains; it leaves no process behind."""
+
+    def finish(self, *, is_complete: bool) -> None:
+        """The run has ended: upload its result and wait for it, unless the run was stopped."""
+        raise NotImplementedError
+
+
+_UPLOADS: Extended[Callable[[TrainSection], RunUploads]] = Extended("uploads", {})
+
+
+def uploads_of(section: TrainSection) -> RunUploads | None:
+    """The uploads to a hub that a recipe asks for."""
+    return None if section.push_to_hub is None else _UPLOADS["huggingface"](section)
 
 
 @dataclass(frozen=True)
@@ -138,26 +155,11 @@ def _must_be_shared(folder: Path, world: World) -> None:
 
 
 def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
-    """The part of the run in an object store, after its recipe was downloaded."""
+    """The part of the run in an object store."""
     address = recipe.train.output_dir
     if not isinstance(address, Address):
         return None
-    found = open_remote_run(address, folder, seconds=recipe.checkpoint.remote_seconds)
-    found.bring_recipe()
-    return found
-
-
-def mirror_of(folder: RunFolder, recipe: Recipe) -> Mirror | None:
-    """The mirror that uploads while the run trains; None for a local run."""
-    if folder.away is None:
-        return None
-    return Mirror(
-        folder.away.store,
-        folder.path,
-        there=folder.away.steps,
-        damaged=folder.away.damaged,
-        seconds=recipe.checkpoint.remote_seconds,
-    )
+    return stores().open_run(address, folder, seconds=recipe.checkpoint.remote_seconds)
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
@@ -176,7 +178,7 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
             logger.info("%s since the last start: the learning rates follow the new length", change)
     differing = [c for c in every if not c.path.startswith(FREE)]
     resume = recipe.checkpoint.resume
-    asked = is_within(resume, place) or _is_inside(resume, folder.path)
+    asked = _is_within(resume, place) or _is_inside(resume, folder.path)
     if differing and steps and not asked:
         listed = "; ".join(str(change) for change in differing[:4])
         here = f" (and {folder.path})" if folder.away else ""
@@ -185,6 +187,12 @@ def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
             "Choose another folder, or resume from one of its checkpoints with "
             "checkpoint.resume=PATH in a new folder"
         )
+
+
+def _is_within(resume: str, output_dir: Path | Address) -> bool:
+    """Whether ``resume`` is the URL of a checkpoint of the run in ``output_dir``."""
+    is_remote = isinstance(output_dir, Address) and is_address(resume)
+    return is_remote and Address(resume).parent == output_dir
 
 
 def _is_inside(path: str, folder: Path) -> bool:
@@ -197,7 +205,7 @@ def write_recipe(folder: RunFolder, recipe: Recipe) -> None:
     with raising(RunError, "recipe"):
         write_aside(folder.path / RUN_RECIPE, text)
     if folder.away is not None:
-        folder.away.store.write(RUN_RECIPE, text)
+        folder.away.write(RUN_RECIPE, text)
 
 
 def no_choice(recipe: Recipe, _world: World) -> int:
@@ -243,7 +251,7 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
         if steps:
             _set_aside_damaged(folder, recipe, max(steps))
         return None
-    is_own = is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
+    is_own = _is_within(resume, recipe.train.output_dir) or _is_inside(resume, folder.path)
     if resume == "auto" or (steps and not is_own):
         if folder.away is not None:
             return folder.away.newest_sound()
@@ -276,7 +284,7 @@ def _set_aside_damaged(folder: RunFolder, recipe: Recipe, latest: int) -> None:
 def _steps(folder: RunFolder) -> set[int]:
     """The steps that the run has saved, here or in its store."""
     here = {step_of(path) for path in committed(folder.path)}
-    return here | (folder.away.steps if folder.away else set())
+    return here | set(folder.away.steps if folder.away else ())
 
 
 def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Path:
@@ -288,10 +296,9 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
             expect_valid(Path(resume))
         return Path(resume)
     asked = Address(resume)
-    if folder.away is not None and asked.parent == folder.away.store.address:
-        folder.away.bring_run_files()
+    if folder.away is not None and asked.parent == folder.away.address:
         return folder.away.get(asked.name)
-    return fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
+    return stores().fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
 
 
 def lineage_of(recipe: Recipe) -> str:

@@ -30,7 +30,6 @@ from .assembly import build as build  # noqa: PLC0414 - part of what a run is, f
 from .code_files import code_of, try_rewards
 from .folder import (
     SizeChoice,
-    mirror_of,
     no_choice,
     opened,
     recorded,
@@ -136,7 +135,7 @@ def _run(
         if world.is_main:
             refuse_output_dir(folder.path)
             start = resume_point(folder, recipe)
-            mirror = mirror_of(folder, recipe)
+            mirror = folder.away.mirror() if folder.away else None
         start = world.from_main(start)
         with recorded(folder, recipe, world, start) as launch:
             uploads = uploads_of(recipe.train) if world.is_main else None

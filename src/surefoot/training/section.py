@@ -14,7 +14,7 @@ from ..errors import RecipeError
 from ..extensions import Extended
 from ..schema import Unset, Variants
 from ..storage.address import Address, default_cache
-from ..storage.hubs.names import is_repository_name
+from ..storage.hubs import is_repository_name
 
 _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// has lost a slash
 

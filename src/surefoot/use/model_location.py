@@ -11,13 +11,13 @@ from ..checkpoint.converting.model_files import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.reading.verification import verify
+from ..checkpoint.remote import stores
 from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
 from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES, is_run
 from ..recipe.recipe import Recipe, load
 from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_of
-from ..remote import remote_resume as remote
 from ..schema.locations import DATA_FILES
 from ..storage import files
 from ..storage.address import Address, is_address
@@ -109,11 +109,9 @@ def _of_recipe(path: Path, damaged: Damaged) -> ModelLocation:
 
 def _of_address(address: Address) -> ModelLocation:
     """The same in a store; the checkpoint is downloaded."""
-    if step_of(Path(address.name)) >= 0:
-        return _with_recipe(remote.fetch(address))
-    newest = remote.fetch_newest(address)
-    best = best_of(newest)
-    return _with_recipe(newest if best is None else remote.fetch(address.inside(best)))
+    newest = stores().fetch(address)
+    best = None if step_of(Path(address.name)) >= 0 else best_of(newest)
+    return _with_recipe(newest if best is None else stores().fetch(address.inside(best)))
 
 
 def _of_folder(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,10 @@ class SaveListener(Protocol):
 
     def finish(self) -> None:
         """Wait until nothing is left to do. Raises ``CheckpointError`` if something failed."""
+
+
+class RunMirror(SaveListener, AbstractContextManager["RunMirror"], Protocol):
+    """Uploads what is saved; at the end of the block it waits until everything is uploaded."""
 
 
 @dataclass(eq=False)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import Protocol
 
 from ..sources.copying import DtypeName, Progress
 from ..sources.source import TensorSource
-
-RewardHead = Literal["score", "v_head"]
 
 
 class OptionError(ValueError):
@@ -26,8 +23,6 @@ class WholeModel:
     small: Mapping[str, bytes]
     folder: Path  # of its configuration
     global_batch_size: int | None = None  # of the run that trained it
-    sign: Callable[[Path], object] = lambda _: None
-    """Writes a receipt into the new folder, if an export is to have one."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +56,7 @@ class Origin(Protocol):
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
 
-    def whole(
-        self,
-        dtype: DtypeName | None = None,
-        *,
-        reward_head: RewardHead = "score",
-        trust_remote_code: bool = False,
-    ) -> WholeModel:
+    def whole(self, dtype: DtypeName | None = None) -> WholeModel:
         """The model; an adapter is merged into its base."""
 
 
@@ -79,30 +68,19 @@ class Done:
     words: str = ""  # for people
 
 
-class Target(ABC):
-    """What ``export`` and ``ckpt convert --to NAME`` write. Its fields are their options."""
-
-    suffix: ClassVar[str] = ""
-    """Of the file that it writes; empty if it writes a folder."""
-    may_not_open: ClassVar[bool] = False
-    """Whether transformers cannot open all that it writes, so that a failure is no fault."""
-    servers: ClassVar[Sequence[str]] = ()
-    """Commands that serve what was written, in place of ``{}``; printed."""
-    package: ClassVar[str | None] = None
-    """The package of Python that it needs."""
+class Target(Protocol):
+    """What ``ckpt convert --to NAME`` writes. Its fields are the options of the command."""
 
     @property
     def hints(self) -> Hints:
         """What its options say of the folder to convert."""
-        return Hints()
 
-    @abstractmethod
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Write the new folder ``target``, which appears when all of it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsTarget(Target):
+class WeightsTarget:
     """The options of a target that is written from the weights in any folder."""
 
     dtype: DtypeName | None = None

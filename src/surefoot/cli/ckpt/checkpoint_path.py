@@ -38,6 +38,6 @@ def local(checkpoint: Path | Address) -> Path:
     """The checkpoint's folder; for a URL, that of its copy in the cache."""
     if isinstance(checkpoint, Path):
         return checkpoint
-    from ...remote.remote_resume import fetch
+    from ...checkpoint.remote import stores
 
-    return fetch(checkpoint)
+    return stores().fetch(checkpoint)

@@ -45,7 +45,9 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
     finds a damaged one.
     """
     if isinstance(folder, Address):
-        lines = _in_store(folder, verify=verify)
+        from ...checkpoint.remote import stores
+
+        lines = stores().lines(folder, verified=verify)
     else:
         lines = list_run(folder)
         if verify:
@@ -59,14 +61,6 @@ def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
         _print(lines)
     if verify and any(line.step is not None and line.problem is not None for line in lines):
         raise click.exceptions.Exit(1)
-
-
-def _in_store(address: Address, *, verify: bool) -> list[CheckpointLine]:
-    from ...remote.check import verified_line
-    from ...remote.listing import list_store
-
-    lines = list_store(address)
-    return [verified_line(address, line) for line in lines] if verify else lines
 
 
 def _print(lines: list[CheckpointLine]) -> None:

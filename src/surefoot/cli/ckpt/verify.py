@@ -29,9 +29,9 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
     """
     began = time.perf_counter()
     if isinstance(checkpoint, Address):
-        from ...remote.check import verify_store
+        from ...checkpoint.remote import stores
 
-        report = verify_store(checkpoint, full=full)
+        report = stores().verify(checkpoint, full=full)
     else:
         with reading("verifying", _total(checkpoint) if full else 0) as advance:
             report = verify(checkpoint, full=full, progress=advance)

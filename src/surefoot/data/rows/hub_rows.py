@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import hf_hub_download
-
 from ...errors import DataError
-from ...storage.hubs import modelscope
-from ...storage.hubs.file_download import HubError, offline_setting
-from ...storage.hubs.huggingface import download_verified, prefetch
+from ...storage.hubs import HUBS, HubError, offline_setting
 from .formats.fields import Row
 from .readers import ROWS, rows_of
 from .row_sources import BrokenRow
@@ -66,25 +62,7 @@ class Hub:
 
     @cached_property
     def _loaded(self) -> _HubDataset:
-        """The split, as the library of Hugging Face loads it."""
-        import datasets
-
-        try:
-            path = self.url if self.hub == "huggingface" else str(_modelscope_folder(self))
-            if self.hub == "huggingface":
-                _check_network(
-                    self, datasets.config.HF_ENDPOINT, Path(datasets.config.HF_DATASETS_CACHE)
-                )
-                if not Path(path).exists():
-                    _download(self)
-            dataset: _HubDataset = datasets.load_dataset(
-                path, name=self.subset, data_dir=self.folder, split=self.split
-            )
-        except HubError as error:
-            raise DataError(f"cannot load dataset {self}: {error}") from None
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise _not_loaded(self, error) from error
-        return dataset
+        return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
 
 
 class _HubDataset(Protocol):
@@ -95,35 +73,61 @@ class _HubDataset(Protocol):
     def iter(self, batch_size: int) -> Iterator[pa.Table]: ...
 
 
+def _load_huggingface(source: Hub) -> _HubDataset:
+    import datasets
+
+    config = datasets.config
+    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
+    if not Path(source.url).exists():
+        _download(source)
+    return _loaded(source, source.url)
+
+
 def _download(source: Hub) -> None:
     """Download the files of a dataset that is not prepared yet, and verify them. Only then may the
     library read them."""
     import datasets
 
-    builder = datasets.load_dataset_builder(source.url, name=source.subset, data_dir=source.folder)
-    named = (builder.config.data_files or {}).values()
-    urls = [unquote(str(url)) for names in named for url in names]
-    places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
-    if places and not Path(builder.cache_dir).exists():
-        download_verified(lambda: _files_of(places))
+    try:
+        builder = datasets.load_dataset_builder(
+            source.url, name=source.subset, data_dir=source.folder
+        )
+        named = (builder.config.data_files or {}).values()
+        urls = [unquote(str(url)) for names in named for url in names]
+        places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
+        if places and not Path(builder.cache_dir).exists():
+            name, revision = places[0]["name"], places[0]["revision"]
+            paths = [place["path"] for place in places if place["name"] == name]
+            HUBS["huggingface"].snapshot("datasets", name, revision=revision, patterns=paths)
+    except HubError as error:
+        raise DataError(f"cannot load dataset {source}: {error}") from None
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(source, error) from error
 
 
-def _files_of(places: Sequence[re.Match[str]]) -> Path:
-    """Download files of the first repository of the hub; returns the folder that links to them."""
-    name, revision, kind = places[0]["name"], places[0]["revision"], "dataset"
-    paths = [place["path"] for place in places if place["name"] == name]
-    prefetch(name, kind=kind, revision=revision, patterns=paths)
-    for path in paths:
-        local = Path(hf_hub_download(name, path, repo_type=kind, revision=revision))
-    return local.parents[path.count("/")]
-
-
-def _modelscope_folder(source: Hub) -> Path:
-    """All of its files, or those of its folder, in a folder in the form of a hub."""
+def _load_modelscope(source: Hub) -> _HubDataset:
+    """All of its files, or those of its folder, then as a folder in the form of a hub."""
     inside = f"{source.folder.strip('/')}/*" if source.folder else "*"
-    return modelscope.snapshot(
-        "datasets", source.url, patterns=(inside, "README.md"), ignored=NOT_NEEDED
-    )
+    try:
+        folder = HUBS["modelscope"].snapshot(
+            "datasets", source.url, patterns=(inside, "README.md"), ignored=NOT_NEEDED
+        )
+    except HubError as error:
+        raise DataError(f"cannot load dataset {source}: {error}") from None
+    return _loaded(source, str(folder))
+
+
+def _loaded(source: Hub, path: str) -> _HubDataset:
+    """The split of a dataset that ``path`` names, as the library of Hugging Face loads it."""
+    import datasets
+
+    try:
+        dataset: _HubDataset = datasets.load_dataset(
+            path, name=source.subset, data_dir=source.folder, split=source.split
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _not_loaded(source, error) from error
+    return dataset
 
 
 def _check_network(source: Hub, hub: str, cache: Path) -> None:

@@ -19,7 +19,7 @@ from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.address import Address, default_cache
-from ...storage.hubs.file_download import CHUNK, HubError, check_online, locked, offline_setting
+from ...storage.hubs import CHUNK, HubError, check_online, locked, offline_setting
 from .formats.fields import Row
 from .readers import TextUnit
 from .row_sources import BrokenRow, Files, split_of

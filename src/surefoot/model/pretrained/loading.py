@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -24,9 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from ...errors import ModelError, counted, first_line
 from ...storage import files
 from ...storage.address import is_address
-from ...storage.hubs import modelscope
-from ...storage.hubs.file_download import HubError
-from ...storage.hubs.huggingface import download_verified, prefetch, why_not_reached
+from ...storage.hubs import HUBS, HubError
 from ...storage.model_folder import is_adapter
 from ..section import ModelSection
 from .positions import read_config
@@ -87,39 +83,8 @@ def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> P
     """The files of a hub model (or adapter) in the local cache, without pickles; of one folder
     ``inside`` it, or all."""
     patterns = [f"{inside}{name}" for name in FILES if weights or name != WEIGHTS]
-    if section.hub == "modelscope":
-        return _download_modelscope(section, patterns)
-
-    def load() -> Path:
-        prefetch(section.path, revision=section.revision, patterns=patterns, ignored=_NOT_NEEDED)
-        return Path(
-            snapshot_download(
-                section.path,
-                revision=section.revision,
-                allow_patterns=patterns,
-                ignore_patterns=list(_NOT_NEEDED),
-            )
-        )
-
     try:
-        return download_verified(load)
-    except HubError as error:
-        raise ModelError(f"model.path: {section.path}: {error}") from None
-    except HFValidationError:
-        raise ModelError(
-            f"model.path: no folder {section.path!r}, and it is not a hub id such as "
-            "Qwen/Qwen3-0.6B"
-        ) from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"model.path: no folder {section.path!r}, and the Hugging Face hub did not return "
-            f"it: {why_not_reached(error)}"
-        ) from None
-
-
-def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
-    try:
-        return modelscope.snapshot(
+        return HUBS[section.hub].snapshot(
             "models",
             section.path,
             revision=section.revision,
@@ -127,7 +92,7 @@ def _download_modelscope(section: ModelSection, patterns: list[str]) -> Path:
             ignored=_NOT_NEEDED,
         )
     except HubError as error:
-        raise ModelError(f"model.path: {error}") from None
+        raise ModelError(f"model.path: no folder {section.path!r}, and {error}") from None
 
 
 def _refuse_pickles(folder: Path) -> None:

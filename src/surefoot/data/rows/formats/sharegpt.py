@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .turns import TurnFormat
+from ...example import Example
+from .fields import Row
+from .turns import TurnFormat, read_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +25,7 @@ class ShareGPT(TurnFormat):
     """Role of the model."""
     observation_tag: str = "observation"
     """Role of a function's result."""
+
+    def read(self, row: Row) -> Example:
+        """The row's conversation; raises DataError with the reason if it has none."""
+        return read_turns(self, row, {})

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ....errors import TemplateError
 from ...section import DataSection
-from ..families.family import families
+from ..families.family import TemplateFamily, families
 from ..families.jinja_source import checked_syntax, family_source
 from ..thoughts import USUAL, Words
 from .arguments import with_arguments
@@ -41,20 +41,26 @@ class Template:
 
     name: str
     source: str  # Jinja, as ``tokenizer.chat_template`` takes it
-    stop: tuple[str, ...] = ()
-    last_ends: tuple[str, ...] = ()  # what ends the last response only; each learns one of them
+    stop: tuple[str, ...]
+    last_ends: tuple[
+        str, ...
+    ] = ()  # what ends the last response only; every one learns one of them
     thoughts: Words = USUAL  # the words around a thought
 
 
 @dataclass(frozen=True, slots=True)
-class Bundled(Template):
-    """One template file of this folder, or one family of the table; ``{eos}`` is the tokenizer's
-    own end."""
+class Bundled:
+    """One template file of this folder, or one family of the table."""
 
-    description: str = ""
+    name: str
+    source: str
+    description: str
     aliases: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
     tools: str = ""
+    last_ends: tuple[str, ...] = ()  # of ``Template``; ``{eos}`` is the tokenizer's own
+    thoughts: Words = USUAL
 
 
 @cache
@@ -77,15 +83,7 @@ def find_bundled(name: str, tool_format: str | None = None) -> Bundled | None:
         return bundled().get(_aliases().get(name, name))
     if tool_format is not None:
         family = replace(family, tools=checked_syntax(tool_format), call=None)
-    return Bundled(
-        family.name,
-        family_source(family),
-        tokens=family.tokens,
-        stop=family.stop,
-        tools=family.tools,
-        last_ends=family.last_ends,
-        thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
-    )
+    return _of_family(family)
 
 
 def load_template(
@@ -130,7 +128,8 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | Non
     _check_tokens(found, tokenizer)
     eos = cast(str, tokenizer.eos_token)
     last_ends = tuple(eos if end == "{eos}" else end for end in found.last_ends)
-    return replace(found, name=name, stop=found.stop or (eos,), last_ends=last_ends)
+    stop = found.stop or (eos,)
+    return Template(name, found.source, stop, last_ends, thoughts=found.thoughts)
 
 
 def template_mismatch(
@@ -175,14 +174,31 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
     closing = Renderer(source, tokenizer).closing_token()
     stop = dict.fromkeys(token for token in (closing, tokenizer.eos_token) if token)
     found = Template(AUTO, source, tuple(stop))
-    # The family whose template a run saved, if need be with arguments in front.
-    bodies = ((name, family_source(family)) for name, family in families().items())
-    family = next((name for name, body in bodies if source.endswith(body)), None)
+    family = _family_of(source)
     if family is None:
         return found
     known = _named(family, tokenizer, None)
     stop |= dict.fromkeys(known.stop)
     return replace(known, name=AUTO, source=source, stop=tuple(stop))
+
+
+def _family_of(source: str) -> str | None:
+    """The family whose template a run saved, if need be with arguments in front."""
+    bodies = ((name, family_source(family)) for name, family in families().items())
+    return next((name for name, body in bodies if source.endswith(body)), None)
+
+
+def _of_family(family: TemplateFamily) -> Bundled:
+    return Bundled(
+        family.name,
+        family_source(family),
+        "",
+        tokens=family.tokens,
+        stop=family.stop,
+        tools=family.tools,
+        last_ends=family.last_ends,
+        thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
+    )
 
 
 def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import get_args
 
-from ....storage.hubs.names import is_repository_name
+from ....storage.hubs import is_repository_name
 from ....training.section import TrackerName
 from ..arguments import RefusedError
 from ..given import GivenArguments, Settings

@@ -1,0 +1,330 @@
+"""Which files of a run, a checkpoint, a model's folder or a GGUF file are published.
+
+They are without secrets, and without folders of this machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO
+
+from ...checkpoint.disk.commit import committed, named
+from ...checkpoint.disk.folder import open_checkpoint
+from ...checkpoint.disk.manifest import MANIFEST, Manifest, dump
+from ...checkpoint.layouts.detection import detect_layout
+from ...checkpoint.reading.verification import verify
+from ...errors import CheckpointError, ModelError, counted
+from ...recipe.files import ADAPTER, is_run
+from ...recipe.run_checkpoint import checkpoint_of
+from ...storage.files import read_json
+from ...storage.hashes import digest
+from ...storage.hubs import HubError, digest_of
+from ...training.callbacks.launches import NAME as LAUNCHES
+from ...training.callbacks.plot import NAME as PLOT
+
+SMALL = 16 << 20  # bytes; hubs keep larger files out of git, and announce their sha256 only
+
+
+class LostConnectionError(HubError):
+    """An upload was interrupted; the same call continues it."""
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """A file to upload, under a name of its own. ``source`` is a path, or the bytes."""
+
+    path: str
+    source: Path | bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Length in bytes."""
+        return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash by which hubs know large files."""
+        if isinstance(self.source, bytes):
+            return hashlib.sha256(self.source).hexdigest()
+        return digest_of(self.source)
+
+    @cached_property
+    def git(self) -> str:
+        """The hash by which git knows a small file; empty for a large one."""
+        if self.size > SMALL:
+            return ""
+        head = f"blob {self.size}\0".encode()
+        return hashlib.sha1(head + self.read()).hexdigest()
+
+    def open(self) -> IO[bytes]:
+        """The bytes, to be read."""
+        return io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source.open("rb")
+
+    def read(self) -> bytes:
+        """All bytes."""
+        with self.open() as file:
+            return file.read()
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """A file of a repository. One of the hashes is known."""
+
+    size: int
+    sha256: str = ""
+    git: str = ""
+
+    def is_same(self, sha256: str, git: str) -> bool:
+        """Whether the file has these hashes."""
+        return self.sha256 == sha256 if self.sha256 else bool(git) and self.git == git
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of a hub as it is now."""
+
+    is_private: bool
+    commit: str
+    files: Mapping[str, RemoteEntry]
+
+
+REMOVED = "<removed>"
+TEXT = (".json", ".jsonl", ".yaml", ".yml", ".md", ".txt", ".jinja", ".Modelfile")
+VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+MAX_BYTES = 64 << 20  # of a text that is searched
+_SECRETS = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}"
+    r"|\bms-[0-9a-f]{8}-[0-9a-f-]{20,}"
+    r"|\bsk-[A-Za-z0-9_-]{20,}"
+    r"|\bgh[pousr]_[A-Za-z0-9]{30,}"
+    r"|\bAKIA[0-9A-Z]{16}\b"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----"
+    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"
+)
+_NAMES = re.compile(r"(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)$")
+_HOMES = r"/(?:home|Users)/[^/\s\"']+|/root"
+_REST = r"((?:/[^/\s\"',;`)\]}]+)*)/?"
+_BEFORE = r"(?<![\w./~:-])"
+
+
+@dataclass(frozen=True)
+class Redaction:
+    """What must not appear in a text: values of secrets, and folders of this machine."""
+
+    secrets: tuple[str, ...]
+    folders: tuple[str, ...]
+
+    def apply(self, text: str) -> tuple[str, int]:
+        """``text`` without them, and the number of secrets. Of a path its last part is kept."""
+        text, number = _SECRETS.subn(REMOVED, text)
+        for value in self.secrets:
+            number += text.count(value)
+            text = text.replace(value, REMOVED)
+        known = "|".join([*map(re.escape, self.folders), _HOMES])
+        return re.sub(f"{_BEFORE}(?:{known})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
+
+    def reads(self, name: str, size: int) -> bool:
+        """Whether a file of that name is text. A vocabulary is left as it is."""
+        path = Path(name)
+        is_text = path.suffix in TEXT or path.name == "Modelfile"
+        return is_text and path.name not in VOCABULARY and size <= MAX_BYTES
+
+    def cleaned(self, name: str, data: bytes) -> tuple[bytes, str | None]:
+        """A file of that name without them, and what to tell its owner."""
+        if not self.reads(name, len(data)):
+            return data, None
+        try:
+            text, number = self.apply(data.decode())
+        except UnicodeDecodeError:
+            return data, None
+        told = (
+            f"{name}: {counted(number, 'secret was', 'secrets were')} removed" if number else None
+        )
+        return text.encode(), told
+
+
+def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Redaction:
+    """Secrets of the environment; this user's folder, the current one, and ``folders``."""
+    values = {v for name, v in environment.items() if _NAMES.search(name) and len(v) >= 8}
+    roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
+    found = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
+    longest = sorted((f for f in found if len(Path(f).parts) > 1), key=len, reverse=True)
+    return Redaction(tuple(sorted(values)), tuple(longest))
+
+
+def _last(found: re.Match[str]) -> str:
+    """The last part of a path, which is not the name of its user."""
+    return found[1].rpartition("/")[2] or "."
+
+
+logger = logging.getLogger(__name__)
+BASE = "base_model_name_or_path"
+_OF_A_RESUME = ("state.json", "trainer_state.json", "base_models.json")
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What ``path`` means, and its files."""
+
+    folder: Path  # of the model: a checkpoint, an export, or the folder of a GGUF file
+    run: Path | None  # the folder of its run, if it is there
+    files: tuple[LocalFile, ...]
+    told: tuple[str, ...] = ()  # what the user should know
+
+    @property
+    def source(self) -> str:
+        """What distinguishes the run from all others: its first launch; empty if unknown."""
+        path = self.run and self.run / LAUNCHES
+        if path is None or not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return hashlib.sha256(file.readline()).hexdigest()[:32]
+
+
+def find_model(path: Path) -> tuple[Path, Path | None]:
+    """The model that ``path`` means, and the folder of its run. Raises ``CheckpointError`` or
+    ``ModelError``: there is none, or it is damaged."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path, None
+    if not path.is_dir():
+        raise ModelError(
+            f"no folder {path}; expected a run, a checkpoint, a model's folder or a GGUF file"
+        )
+    if is_run(path) or (detect_layout(path) is None and named(path)):
+        return checkpoint_of(path), path
+    if detect_layout(path) is None and not any(path.glob("*.gguf")):
+        raise ModelError(f"{path}: contains no weights; expected a run, a checkpoint or a model")
+    is_in_run = (path / MANIFEST).is_file() and path in named(path.parent)
+    return path, path.parent if is_in_run else None
+
+
+def gather(
+    path: Path, redaction: Redaction, *, checkpoints: bool = False, base: str | None = None
+) -> Publication:
+    """The files to upload for ``path``, each under its name in the repository."""
+    model, run = find_model(path)
+    if checkpoints and run is None:
+        raise ModelError(f"{path}: --checkpoints uploads those of a run; name the run's folder")
+    told: list[str] = []
+    files = {f.path: f for f in _cleaned(_model_files(model), redaction, told)}
+    folder = model.parent if model.is_file() else model
+    if ADAPTER in files:
+        files[ADAPTER] = _with_base(files[ADAPTER], folder, base, told)
+    if run is not None and (run / PLOT).is_file():
+        files[PLOT] = LocalFile(PLOT, run / PLOT)
+    if checkpoints and run is not None:
+        for each in _checkpoints(run, redaction, base):
+            files[each.path] = each
+    ordered = tuple(files[name] for name in sorted(files))
+    return Publication(folder, run, ordered, tuple(dict.fromkeys(told)))
+
+
+def _model_files(model: Path) -> Iterator[LocalFile]:
+    """The files that other programs open: no optimizer, and no state of a run."""
+    if model.is_file():
+        stem = model.name.removesuffix(".gguf")
+        for beside in sorted(model.parent.iterdir()):
+            is_its = beside.name == model.name or beside.name.startswith(f"{stem}.")
+            if is_its and beside.is_file() and not beside.name.endswith(".part"):
+                yield LocalFile(beside.name, beside)
+        return
+    report = verify(model, full=True)
+    if not report.ok:
+        raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
+    names = _own(model) if (model / MANIFEST).is_file() else _all(model)
+    for name in names:
+        yield LocalFile(name, model / name)
+
+
+def _all(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(p.startswith((".", "__")) for p in parts):
+            yield "/".join(parts)
+
+
+def _own(checkpoint: Path) -> Iterator[str]:
+    manifest = open_checkpoint(checkpoint).manifest
+    if manifest.layout == "distributed":
+        raise CheckpointError(
+            f"{checkpoint}: its weights are in a folder for each rank, which other programs do not "
+            f"open; run `surefoot export {checkpoint} FOLDER`, then `surefoot push FOLDER`"
+        )
+    for name in sorted(manifest.files):
+        roles = {piece.tensor.partition("/")[0] for piece in manifest.pieces_of_file.get(name, ())}
+        is_state = bool(roles) and all(r == "state" or r.endswith("optimizer") for r in roles)
+        if not is_state and name not in _OF_A_RESUME:
+            yield name
+
+
+def _cleaned(
+    files: Iterator[LocalFile], redaction: Redaction, told: list[str]
+) -> Iterator[LocalFile]:
+    for file in files:
+        data, said = _text(file, redaction)
+        if said:
+            told.append(said)
+        yield file if data is None else replace(file, source=data)
+
+
+def _text(file: LocalFile, redaction: Redaction) -> tuple[bytes | None, str | None]:
+    """The bytes of a file without what is not published; None if nothing changes."""
+    if not redaction.reads(file.path, file.size):
+        return None, None
+    before = file.read()
+    after, said = redaction.cleaned(file.path, before)
+    return (None if after == before else after), said
+
+
+def _with_base(file: LocalFile, folder: Path, base: str | None, told: list[str]) -> LocalFile:
+    """The adapter's settings with a base that others can find."""
+    settings = json.loads(file.read())
+    stored = read_json(folder / ADAPTER).get(BASE)
+    if base is None and stored and Path(stored).is_absolute():
+        told.append(
+            f"the base model is a folder of this machine, {stored}: name its id on the hub with "
+            "--base, so that others can load the adapter"
+        )
+    settings[BASE] = base or settings.get(BASE)
+    return replace(file, source=(json.dumps(settings, indent=2) + "\n").encode())
+
+
+def _checkpoints(run: Path, redaction: Redaction, base: str | None) -> Iterator[LocalFile]:
+    """All checkpoints of a run with their states, each complete under its manifest."""
+    for folder in sorted(committed(run)):
+        report = verify(folder, full=True)
+        if not report.ok:
+            logger.warning("%s is not uploaded: %s", folder.name, report.problems[0])
+            continue
+        yield from _complete(folder, redaction, base)
+
+
+def _complete(folder: Path, redaction: Redaction, base: str | None) -> Iterator[LocalFile]:
+    manifest, changed = open_checkpoint(folder).manifest, dict[str, bytes]()
+    for name in manifest.files:
+        file = LocalFile(name, folder / name)
+        if name == ADAPTER:
+            file = _with_base(next(_cleaned(iter([file]), redaction, [])), folder, base, [])
+        data = file.source if isinstance(file.source, bytes) else _text(file, redaction)[0]
+        if data is not None:
+            changed[name] = data
+        yield LocalFile(f"{folder.name}/{name}", folder / name if data is None else data)
+    yield LocalFile(f"{folder.name}/{MANIFEST}", dump(_changed(manifest, changed)))
+
+
+def _changed(manifest: Manifest, changed: dict[str, bytes]) -> Manifest:
+    sizes = {name: len(data) for name, data in changed.items()}
+    hashes = {name: digest(data) for name, data in changed.items()}
+    return replace(
+        manifest, files={**manifest.files, **sizes}, hashes={**manifest.hashes, **hashes}
+    )

@@ -1,0 +1,150 @@
+"""``train.push_to_hub``: upload a run while it trains, and once more at its end.
+
+Another process uploads, one upload at a time. It never stops a run: a failure is reported, with the
+command that uploads afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from ...run.folder import RunUploads
+from ...storage.files import open_log
+from ...training.callback import Context
+from ...training.section import TrainSection
+from ...training.state import TrainerControl, TrainerState
+from .pushing import Destination
+
+logger = logging.getLogger(__name__)
+LOG = "push.log"  # what the process says, in the folder of the run
+_SECONDS = 10.0  # for a process that is ended
+
+
+@dataclass
+class HubUploads(RunUploads):
+    """Uploads the run in ``folder``; a context manager that leaves no process behind."""
+
+    folder: Path
+    target: Destination
+    is_every_save: bool
+    has_checkpoints: bool
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _is_due: bool = field(default=False, init=False)
+    _is_told: bool = field(default=False, init=False)
+
+    def __enter__(self) -> HubUploads:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            logger.warning("the upload to %s is not finished%s", self.target.name, self._advice())
+
+    def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A checkpoint is committed."""
+        self._is_due = self.is_every_save
+        self._continue()
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """An upload may have ended in the meantime."""
+        if self._process is not None:
+            self._continue()
+
+    def finish(self, *, is_complete: bool) -> None:
+        """The run has ended: upload its result and wait for it, unless the run was stopped."""
+        if not is_complete:
+            return
+        self._wait()
+        logger.info("uploading to %s", self.target.name)
+        self._is_told = False
+        self._start()
+        self._wait()
+        if not self._is_told:
+            logger.info("uploaded to %s", self.target.name)
+
+    def _continue(self) -> None:
+        """Note the end of an upload, and start the next one that is due."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._note()
+        if self._is_due:
+            self._is_due = False
+            self._start()
+
+    def _wait(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+            self._note()
+
+    def _start(self) -> None:
+        settings = asdict(self.target) | {"checkpoints": self.has_checkpoints}
+        command = [sys.executable, "-P", "-m", f"{__package__}.pushing", str(self.folder)]
+        try:
+            with open_log(self.folder / LOG) as log:
+                self._process = _started([*command, json.dumps(settings)], log)
+        except OSError as error:
+            self._tell(str(error))
+
+    def _note(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode != 0:
+            self._tell(_last_line(self.folder / LOG))
+
+    def _tell(self, reason: str) -> None:
+        if not self._is_told:
+            self._is_told = True
+            logger.warning("not uploaded: %s%s", reason, self._advice())
+
+    def _advice(self) -> str:
+        words = ["surefoot", "push", str(self.folder), self.target.name]
+        words += [] if self.target.is_private else ["--public"]
+        words += ["--checkpoints"] if self.has_checkpoints else []
+        return f". The run is not affected; to upload it afterwards: {shlex.join(words)}"
+
+
+def uploads_of(section: TrainSection) -> HubUploads:
+    """The uploads that a recipe asks for."""
+    assert section.push_to_hub is not None
+    return HubUploads(
+        folder=section.folder,
+        target=Destination(name=section.push_to_hub, is_private=section.hub_private_repo),
+        is_every_save=section.hub_strategy != "end",
+        has_checkpoints=section.hub_strategy == "all_checkpoints",
+    )
+
+
+def _started(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A process in a session of its own: Ctrl-C is meant for the run."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        return str(error)
+    return next((line for line in reversed(lines) if line.strip()), "no reason given")

@@ -1,0 +1,180 @@
+"""The checkpoint from which a run in a store resumes: the latest valid one, local or in the store.
+
+One that is only in the store is downloaded and verified. Damaged ones, local or remote, are logged
+and skipped. If the store cannot be reached, the launch fails, so that a run never resumes from an
+older checkpoint because of a network failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...checkpoint.disk.commit import committed, named, step_of
+from ...checkpoint.looking.listing import CheckpointLine
+from ...checkpoint.reading.latest import refuse_damaged, set_aside
+from ...checkpoint.reading.verification import Found, Report, verify_checkpoint
+from ...errors import CheckpointError
+from ...recipe.files import RUN_RECIPE
+from ...storage import files
+from ...storage.address import Address, default_cache
+from .checkpoints import (
+    DamagedError,
+    download,
+    list_store,
+    verified_line,
+    verify_store,
+)
+from .mirror import Mirror
+from .run_files import pull
+from .store import Contents, Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StoredRun:
+    """The part of a run that is in a store, as it was found at the launch."""
+
+    store: Store
+    folder: Path  # where the run works
+    there: Contents
+    seconds: float  # of failures in a row, before an upload has failed
+    damaged: set[int] = field(default_factory=set)  # steps that are there, but not whole
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that exist there, as far as is known."""
+        return set(self.there.committed) - self.damaged
+
+    def newest_sound(self) -> Path | None:
+        """The local folder to resume from; None if there is no checkpoint anywhere. Raises
+        ``CheckpointError`` if there are some, none of which is valid."""
+        self._tell_of_uncommitted()
+        passed_over: list[tuple[Path, str]] = []  # local ones
+        lost: list[tuple[Path, str]] = []  # those in the store
+        here, path = {step_of(path): path for path in named(self.folder)}, None
+        for step in sorted(here.keys() | self.steps, reverse=True):
+            path = self._kept(here[step], passed_over) if step in here else None
+            if path is None and step in self.steps:
+                if step in here:  # the one in the store takes its place
+                    set_aside(Found(None, [passed_over.pop()]))
+                path = self._downloaded(step, lost)
+            if path is not None:
+                break
+        if path is None:
+            everything = Found(None, [*passed_over, *lost])
+            refuse_damaged(str(self.store.address), everything, "choose another train.output_dir")
+        set_aside(Found(path, passed_over))
+        return path
+
+    @property
+    def address(self) -> Address:
+        """Where it is."""
+        return self.store.address
+
+    def get(self, name: str) -> Path:
+        """One checkpoint and the logs of the run, downloaded unless a local copy exists."""
+        self._bring_run_files()
+        return self.load(name)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Upload a small file of the run."""
+        self.store.write(name, data)
+
+    def mirror(self) -> Mirror:
+        """What uploads while the run trains."""
+        steps = self.steps
+        return Mirror(
+            self.store, self.folder, there=steps, damaged=self.damaged, seconds=self.seconds
+        )
+
+    def load(self, name: str) -> Path:
+        """One checkpoint, downloaded unless a local copy exists. It must be valid."""
+        path = self.folder / name
+        if step_of(path) in {step_of(p) for p in committed(self.folder)}:
+            report = verify_checkpoint(path, full=True)
+            if report.ok:
+                return path
+            raise CheckpointError(report.problems[0])
+        return download(self.store, name, self.folder)
+
+    def bring_recipe(self) -> None:
+        """Download the run's recipe, unless the run has already saved locally."""
+        is_here = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
+        if RUN_RECIPE in self.there.files and not is_here:
+            only = Contents({RUN_RECIPE: self.there.files[RUN_RECIPE]})
+            pull(self.store, self.folder, only, keep=lambda _: False)
+
+    def _kept(self, path: Path, passed_over: list[tuple[Path, str]]) -> Path | None:
+        report = verify_checkpoint(path, full=True)
+        if report.ok:
+            return path
+        passed_over.append((path, report.problems[0]))
+        return None
+
+    def _downloaded(self, step: int, lost: list[tuple[Path, str]]) -> Path | None:
+        name = self.there.committed[step]
+        try:
+            found = download(self.store, name, self.folder)
+        except DamagedError as error:
+            self.damaged.add(step)
+            lost.append((Path(name), str(error)))
+            logger.warning("checkpoint-%d is skipped: %s", step, error)
+            return None
+        self._bring_run_files()
+        return found
+
+    def _bring_run_files(self) -> None:
+        """Download the run's logs, so that they continue."""
+        pull(self.store, self.folder, self.there, keep=lambda name: name == RUN_RECIPE)
+
+    def _tell_of_uncommitted(self) -> None:
+        newest = max(self.steps, default=-1)
+        for step, name in self.there.uncommitted.items():
+            if step > newest:
+                logger.info(
+                    "%s was never committed in %s (its upload was interrupted): skipped",
+                    name,
+                    self.store.address,
+                )
+
+
+class ObjectStores:
+    """Every store that fsspec knows; see ``RemoteStores``."""
+
+    def open_run(self, address: Address, folder: Path, *, seconds: float) -> StoredRun:
+        """Open a run. Raises ``StoreError`` if the store cannot be used."""
+        found = _open(address, folder, seconds)
+        found.bring_recipe()
+        return found
+
+    def fetch(self, address: Address, cache: Path | None = None, *, seconds: float = 600) -> Path:
+        """The local copy of a checkpoint, or of the latest one of a run."""
+        is_one = step_of(Path(address.name)) >= 0
+        run = address.parent if is_one else address
+        folder = (cache or default_cache()) / run.slug
+        with files.raising(CheckpointError):
+            files.make_folder(folder)
+        found = _open(run, folder, seconds)
+        if not is_one and not found.steps:
+            raise CheckpointError(f"{run}: it contains no checkpoint")
+        return found.load(address.name if is_one else f"checkpoint-{max(found.steps)}")
+
+    def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
+        """The checkpoints of a run, or one of them."""
+        lines = list_store(address)
+        return [verified_line(address, line) for line in lines] if verified else lines
+
+    def verify(self, checkpoint: Address, *, full: bool) -> Report:
+        """Check a checkpoint where it is stored."""
+        return verify_store(checkpoint, full=full)
+
+
+def _open(address: Address, folder: Path, seconds: float) -> StoredRun:
+    store = Store(address, seconds=seconds)
+    return StoredRun(store, folder, Contents(store.list()), seconds)
+
+
+STORES = ObjectStores()

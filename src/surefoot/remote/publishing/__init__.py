@@ -1,1 +1,0 @@
-"""Models and checkpoints on a hub: what is uploaded, its card, and the upload itself."""

@@ -1,1 +1,0 @@
-"""Files of hubs and of other servers, downloaded to this machine: resumed, and verified."""

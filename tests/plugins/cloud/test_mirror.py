@@ -1,0 +1,109 @@
+"""The order of uploads, and what is let go of."""
+
+import logging
+
+import pytest
+
+from checkpoint.sample import sample_states
+from surefoot.checkpoint.saving.preparation import save
+from surefoot.errors import CheckpointError
+from surefoot.plugins.cloud.mirror import Mirror
+from surefoot.plugins.cloud.store import Contents, Store
+from surefoot.storage.address import Address
+
+URL = Address("memory://runs/mirror")
+
+
+@pytest.fixture
+def store(memory):
+    return Store(URL, seconds=0)
+
+
+def saved(folder, step):
+    return save(folder, step, sample_states(), kind="full", layout="distributed")
+
+
+def there(store):
+    return list(Contents(store.list()).committed)
+
+
+def test_at_the_end_all_that_lies_here_lies_there(store, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / ".lock").write_text("")
+    with Mirror(store, tmp_path) as mirror:
+        for step in (1, 2, 3):
+            mirror.on_committed(saved(tmp_path, step), replaces=())
+    assert there(store) == [1, 2, 3]
+    assert mirror.steps == {1, 2, 3}
+    assert set(Contents(store.list()).of_the_run) == {"metrics.jsonl"}
+
+
+def test_what_an_earlier_start_could_not_upload_goes_first(store, tmp_path, caplog):
+    saved(tmp_path, 1)
+    newest = saved(tmp_path, 2)
+    caplog.set_level(logging.INFO)
+    with Mirror(store, tmp_path) as mirror:
+        assert mirror.protected == {1, 2}  # the one on its way, and the next
+    assert there(store) == [1, 2]
+    order = [r.getMessage().split()[1] for r in caplog.records if "uploaded" in r.getMessage()]
+    assert order == [newest.name, "checkpoint-1"]
+
+
+def test_what_is_let_go_is_deleted_once_a_newer_one_is_there(store, tmp_path):
+    with Mirror(store, tmp_path) as mirror:
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
+        mirror.finish()
+        mirror.on_deleted(["checkpoint-1"])
+        mirror.finish()
+        assert there(store) == [1]  # it is the newest: there must always be one
+        mirror.on_committed(saved(tmp_path, 2), replaces=["checkpoint-1"])
+    assert there(store) == [2]
+    assert list(store.list("checkpoint-1")) == []
+
+
+def test_what_is_about_to_be_dropped_here_is_not_begun(store, tmp_path):
+    saved(tmp_path, 1)
+    mirror = Mirror(store, tmp_path)
+    mirror.on_save(["checkpoint-1"])
+    with mirror:
+        assert mirror.protected == set()
+        mirror.on_deleted(["checkpoint-1"])
+
+
+def test_a_store_that_fails_is_said_and_tried_again(store, tmp_path, memory, caplog):
+    saved(tmp_path, 1)
+    memory.pipe_file("/runs/mirror/checkpoint-2", b"a file where a folder must be")
+    mirror = Mirror(store, tmp_path, seconds=0)
+    why = r"not everything could be uploaded to memory://runs/mirror: .*"
+    with pytest.raises(CheckpointError, match=why), mirror:
+        mirror.on_committed(saved(tmp_path, 2), replaces=())
+    assert "training continues" in caplog.text
+    memory.rm_file("/runs/mirror/checkpoint-2")
+    with Mirror(store, tmp_path, there=there(store)):
+        pass
+    assert there(store) == [1, 2]
+
+
+def test_a_damaged_local_checkpoint_is_never_uploaded(store, tmp_path):
+    path = saved(tmp_path, 1)
+    file = path / "rank_00000" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 16
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="it is not uploaded"), Mirror(store, tmp_path):
+        pass
+    assert there(store) == []
+
+
+def test_another_error_matters_more_than_an_upload_that_failed(store, tmp_path, memory, caplog):
+    memory.pipe_file("/runs/mirror/checkpoint-1", b"")
+    with pytest.raises(KeyError), Mirror(store, tmp_path) as mirror:
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
+        raise KeyError("a bug")
+    assert "not everything could be uploaded" in caplog.text
+
+
+def test_a_user_who_leaves_is_not_kept_waiting(store, tmp_path):
+    with pytest.raises(KeyboardInterrupt), Mirror(store, tmp_path) as mirror:
+        mirror.on_committed(saved(tmp_path, 1), replaces=())
+        raise KeyboardInterrupt

@@ -1,0 +1,393 @@
+"""Runs in object stores: what was uploaded is enough to go on from, on any machine, to the bit."""
+
+import fcntl
+import json
+import shutil
+import signal
+import time
+from importlib.util import find_spec
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from project import Project, assert_same, checkpoints, losses, start
+from surefoot.checkpoint.reading.verification import verify
+from surefoot.cli.main import main
+from surefoot.errors import CheckpointError, RunError, SurefootError
+from surefoot.plugins.cloud.uploader import LOCK
+from surefoot.recipe.recipe import load
+from surefoot.run.training_run import run
+from surefoot.storage.address import Address
+from surefoot.use import locate
+
+
+def train(project, url=None, cache=None, **overrides):
+    """Train in this process; the folder it worked in."""
+    options = {name.replace("__", "."): value for name, value in overrides.items()}
+    if url is not None:
+        options["train.output_dir"] = str(url)
+    if cache is not None:
+        options["train.cache_dir"] = str(cache)
+    recipe = load(project.recipe, [f"{name}={json.dumps(v)}" for name, v in options.items()])
+    run(recipe)
+    return recipe.train.folder
+
+
+def wait_until(happened):
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def killed(project, url, *arguments, when):
+    """Train in a process of its own (a fork would share connections), and kill it."""
+    process = start("train", project.recipe, f"train.output_dir={url}", *arguments)
+    wait_until(when)
+    process.kill()
+    process.communicate()
+
+
+def is_idle(folder):
+    """Whether no process uploads from ``folder``."""
+    with (folder / LOCK).open("rb+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def weights(folder):
+    names = ["rank_00000/model.safetensors", "model.safetensors", "adapter_model.safetensors"]
+    return load_file(next(folder / name for name in names if (folder / name).is_file()))
+
+
+def made(folder, **sections):
+    """A project whose learning rate does not depend on how long the run is."""
+    optim = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}
+    return Project(folder, optim=optim, **sections)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("project") / "p")
+
+
+@pytest.fixture(scope="module")
+def whole(project):
+    """The folder of a run that was never stopped, and lay here all the time."""
+    return train(project)
+
+
+def assert_is(folder, whole):
+    """The run in ``folder`` is the one that was never stopped."""
+    assert losses(folder) == losses(whole)
+    assert checkpoints(folder)[-1].name == checkpoints(whole)[-1].name
+    assert_same(weights(checkpoints(folder)[-1]), weights(checkpoints(whole)[-1]))
+
+
+def test_a_run_in_s3_goes_on_on_a_fresh_machine_to_the_bit(project, whole, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=12, checkpoint__save_steps=5)
+    assert bucket.committed() == [5, 10, 12]
+    for key in [key for key in bucket.names() if key.startswith("checkpoint-12/")]:
+        bucket.delete(key)  # as if the machine had died before
+    folder = train(project, bucket.url, tmp_path / "two", checkpoint__save_steps=5)
+    assert bucket.committed() == [5, 10, 12]
+    assert_is(folder, whole)
+    assert {"recipe.yaml", "metrics.jsonl", "loss.png", "all_results.json"} <= set(bucket.names())
+    assert bucket.get("metrics.jsonl") == (folder / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_in_memory_is_the_same_run(project, whole, memory, tmp_path):
+    folder = train(project, "memory://runs/tiny", tmp_path, checkpoint__save_steps=4)
+    assert_is(folder, whole)
+    shutil.rmtree(folder)
+    folder = train(project, "memory://runs/tiny", tmp_path)  # complete: nothing is to be done
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-12"]
+    assert losses(folder) == losses(whole)
+
+
+def test_a_mounted_folder_is_a_store_too(project, whole, tmp_path):
+    url = f"file://{tmp_path}/mounted/run"
+    train(project, url, tmp_path / "one", train__max_steps=12, checkpoint__keep=1)
+    assert sorted(path.name for path in (tmp_path / "mounted/run").iterdir()) == [
+        "all_results.json",
+        "checkpoint-12",
+        "launches.jsonl",
+        "loss.png",
+        "metrics.jsonl",
+        "recipe.yaml",
+    ]
+    last = (tmp_path / "mounted/run/launches.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["outcome"] == "complete", "the record is there before the last upload"
+    folder = train(project, url, tmp_path / "two")
+    assert_is(folder, whole)
+
+
+def test_what_a_plain_copy_brings_opens_with_from_pretrained(project, bucket, tmp_path):
+    for layout in ("distributed", "full"):
+        url = f"{bucket.url}/{layout}"
+        train(project, url, tmp_path / "cache", train__max_steps=2, checkpoint__layout=layout)
+        bucket.download(tmp_path / "copy")
+        copied = tmp_path / "copy" / layout / "checkpoint-2"
+        assert verify(copied, full=True).ok
+        opened = AutoModelForCausalLM.from_pretrained(copied).state_dict()
+        stored = weights(copied)
+        assert all((opened[name] == stored[name]).all() for name in stored)
+
+
+def test_retention_deletes_in_the_store_too(project, bucket, tmp_path):
+    options = {"checkpoint__save_steps": 2, "checkpoint__keep": 2}
+    train(project, bucket.url, tmp_path / "one", train__max_steps=8, **options)
+    assert bucket.committed() == [6, 8]
+    train(project, bucket.url, tmp_path / "two", train__max_steps=12, **options)
+    found = bucket.committed()
+    assert found[-2:] == [10, 12]
+    assert set(found) <= {8, 10, 12}  # the one that was gone on from stays
+    assert not [key for key in bucket.names() if key.startswith(("checkpoint-2/", "checkpoint-6/"))]
+
+
+@pytest.mark.proof
+def test_a_machine_that_comes_back_does_not_bring_back_what_retention_let_go(
+    project, whole, bucket, tmp_path
+):
+    options = {"checkpoint__save_steps": 1, "checkpoint__keep": 2}
+    train(project, bucket.url, tmp_path / "one", train__max_steps=4, **options)
+    train(project, bucket.url, tmp_path / "two", train__max_steps=8, **options)
+    proof = bucket.committed()
+    assert proof[-2:] == [7, 8]
+    folder = train(project, bucket.url, tmp_path / "one", train__max_steps=8, **options)
+    assert set(bucket.committed()) <= set(proof)
+    assert checkpoints(folder)[-1].name == "checkpoint-8"
+    folder = train(project, bucket.url, tmp_path / "one", **options)
+    assert bucket.committed()[-2:] == [11, 12]
+    assert not [step for step in bucket.committed() if step < 7]
+    assert_is(folder, whole)
+
+
+def test_a_damaged_checkpoint_in_the_store_is_passed_over_and_replaced(
+    project, whole, bucket, tmp_path, caplog
+):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=9)
+    key = "checkpoint-9/rank_00000/optimizer.safetensors"
+    data = bytearray(bucket.get(key))
+    data[-3] ^= 1
+    bucket.put(key, bytes(data))
+    bucket.delete("checkpoint-6/state.json")
+    caplog.set_level("INFO")
+    folder = train(project, bucket.url, tmp_path / "two")
+    said = caplog.text
+    assert "checkpoint-9 is skipped" in said
+    assert "checkpoint-6 is skipped" in said
+    assert "resuming from checkpoint-3" in said
+    assert_is(folder, whole)
+    bucket.download(tmp_path / "copy")
+    for step in (6, 9, 12):
+        assert verify(tmp_path / "copy" / f"checkpoint-{step}", full=True).ok
+
+
+def test_without_any_sound_checkpoint_it_stops_and_says_so(project, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=3)
+    bucket.put("checkpoint-3/manifest.json", b"{}")
+    for _ in range(2):  # and the next launch again
+        with pytest.raises(
+            CheckpointError, match=r"no valid checkpoint .*checkpoint-3/manifest\.json"
+        ):
+            train(project, bucket.url, tmp_path / "two")
+
+
+def test_another_run_is_refused_on_a_fresh_machine(project, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=3)
+    with pytest.raises(
+        RunError, match=rf"{bucket.url} .* contains a run with other settings .*data.shuffle"
+    ):
+        train(project, bucket.url, tmp_path / "two", data__shuffle=False)
+    with pytest.raises(RunError, match=r"checkpoint.resume is none"):
+        train(project, bucket.url, tmp_path / "three", checkpoint__resume="none")
+
+
+def test_another_run_is_gone_on_from_by_its_url(project, whole, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=6)
+    other = tmp_path / "other"
+    asked = f"{bucket.url}/checkpoint-6"
+    folder = train(project, other, tmp_path / "two", checkpoint__resume=asked)
+    assert folder == other
+    assert losses(folder) == losses(whole)  # the log came with the checkpoint
+    assert_same(weights(checkpoints(folder)[-1]), weights(checkpoints(whole)[-1]))
+    with pytest.raises(RunError, match="contains later checkpoints than checkpoint-3"):
+        train(project, bucket.url, checkpoint__resume=f"{bucket.url}/checkpoint-3")
+    with pytest.raises(CheckpointError, match=r"checkpoint-7 was never committed"):
+        train(project, tmp_path / "none", checkpoint__resume=f"{bucket.url}/checkpoint-7")
+
+
+def test_an_adapter_goes_on_and_opens_from_its_url(bucket, tmp_path):
+    project = made(tmp_path / "p", method={"lora": {"rank": 4}}, train={"max_steps": 6})
+    whole = train(project)
+    train(project, bucket.url, tmp_path / "one", train__max_steps=3)
+    folder = train(project, bucket.url, tmp_path / "two")
+    assert losses(folder)[6] == losses(whole)[6]
+    located = locate(bucket.url)
+    assert located.is_adapter
+    assert_same(weights(located.folder), weights(checkpoints(whole)[-1]))
+    assert locate(f"{bucket.url}/checkpoint-6").folder == located.folder
+    assert bucket.committed() == [3, 6]
+
+
+@pytest.mark.proof
+def test_every_third_request_fails_and_the_run_is_there(project, whole, weak, proxy, tmp_path):
+    faults = ["drop", 503, "deaf", 500]
+    proxy.rule = lambda method, path, n: faults[n // 3 % 4] if n % 3 == 0 else None
+    folder = train(project, weak.url, tmp_path / "one", checkpoint__save_steps=6)
+    assert weak.committed() == [6, 12]
+    assert_is(folder, whole)
+    folder = train(project, weak.url, tmp_path / "two", train__max_steps=12)
+    assert_is(folder, whole)
+
+
+# A run of which every third request fails meets the others.
+PROOF = [pytest.param(fault, marks=pytest.mark.proof) for fault in ("drop", 503)]
+
+
+@pytest.mark.parametrize("fault", ["deaf", *PROOF])
+def test_the_put_of_the_manifest_fails_and_is_done_again(project, weak, proxy, tmp_path, fault):
+    seen = []
+
+    def rule(method, path, count):
+        if method == "PUT" and "manifest.json" in path:
+            seen.append(path)
+            return fault if len(seen) % 2 else None
+        return None
+
+    proxy.rule = rule
+    train(project, weak.url, tmp_path, train__max_steps=2)
+    assert weak.committed() == [2]
+    assert len(seen) > 1
+
+
+def test_a_store_that_stays_away_is_an_error_and_the_same_command_uploads_the_rest(
+    project, whole, weak, proxy, tmp_path
+):
+    def rule(method, path, count):
+        return 503 if method == "PUT" and "checkpoint-12" in path else None
+
+    proxy.rule = rule
+    arguments = [f"train.output_dir={weak.url}", "checkpoint.remote_timeout_minutes=0"]
+    result = CliRunner().invoke(main, ["train", str(project.recipe), *arguments])
+    assert result.exit_code == 2
+    assert "not everything could be uploaded" in result.stderr
+    assert "start the same command again" in result.stderr
+    assert 12 not in weak.committed()
+    proxy.rule = lambda *_: None
+    folder = train(project, weak.url)
+    assert 12 in weak.committed()
+    assert_is(folder, whole)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        pytest.param("rank_00000/model.safetensors", marks=pytest.mark.proof),
+        "manifest.json",  # all else is there
+    ],
+)
+def test_a_run_killed_in_the_middle_of_an_upload_goes_on_on_another_machine(
+    project, whole, weak, proxy, tmp_path, at
+):
+    folder = train(project, weak.url, train__max_steps=3)
+    held = []
+
+    def rule(method, path, count):
+        if method == "PUT" and f"checkpoint-6/{at}" in path:
+            held.append(path)
+            time.sleep(0.5 if len(held) == 1 else 0)  # the process is killed in here
+            return "drop"
+        return None
+
+    proxy.rule = rule
+    killed(project, weak.url, "checkpoint.remote_timeout_minutes=0", when=lambda: held)
+    wait_until(lambda: is_idle(folder))
+    assert weak.committed() == [3]
+    proxy.rule = lambda *_: None
+    folder = train(project, weak.url, tmp_path / "another")
+    assert 12 in weak.committed()
+    assert_is(folder, whole)
+
+
+def test_an_upload_goes_on_when_the_trainer_is_killed(project, weak, proxy, tmp_path):
+    begun = []
+
+    def rule(method, path, count):
+        if method == "PUT" and "checkpoint-3/" in path:
+            begun.append(path)
+            time.sleep(0.1)
+
+    proxy.rule = rule
+    killed(project, weak.url, when=lambda: begun)
+    wait_until(weak.committed)
+    assert weak.committed() == [3]
+
+
+def test_sigterm_does_not_cut_the_last_upload_short(project, weak, proxy, tmp_path):
+    begun = []
+
+    def rule(method, path, count):
+        if method == "PUT" and "checkpoint-2/" in path:
+            begun.append(path)
+            time.sleep(0.1)
+
+    proxy.rule = rule
+    url = f"train.output_dir={weak.url}"
+    process = start("train", project.recipe, url, "train.max_steps=2")
+    wait_until(lambda: begun)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert weak.committed() == [2]
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s4://bucket/run", r"unknown scheme 's4' \(did you mean s3\?\)"),
+        ("s3://there-is-none/run", "this bucket does not exist"),
+        ("s3://", "neither a path nor a complete URL"),
+        ("s3:/bucket/run", "neither a path nor a complete URL"),
+    ],
+)
+def test_a_wrong_url_is_said(project, bucket, tmp_path, url, why):
+    with pytest.raises(SurefootError, match=why):
+        train(project, url, tmp_path)
+
+
+def test_missing_credentials_are_said(project, bucket, tmp_path, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with pytest.raises(SurefootError, match=r"no credentials.*AWS_ACCESS_KEY_ID"):
+        train(project, bucket.url, tmp_path)
+
+
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_missing_package_is_said(project, tmp_path):
+    with pytest.raises(SurefootError, match=r"pip install 'surefoot\[gs\]'"):
+        train(project, "gs://bucket/run", tmp_path)
+
+
+def test_two_runs_at_one_url_never_overwrite_each_other(project, bucket, tmp_path):
+    train(project, bucket.url, tmp_path / "one", train__max_steps=3)
+    before = bucket.get("checkpoint-3/manifest.json")
+    with pytest.raises(CheckpointError, match=r"another checkpoint of this name exists there"):
+        _upload_another(project, Address(bucket.url), tmp_path)
+    assert bucket.get("checkpoint-3/manifest.json") == before
+
+
+def _upload_another(project, url, tmp_path):
+    from surefoot.plugins.cloud.store import Store
+    from surefoot.plugins.cloud.uploader import upload
+
+    folder = train(project, tmp_path / "here", train__max_steps=3, train__seed=5)
+    upload(Store(url), folder / "checkpoint-3")
