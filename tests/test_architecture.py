@@ -154,7 +154,8 @@ def test_nothing_is_unpickled_and_nothing_is_left_for_later():
     for file in FILES:
         text = file.read_text()
         if str(file.relative_to(ROOT)) in PICKLES:
-            assert text.count("torch.load(") == text.count("weights_only=True") == 1
+            own = text.count("pickle_module=reader")
+            assert text.count("torch.load(") == text.count("weights_only=True") + own == 3
             assert "def find_class(" in text  # its own unpickler builds nothing
             for word in ("torch.load(", "torch.save(", "import pickle"):
                 text = text.replace(word, "")

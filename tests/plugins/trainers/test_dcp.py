@@ -105,7 +105,7 @@ def test_the_pickle_around_a_tensor_runs_nothing(small):
     evil = data.replace(b"ctorch._utils\n_rebuild_tensor_v2", b"ctorch.hub\nload_state_dict_from_")
     file.write_bytes(evil)
     source = open_any(small, trust_pickle=True)
-    with pytest.raises(CheckpointError, match=r"it names torch.hub"):
+    with pytest.raises(CheckpointError, match="nothing in it was executed"):
         read_whole(source, "w")
 
 
@@ -149,11 +149,10 @@ def test_a_lost_file_is_told(small):
         open_any(small, trust_pickle=True)
 
 
-def test_tensors_in_another_order_are_refused(tmp_path):
-    dcp.save({"w": torch.randn(3, 4).t()}, checkpoint_id=tmp_path, no_dist=True)
-    source = open_any(tmp_path, trust_pickle=True)
-    with pytest.raises(CheckpointError, match=r"not a plain tensor of \[4, 3\]"):
-        read_whole(source, "w")
+def test_tensors_in_another_order_are_read_in_theirs(tmp_path):
+    tensor = torch.randn(3, 4).t()
+    dcp.save({"w": tensor}, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(read_whole(open_any(tmp_path, trust_pickle=True), "w"), tensor)
 
 
 def test_a_checkpoint_without_weights_is_told(tmp_path):

@@ -113,9 +113,10 @@ def test_a_place_in_the_memo_beyond_the_pickle_is_refused_before_a_table_is_fill
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_pickle_of_any_protocol_has_its_places_within_it(protocol):
-    value = {"a": [1, "x", (2.5, None)], "b": [f"{n}" for n in range(300)], "c": b"x" * 1000}
+    value = {"a": [1, "x", (2.5, None)], "b": [f"{n}" for n in range(300)]}
+    value["c"] = b"x" * 1000 if protocol > 2 else ""  # older ones call a function for bytes
     value["d"] = value["b"]
-    assert read_record(pickle.dumps(value, protocol=protocol), "x", any_name=True)["b"][-1] == "299"
+    assert read_record(pickle.dumps(value, protocol=protocol), "x")["b"][-1] == "299"
 
 
 VALUES = st.recursive(

@@ -1,7 +1,7 @@
 """PyTorch's distributed checkpoints (DCP) with a pickled index, and FSDP folders of the Trainer.
 
-``.metadata`` and the small pickle around every tensor are read as inert records (``pickles``), so
-that no class is built and nothing is executed; tensors' bytes are read directly from the file.
+``.metadata`` is read as inert records (``pickles``), so that no class is built and nothing is
+executed; each part of a tensor is loaded when it is read.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.disk.bytes import raw
 from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.sources.source import Shape
 from ...checkpoint.sources.weights import DISTRIBUTED
 from ...errors import CheckpointError
 from ...parallel.box import Box, is_covered_once
 from ...storage import files
-from .archive import Archive
-from .pickles import read_record
+from .pickles import read_record, read_tensor
 
 INDEX, FSDP = DISTRIBUTED
 _TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
@@ -50,7 +48,9 @@ class Pickled:
 
     folder: Path
     tensors: Mapping[str, _Stored]
-    _starts: dict[tuple[Path, int], int] = field(default_factory=dict, repr=False, compare=False)
+    _last: dict[tuple[Path, int], torch.Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def shapes(self) -> Mapping[str, Shape]:
         """As stored."""
@@ -66,27 +66,25 @@ class Pickled:
         found = torch.empty(box.shape, dtype=stored.dtype)
         for part in stored.parts:
             if (common := box & part.box) is not None:
-                with files.raising(CheckpointError):
-                    self._fill(name, part, common, found[common.slices_in(box)])
+                values = self._loaded(name, stored.dtype, part)
+                found[common.slices_in(box)] = values[common.slices_in(part.box)]
         return found
 
-    def _fill(self, name: str, part: _Part, box: Box, target: torch.Tensor) -> None:
-        """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
-        start, size = self._start(name, self.tensors[name], part), target.dtype.itemsize
-        is_plain = target.is_contiguous()
-        values = target if is_plain else torch.empty(box.shape, dtype=target.dtype)
-        view, done = raw(values), 0
-        for first, count in box.moved_into(part.box).runs_in(Box.whole(part.box.shape)):
-            part.file.read_into(start + first * size, view[done : done + count * size])
-            done += count * size
-        if not is_plain:
-            target.copy_(values)
-
-    def _start(self, name: str, stored: _Stored, part: _Part) -> int:
+    def _loaded(self, name: str, dtype: torch.dtype, part: _Part) -> torch.Tensor:
+        """The values of a part. The last one is kept, as its boxes are read one after another."""
         key = part.file.path, part.offset
-        if key not in self._starts:
-            self._starts[key] = _data_offset(name, stored, part)
-        return self._starts[key]
+        if key not in self._last:
+            where = f"{part.file.path}: {name[:200]}"
+            with files.raising(CheckpointError):
+                values = read_tensor(part.file.read(part.offset, part.length), where)
+            if (values.dtype, tuple(values.shape)) != (dtype, part.box.shape):
+                raise CheckpointError(
+                    f"{where}: {list(values.shape)} of {values.dtype}, expected "
+                    f"{list(part.box.shape)} of {dtype}"
+                )
+            self._last.clear()
+            self._last[key] = values
+        return self._last[key]
 
 
 def open_pickled(folder: Path, *, trust_pickle: bool) -> Pickled:
@@ -161,16 +159,3 @@ def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> 
             f"{folder / name}: it ends before the tensors that are listed in {INDEX}"
         )
     return _Part(box, opened[name], offset, length)
-
-
-def _data_offset(name: str, stored: _Stored, part: _Part) -> int:
-    """The start of the values of a part in the file, after a check of their layout."""
-    where = f"{part.file.path}: {name[:200]}"
-    archive = Archive(part.file, part.offset, part.length, where)
-    found = archive.values(archive.content, name)
-    if (found.dtype, found.shape) != (stored.dtype, part.box.shape):
-        raise CheckpointError(
-            f"{where}: {list(found.shape)} of {found.dtype}, expected {list(part.box.shape)} of "
-            f"{stored.dtype}"
-        )
-    return found.offset

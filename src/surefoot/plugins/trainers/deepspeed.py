@@ -1,14 +1,13 @@
 """DeepSpeed's checkpoints, ZeRO 1 to 3 and universal: the weights, trainable ones in float32.
 
 ZeRO concatenates the trainable weights in flat float32 buffers and gives every rank a part of them;
-the position of each tensor follows from the order of names and shapes beside them. The pickles are
-read as inert records (``archive``), the values directly as bytes.
+the position of each tensor follows from the order of names and shapes beside them. Buffers are
+mapped from their files, and objects that are pickled beside them are inert records (``pickles``).
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,14 +17,13 @@ from typing import Any
 import torch
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.disk.bytes import raw
 from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.sources.source import Shape
 from ...checkpoint.sources.weights import DEEPSPEED
 from ...errors import CheckpointError, counted
 from ...parallel.box import Box
 from ...storage import files
-from .archive import Archive, Values
+from .pickles import expect_tensor, read_mapped
 
 UNIVERSAL = "zero"  # the folder of a universal checkpoint: a folder for every parameter
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt")
@@ -79,29 +77,6 @@ def _place(folder: Path) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class _Shut:
-    """A file that is open only while it is read: there may be one for every tensor."""
-
-    path: Path
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        with files.open_file(self.path, follow=False) as file:
-            file.read_into(offset, view)
-
-    def read(self, offset: int, length: int) -> bytes:
-        with files.open_file(self.path, follow=False) as file:
-            return file.read(offset, length)
-
-
-def _open(path: Path) -> Archive:
-    if (size := files.size_of(path)) is None:
-        raise CheckpointError(f"{path}: it is missing")
-    archive = Archive(_Shut(path), 0, size, str(path), any_name=True)
-    _ = archive.content  # damage of any file is an error before anything is read from another
-    return archive
-
-
 def _ranks(place: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, list[Path]]:
     """The files of that kind by their part of the model, in order of data-parallel ranks."""
     found: dict[int, dict[int, Path]] = {}
@@ -125,12 +100,11 @@ def _zero(
             f"{place}: a model sharded by tensor or pipeline parallelism (mp_rank_01); convert "
             "it to a universal checkpoint with DeepSpeed's ds_to_universal.py first"
         )
-    states = [_open(path) for path in models[0]]
-    shapes = _shapes(states[0].content)
+    states = [read_mapped(path) for path in models[0]]
+    shapes = _shapes(states[0])
     if not shapes:  # without ZeRO: whole in one file
         return _module(states[0], {})
-    optims = [_open(path) for path in optimizers.get(0, [])]
-    cuts = [one.content["optimizer_state_dict"] for one in optims]
+    cuts = [read_mapped(path)["optimizer_state_dict"] for path in optimizers.get(0, [])]
     counts = [one["partition_count"] for one in cuts]
     wanted = {int(max(count) if isinstance(count, list) else count) for count in counts}
     if wanted != {len(cuts)}:
@@ -141,17 +115,14 @@ def _zero(
         )
     is_cut = "zero_pp_rank" in models[0][0].name  # ZeRO 3
     key = "fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"
-    flat = [
-        [one.values(record, f"{key} {i}") for i, record in enumerate(told[key])]
-        for one, told in zip(optims, cuts, strict=True)
-    ]
+    flat = [[expect_tensor(buffer, f"{place}: {key}") for buffer in one[key]] for one in cuts]
     if not is_cut:
         paddings = cuts[0].get("param_alignment_paddings")
         return _module(states[0], dict(_by_group(place, shapes, flat, paddings)))
     if len(states) != len(flat):
         found = counted(len(states), "file")
         raise CheckpointError(f"{place}: {found} of weights, {len(flat)} of optimizers")
-    return dict(_by_rank(place, shapes, flat)) | dict(_kept(states))
+    return dict(_by_rank(place, shapes, flat)) | dict(_kept(place, states))
 
 
 def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
@@ -161,20 +132,19 @@ def _shapes(told: Any) -> list[dict[str, tuple[int, ...]]]:
     return [{n: tuple(shape) for n, shape in d.items()} for d in told["param_shapes"] or []]
 
 
-def _module(state: Archive, learned: Mapping[str, Spread]) -> dict[str, Spread]:
+def _module(state: Any, learned: Mapping[str, Spread]) -> dict[str, Spread]:
     """All weights of a model: the trained ones (``learned``), the others as saved with it."""
-    shared = state.content.get("shared_params") or {}
-    found = dict(learned)
-    for name, record in state.content["module"].items():
-        if name not in found and shared.get(name) not in state.content["module"]:
-            found[name] = whole(state.values(record, name))
+    shared, found = state.get("shared_params") or {}, dict(learned)
+    for name, tensor in state["module"].items():
+        if name not in found and shared.get(name) not in state["module"]:
+            found[name] = _whole(tensor, name)
     return found
 
 
 def _by_group(
     place: Path,
     shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    flat: Sequence[Sequence[Values]],
+    flat: Sequence[Sequence[torch.Tensor]],
     paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, Spread]]:
     """ZeRO 1 and 2: each group's parameters concatenated, and divided among the ranks."""
@@ -186,66 +156,58 @@ def _by_group(
             runs = tuple(cut(buffers, at, Box.whole(shape).size))
             yield name, _spread(place, name, shape, runs)
             at += Box.whole(shape).size + gap
-        left = sum(buffer.size for buffer in buffers) - at
+        left = sum(buffer.numel() for buffer in buffers) - at
         if left >= _ALIGNED * len(buffers):
             extra = counted(left, "value")
             raise CheckpointError(f"{place}: {extra} of group {i} without a tensor")
 
 
 def _by_rank(
-    place: Path, shapes: Sequence[Mapping[str, tuple[int, ...]]], flat: Sequence[Sequence[Values]]
+    place: Path,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    flat: Sequence[Sequence[torch.Tensor]],
 ) -> Iterator[tuple[str, Spread]]:
     """ZeRO 3: each parameter divided among the ranks, and each rank's parts concatenated."""
     at = 0
     for name, shape in ((n, s) for group in shapes for n, s in group.items()):
         share = -(-Box.whole(shape).size // len(flat))
-        parts = [list(cut(buffers, at, share)) for buffers in flat]
-        yield name, _spread(place, name, shape, _trimmed(parts, Box.whole(shape).size))
+        parts = [part for buffers in flat for part in cut(buffers, at, share)]
+        size = Box.whole(shape).size  # the last ranks' parts end in padding
+        yield name, _spread(place, name, shape, tuple(cut(parts, 0, size)))
         at += share
     for rank, buffers in enumerate(flat):
-        if (size := sum(buffer.size for buffer in buffers)) != at:
+        if (size := sum(buffer.numel() for buffer in buffers)) != at:
             values = counted(size, "value")
             raise CheckpointError(f"{place}: {values} of rank {rank}, expected {at:,}")
 
 
-def _trimmed(parts: Sequence[Sequence[ValueRange]], size: int) -> tuple[ValueRange, ...]:
-    """The first ``size`` values, without the padding in the last ranks' parts."""
-    found, left = [], size
-    for run in (run for part in parts for run in part):
-        if left > 0:
-            found.append(ValueRange(run.values, run.first, min(run.count, left)))
-            left -= run.count
-    return tuple(found)
-
-
-def _spread(place: Path, name: str, shape: tuple[int, ...], runs: tuple[ValueRange, ...]) -> Spread:
-    size, expected = sum(run.count for run in runs), Box.whole(shape).size
-    if size != expected or len({run.values.dtype for run in runs}) > 1:
+def _spread(
+    place: Path, name: str, shape: tuple[int, ...], parts: tuple[torch.Tensor, ...]
+) -> Spread:
+    size, expected = sum(part.numel() for part in parts), Box.whole(shape).size
+    if size != expected or len({part.dtype for part in parts}) > 1:
         raise CheckpointError(
             f"{place}: {name[:200]}: {counted(size, 'value')} found, expected {expected:,}; is the "
             "file of a rank of another save?"
         )
-    dtype = runs[0].values.dtype if runs else torch.float32
-    return Spread(dtype, shape, runs)
+    return Spread(shape, parts or (torch.empty(0),))
 
 
-def _kept(states: Sequence[Archive]) -> Iterator[tuple[str, Spread]]:
+def _kept(place: Path, states: Sequence[Any]) -> Iterator[tuple[str, Spread]]:
     """ZeRO 3: the other tensors. Buffers are replicated; frozen weights are sharded."""
-    first = states[0].content
+    first = states[0]
     for name in first["buffer_names"]:
-        yield name, whole(states[0].values(first["module"][name], name))
+        yield name, _whole(first["module"][name], name)
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        parts = [s.values(s.content["frozen_param_fragments"][name], name) for s in states]
-        runs = _trimmed(
-            [[ValueRange(one, 0, one.size)] for one in parts], Box.whole(tuple(shape)).size
-        )
-        yield name, _spread(states[0].file.path.parent, name, tuple(shape), runs)
+        parts = [expect_tensor(s["frozen_param_fragments"][name], name) for s in states]
+        kept = tuple(cut(parts, 0, Box.whole(tuple(shape)).size))
+        yield name, _spread(place, name, tuple(shape), kept)
 
 
 def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Spread]:
     """A folder for every parameter, unsharded: with its shape, or flat (from ZeRO 3)."""
-    states = [_open(path) for path in models[0]]
-    first = states[0].content
+    states = [read_mapped(path) for path in models[0]]
+    first = states[0]
     shapes = {name: shape for group in _shapes(first) for name, shape in group.items()}
     is_cut = len(models) > 1
     found: dict[str, Spread] = {}
@@ -258,12 +220,11 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
                 f"{inner}: it was frozen, and DeepSpeed keeps only one part of {len(models)} of "
                 "such weights in a universal checkpoint"
             )
-        state = _open(inner / "fp32.pt")
-        record = state.content["param"] if isinstance(state.content, dict) else state.content
-        values = state.values(record, name)
-        is_flat = not isinstance(state.content, dict) and name in shapes
-        shape = shapes[name] if is_flat else values.shape
-        found[name] = _spread(place, name, shape, (ValueRange(values, 0, values.size),))
+        content = read_mapped(inner / "fp32.pt")
+        is_flat = not isinstance(content, dict) and name in shapes
+        tensor = expect_tensor(content["param"] if isinstance(content, dict) else content, name)
+        shape = shapes[name] if is_flat else tuple(tensor.shape)
+        found[name] = _spread(place, name, shape, (tensor,))
     if missing := sorted(shapes.keys() - found.keys()):
         raise CheckpointError(f"{place / UNIVERSAL}: {missing[0]} is missing")
     if is_cut:
@@ -271,44 +232,35 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, Sprea
     shared, buffers = first.get("shared_params") or {}, set(first["buffer_names"])
     kept = {n: s for n, s in found.items() if n not in buffers and shared.get(n) not in found}
     is_whole = "zero_pp_rank" not in models[0][0].name
-    return _module(states[0], kept) if is_whole else kept | dict(_kept(states))
-
-
-@dataclass(frozen=True)
-class ValueRange:
-    """Consecutive values of a tensor in a file."""
-
-    values: Values  # a flat buffer
-    first: int  # the place of the first in the buffer
-    count: int
+    return _module(first, kept) if is_whole else kept | dict(_kept(place, states))
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A tensor: its values in row-major order are those of the ranges, concatenated."""
+    """A tensor: its values in row-major order are those of the parts, concatenated."""
 
-    dtype: torch.dtype
     shape: Shape
-    runs: tuple[ValueRange, ...]
+    parts: tuple[torch.Tensor, ...]
 
 
-def whole(values: Values) -> Spread:
+def _whole(tensor: object, name: str) -> Spread:
     """A tensor in one place."""
-    return Spread(values.dtype, values.shape, (ValueRange(values, 0, values.size),))
+    found = expect_tensor(tensor, name)
+    return Spread(tuple(found.shape), (found,))
 
 
-def cut(buffers: Sequence[Values], first: int, count: int) -> Iterator[ValueRange]:
+def cut(buffers: Sequence[torch.Tensor], first: int, count: int) -> Iterator[torch.Tensor]:
     """``count`` values from the ``first`` on of concatenated buffers; fewer if these end."""
-    bounds = [0, *accumulate(buffer.size for buffer in buffers)]
+    bounds = [0, *accumulate(buffer.numel() for buffer in buffers)]
     for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True):
         low, high = max(start, first), min(stop, first + count)
         if low < high:
-            yield ValueRange(buffer, low - start, high - low)
+            yield buffer.flatten()[low - start : high - start]
 
 
 @dataclass(frozen=True)
 class FlatBufferSource:
-    """Tensors in ranges."""
+    """Tensors whose values are parts of buffers."""
 
     tensors: Mapping[str, Spread]
 
@@ -318,27 +270,11 @@ class FlatBufferSource:
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """As stored."""
-        return {name: spread.dtype for name, spread in self.tensors.items()}
+        return {name: spread.parts[0].dtype for name, spread in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Only the bytes of ``box``."""
+        """A copy of ``box``; a tensor in several parts is put together first."""
         spread = self.tensors[name]
-        found = torch.empty(box.shape, dtype=spread.dtype)
-        view, done = raw(found), 0
-        with files.raising(CheckpointError):
-            for first, count in box.runs_in(Box.whole(spread.shape)):
-                size = count * spread.dtype.itemsize
-                _fill(view[done : done + size], spread, first)
-                done += size
-        return found
-
-
-def _fill(view: memoryview, spread: Spread, first: int) -> None:
-    item = spread.dtype.itemsize
-    bounds = [0, *accumulate(run.count for run in spread.runs)]
-    at = bisect_right(bounds, first) - 1
-    while view:
-        run, inside = spread.runs[at], first - bounds[at]
-        size = min(len(view), (run.count - inside) * item)
-        run.values.file.read_into(run.values.offset + (run.first + inside) * item, view[:size])
-        view, first, at = view[size:], bounds[at + 1], at + 1
+        parts = spread.parts
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values.reshape(spread.shape)[box.slices_in(Box.whole(spread.shape))].clone()

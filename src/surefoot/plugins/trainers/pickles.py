@@ -7,8 +7,8 @@ generator as one.
 
 The index of a distributed checkpoint names classes of torch. It is read as records of what these
 would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
-saves whatever objects the user passes: in its files any other name becomes such a record, too, and
-nothing of that name is looked up.
+saves whatever objects the user passes: in its files any name but those that build tensors becomes
+such a record, and nothing of that name is looked up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import io
 import pickle
 import pickletools
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,34 +38,74 @@ def read_pickle(path: Path) -> object:
     """The content of ``path``, on the CPU: tensors and plain values, or a ``CheckpointError``."""
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
-    _check_archive(path)
+    _check_archive(path, path)
+    numpys = torch.serialization.safe_globals([OF_NUMPY_1])
+    with _harmless(path, "tensors and plain values"), safe_globals(), numpys:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def read_tensor(data: bytes, where: str) -> torch.Tensor:
+    """The tensor in the archive ``data`` of ``torch.save``."""
+    _check_archive(io.BytesIO(data), where)
+    with _harmless(where, "a tensor"):
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return expect_tensor(found, where)
+
+
+def read_mapped(path: Path) -> Any:
+    """The content of an archive of any objects: tensors that are mapped from the file, so that they
+    take no memory until they are read, and inert records in place of objects not of torch."""
+    with files.raising(CheckpointError), files.open_file(path, follow=False):
+        pass
+    _check_archive(path, path)
+    reader: Any = SimpleNamespace(__name__="records", Unpickler=_Mapped)
+    with _harmless(path, "tensors"):
+        return torch.load(
+            path, map_location="cpu", mmap=True, pickle_module=reader, weights_only=False
+        )
+
+
+def expect_tensor(found: object, where: str) -> torch.Tensor:
+    """``found``, if it is a tensor with all of its values, by itself and no view of less."""
+    if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
+        raise CheckpointError(f"{where}: not a plain tensor; read it with PyTorch")
+    return found
+
+
+@contextmanager
+def _harmless(where: object, expected: str) -> Iterator[None]:
     try:
-        with safe_globals(), torch.serialization.safe_globals([OF_NUMPY_1]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        yield
     except Exception as error:  # what a made-up file makes the reader raise is anybody's choice
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise CheckpointError(
-            f"{path}: it is damaged, or contains more than tensors and plain values; nothing in "
-            f"it was executed ({reason[:200]}); resume from an earlier checkpoint"
+            f"{where}: it is damaged, or contains more than {expected}; nothing in it was executed "
+            f"({reason[:200]}); resume from an earlier checkpoint"
         ) from None
 
 
-def _check_archive(path: Path) -> None:
-    """Raise unless ``path`` is an archive that is as large in memory as on disk."""
+def _check_archive(file: Path | io.BytesIO, where: object) -> None:
+    """Raise unless ``file`` is an archive of ``torch.save``, as large in memory as on disk, whose
+    pickle fills no table beyond its length."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
+            names = [entry.filename.partition("/")[2] for entry in entries]
+            if "constants.pkl" in names:  # of a program, which torch.load would load
+                raise ValueError
+            if all(entry.compress_type == zipfile.ZIP_STORED for entry in entries):
+                _check_memo(archive.read(entries[names.index("data.pkl")]))
+                return
     except Exception:  # what a made-up file makes the reader raise is anybody's choice
         raise CheckpointError(
-            f"{path}: it is damaged, or written by torch before 1.6 as a plain pickle; nothing in "
+            f"{where}: it is damaged, or written by torch before 1.6 as a plain pickle; nothing in "
             "it was executed; resume from an earlier checkpoint, or, if you trust the file, load "
             "it and save it again with torch"
         ) from None
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(
-            f"{path}: its entries are compressed, as torch.save never writes them, so they may "
-            "take any amount of memory; if you trust the file, load it and save it again with torch"
-        )
+    raise CheckpointError(
+        f"{where}: its entries are compressed, as torch.save never writes them, so they may take "
+        "any amount of memory; if you trust the file, load it and save it again with torch"
+    )
 
 
 def write_pickle(path: Path, content: object) -> None:
@@ -123,9 +166,6 @@ _RECORDS = {
     ),
     "_StorageInfo": f"{_DCP}.filesystem",
     "_get_layout": "torch.serialization",
-    "_rebuild_tensor_v2": "torch._utils",
-    **dict.fromkeys(("_rebuild_parameter", "_rebuild_parameter_with_state"), "torch._utils"),
-    "_rebuild_from_type_v2": "torch._tensor",
     "PosixPath": "pathlib",
 }
 
@@ -141,28 +181,47 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 class _Records(pickle.Unpickler):
-    """Accepts torch's types and the names above; ``any_name``: other names become records."""
-
-    any_name = False
+    """Accepts torch's types and the names above."""
 
     def find_class(self, module: str, name: str) -> Any:
         if _RECORDS.get(name) == module:
             return type(name, (Record,), {"name": name})
         if module == "torch" and name == "Size":
             return tuple
-        if module == "torch" and name.endswith("Storage"):
-            return name
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("collections", "OrderedDict"):
             return _Dict
-        if self.any_name:
-            return type("Other", (Record,), {"name": f"{module}.{name}"})
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
-    def persistent_load(self, pid: object) -> object:
-        """The position of a tensor's bytes; they are not read here."""
-        return pid
+
+def _rebuilt(build: Any, _kind: object, arguments: Any, _attributes: object) -> Any:
+    """A tensor with attributes, without them."""
+    return build(*arguments)
+
+
+def _tensor_of(parameter: object, *_: object) -> object:
+    return parameter
+
+
+_REBUILD = {  # what an archive of torch builds its tensors with
+    "_rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "_rebuild_parameter": _tensor_of,
+    "_rebuild_parameter_with_state": _tensor_of,
+    "_rebuild_from_type_v2": _rebuilt,
+}
+
+
+class _Mapped(_Records):
+    """Builds tensors, too; whatever else is named becomes a record."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch._utils", "torch._tensor") and name in _REBUILD:
+            return _REBUILD[name]
+        try:
+            return super().find_class(module, name)
+        except pickle.UnpicklingError:
+            return type("Other", (Record,), {"name": f"{module}.{name}"})
 
 
 def _check_memo(data: bytes) -> None:
@@ -173,16 +232,8 @@ def _check_memo(data: bytes) -> None:
             raise pickle.UnpicklingError(f"it puts an object at the place {argument:,}")
 
 
-def read_record(data: bytes, where: str, *, any_name: bool = False) -> Any:
-    """The content of the pickle ``data``, as records; ``any_name``: for names not of torch, too."""
-    try:
+def read_record(data: bytes, where: str) -> Any:
+    """The content of the pickle ``data``, as records."""
+    with _harmless(where, "an index of tensors"):
         _check_memo(data)
-        reader = _Records(io.BytesIO(data))
-        reader.any_name = any_name
-        return reader.load()
-    except Exception as error:  # as above
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise CheckpointError(
-            f"{where}: it is damaged, or contains more than an index of tensors; nothing in it "
-            f"was executed ({reason[:200]})"
-        ) from None
+        return _Records(io.BytesIO(data)).load()
