@@ -37,7 +37,7 @@ from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
-from .checked_file import BlockHash, CheckedFile, DamagedBlockError, Repair, Sums
+from .checked_file import BlockHash, CheckedFile, DamagedError, Repair, Sums
 from .dataset import EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
@@ -73,19 +73,19 @@ def load_or_build(
 
     If several processes need it at the same time, one builds and the others wait for it.
     """
-    folder, check = root / fingerprint, _checked if is_checked else _unchecked
+    folder = root / fingerprint
 
     def repair(_why: str) -> None:
         load_or_build(root, fingerprint, build, is_checked=True)
 
     with files.raising(DataError, "data.cache_dir"):
-        with contextlib.suppress(_DamagedError):
-            return check(_open(folder, repair))
+        with contextlib.suppress(DamagedError):
+            return _open(folder, repair, is_checked=is_checked)
         files.make_folder(root)
         with _alone(folder.with_name(f"{fingerprint}.lock")) as is_alone:
             try:
-                return check(_open(folder, repair))
-            except _DamagedError as error:
+                return _open(folder, repair, is_checked=is_checked)
+            except DamagedError as error:
                 if files.exists(folder):
                     logger.warning("%s is damaged (%s): encoding it again", folder, error)
             if is_alone:
@@ -96,7 +96,7 @@ def load_or_build(
 def find(root: Path, fingerprint: str, repair: Repair) -> Cached | None:
     """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
     again if it turns out to be damaged while it is read."""
-    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(_DamagedError):
+    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(DamagedError):
         return _open(root / fingerprint, repair)
     return None
 
@@ -187,50 +187,27 @@ def _write_index(folder: Path, name: str, index: Index | Sums) -> dict[str, _Wri
     return {name: _Written(len(data), files.digest(data))}
 
 
-class _DamagedError(Exception):
-    """A folder is missing, or differs from what was written."""
-
-
-def _open(folder: Path, repair: Repair, *, named: Path | None = None) -> Cached:
-    """Open a folder, which is called ``named`` later; raises _DamagedError unless its header, sizes
-    and indexes are as written."""
+def _open(folder: Path, repair: Repair, *, is_checked: bool = False) -> Cached:
+    """Open a folder. Raises ``DamagedError`` unless its header, sizes and indexes are as written,
+    and all bytes if that ``is_checked``."""
     try:
         header = _read_header(folder / HEADER)
         parts = {name: _Written(*entry) for name, entry in header["files"].items()}
         indexes = _read_indexes(folder, parts)
-        features = {
-            name: Ragged(
-                _numbers(folder / file, parts[file], indexes[name + SUMS], repair, named),
-                indexes[name + OFFSETS],
-            )
-            for name in header["features"]
-            for file in (f"{name}{suffix}" for suffix in KINDS)
-            if file in parts
-        }
+        features = dict[str, Ragged]()
+        for file in (f"{name}{suffix}" for name in header["features"] for suffix in KINDS):
+            if file in parts:
+                path, name = folder / file, Path(file).stem
+                opened, sums = _opened(path, parts[file]), indexes[name + SUMS]
+                numbers = CheckedFile(opened, path, KINDS[path.suffix], sums, repair)
+                if is_checked:
+                    numbers.check()
+                features[name] = Ragged(numbers, indexes[name + OFFSETS])
     except FileNotFoundError as error:
-        raise _DamagedError(f"no {Path(error.filename).name}") from error
+        raise DamagedError(f"no {Path(error.filename).name}") from error
     listed = {name: entry for name, entry in header["files"].items() if not name.endswith(SUMS)}
     content = files.digest(_canonical(listed))  # as it was before blocks had hashes
     return Cached(EncodedStore(features, indexes[ROWS], content), header["report"])
-
-
-def _unchecked(cached: Cached) -> Cached:
-    return cached
-
-
-def _checked(cached: Cached) -> Cached:
-    """The same, if all of its bytes are as written; raises _DamagedError."""
-    for flat, _ in cached.store.features.values():
-        if isinstance(flat, CheckedFile):
-            try:
-                flat.check()
-            except DamagedBlockError as error:
-                raise _DamagedError(str(error)) from error
-    return cached
-
-
-def _no_repair(why: str) -> None:
-    raise _DamagedError(why)
 
 
 def _read_header(path: Path) -> dict[str, Any]:
@@ -238,12 +215,12 @@ def _read_header(path: Path) -> dict[str, Any]:
         try:
             header = json.loads(files.read_all(file, MAX_HEADER))
         except ValueError as error:
-            raise _DamagedError(f"{HEADER} is not JSON") from error
+            raise DamagedError(f"{HEADER} is not JSON") from error
     check = header.pop("check", None) if isinstance(header, dict) else None
     if check != files.digest(_canonical(header)):
-        raise _DamagedError(f"{HEADER} does not match its checksum")
+        raise DamagedError(f"{HEADER} does not match its checksum")
     if header["version"] != VERSION:
-        raise _DamagedError(f"version {header['version']} instead of {VERSION}")
+        raise DamagedError(f"version {header['version']} instead of {VERSION}")
     return header  # type: ignore[no-any-return]
 
 
@@ -266,24 +243,16 @@ def _read_index(path: Path, written: _Written) -> bytes:
         try:
             data = file.read(0, written.size)
         except OSError as error:
-            raise _DamagedError(f"{path.name}: {error.strerror}") from error
+            raise DamagedError(f"{path.name}: {error.strerror}") from error
     if files.digest(data) != written.digest:
-        raise _DamagedError(f"{path.name} does not match its checksum")
+        raise DamagedError(f"{path.name} does not match its checksum")
     return data
-
-
-def _numbers(
-    path: Path, written: _Written, sums: Sums, repair: Repair, named: Path | None
-) -> CheckedFile:
-    """The tokens or bytes of a file, whose blocks are checked when they are read."""
-    file, later = _opened(path, written), (named or path.parent) / path.name
-    return CheckedFile(file, later, KINDS[path.suffix], sums, repair)
 
 
 def _opened(path: Path, written: _Written) -> files.File:
     file = files.open_file(path)
     if file.size != written.size:
-        raise _DamagedError(f"{path.name} has {file.size} bytes, not {written.size}")
+        raise DamagedError(f"{path.name} has {file.size} bytes, not {written.size}")
     return file
 
 
@@ -293,22 +262,21 @@ def _build(folder: Path, build: Callable[[Writer], JSON], repair: Repair) -> Cac
         files.make_folder(aside)
         with Writer(aside) as writer:
             writer.finish(build(writer))
-        built = _open(aside, repair, named=folder)  # before it gets its name: what is open stays
-        _commit(aside, folder)
+        _commit(aside, folder, repair)
     finally:
         files.remove_tree(aside)
-    return replace(built, is_new=True)
+    return replace(_open(folder, repair), is_new=True)
 
 
-def _commit(aside: Path, folder: Path) -> None:
+def _commit(aside: Path, folder: Path, repair: Repair) -> None:
     """Rename a finished folder to its final name, unless another process was faster."""
     try:
         files.rename(aside, folder)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        with contextlib.suppress(_DamagedError):
-            _checked(_open(folder, _no_repair))
+        with contextlib.suppress(DamagedError):
+            _open(folder, repair, is_checked=True)
             return
         files.remove_tree(folder)
         files.rename(aside, folder)
