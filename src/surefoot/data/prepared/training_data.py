@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -257,16 +258,19 @@ def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, 
             name,
         )
     datasets = {entry.name: encoding.complete(entry) for entry in entries}
-    new = [entry for entry in entries if datasets[entry.name].find(0) is None]
-    check_rows(new, section)
+    found = {name: dataset.find(0) for name, dataset in datasets.items()}
+    check_rows([entry for entry in entries if found[entry.name] is None], section)
     loaded = {}
     for entry in entries:
-        start = time.monotonic()
-        while (cached := datasets[entry.name].find(0)) is None:
-            for _ in datasets[entry.name].encoded():
-                pass
-        seconds = f"encoded in {time.monotonic() - start:.1f} s"
-        logger.info("%s: %s", entry.name, seconds if entry in new else "loaded from the cache")
+        start, cached, how = time.monotonic(), found[entry.name], "loaded from the cache"
+        if cached is None:
+            deque(datasets[entry.name].encoded(), maxlen=0)
+            cached = datasets[entry.name].find(0)
+            how = f"encoded in {time.monotonic() - start:.1f} s"
+        if cached is None:
+            folder = datasets[entry.name].folder
+            raise DataError(f"data.cache_dir: {folder} does not keep what is written to it")
+        logger.info("%s: %s", entry.name, how)
         one = loaded[entry.name] = _Loaded.of(cached, entry, encoding)
         if len(one.report.broken) > section.max_broken_rows:
             raise too_many_broken(entry.name, one.report.broken, section.max_broken_rows)

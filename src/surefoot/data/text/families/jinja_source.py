@@ -14,6 +14,7 @@ TOOLS = Path(__file__).with_name("tools")
 _SLOT = re.compile(r"\{(content|bos|eos)\}")
 _RESPONSE = "<tool_response>\n{content}\n</tool_response>"
 _JOINT = "\n</tool_response>\n<tool_response>\n"  # between results of one turn
+_ENDIF = "{%- endif %}\n"
 _SYSTEM = """\
 {%- set has_system = messages and messages[0].role == 'system' %}
 {%- set turns = messages[1:] if has_system else messages %}
@@ -64,20 +65,27 @@ turn, so that turn must come first') }}
 @cache
 def family_source(family: TemplateFamily) -> str:
     """The template of ``family``, as it is saved with the weights."""
-    parts = [_syntax(family.tools), _SYSTEM]
-    parts += [_THINKS] if family.thoughts else []
-    parts += [_texts(family.prefix), _opening(family), "{%- for message in turns %}\n"]
-    parts += ["    {%- if message.role == 'user' %}\n", _user(family)]
-    parts += ["    {%- elif message.role == 'assistant' %}\n", _answer(family)]
-    parts += ["    {%- elif message.role == 'tool' %}\n", _result(family)]
-    parts += ["    {%- else %}\n", _later_system(family), "    {%- endif %}\n{%- endfor %}\n"]
-    parts += ["{%- if add_generation_prompt %}\n", _texts(family.header), _no_thought(family)]
-    return "".join([*parts, "{%- endif %}"])
-
-
-@cache
-def _syntax(name: str) -> str:
-    return (TOOLS / f"{name}.part").read_text(encoding="utf-8")
+    opening = "{%- if has_system or tools %}\n" + _texts(family.system, "instruction") + _ENDIF
+    user, later = "message.content", _texts(family.system, "message.content")
+    if family.system_in_user:
+        name = {"name": family.name}
+        opening = _FIRST % name + "{%- set lead %}\n" + opening + "{%- endset %}\n"
+        user, later = "(lead if loop.first else '') ~ message.content", _ALONE % name + "\n"
+    empty = ""
+    if family.thoughts:
+        written = f"    {{{{- {_words(family)['empty']} }}}}\n"
+        empty = "    {%- if not thinks %}\n" + written + "    {%- endif %}\n"
+    parts = [
+        (TOOLS / f"{family.tools}.part").read_text(encoding="utf-8") + _SYSTEM,
+        *([_THINKS] if family.thoughts else []),
+        _texts(family.prefix) + opening + "{%- for message in turns %}\n",
+        "    {%- if message.role == 'user' %}\n" + _texts(family.user, user),
+        "    {%- elif message.role == 'assistant' %}\n" + _answer(family),
+        "    {%- elif message.role == 'tool' %}\n" + _result(family),
+        "    {%- else %}\n" + later + "    {%- endif %}\n{%- endfor %}\n",
+        "{%- if add_generation_prompt %}\n" + _texts(family.header) + empty + "{%- endif %}",
+    ]
+    return "".join(parts)
 
 
 def checked_syntax(name: str) -> str:
@@ -107,24 +115,6 @@ def _texts(text: str, content: str = "") -> str:
     return "".join(f"    {{{{- {each} }}}}\n" for each in written)
 
 
-def _opening(family: TemplateFamily) -> str:
-    if not family.system_in_user:
-        return "{%- if has_system or tools %}\n" + _texts(family.system, "instruction") + _ENDIF
-    lead = _texts(family.system, "instruction")
-    is_set = "{%- set lead %}\n{%- if has_system or tools %}\n" + lead + _ENDIF + "{%- endset %}\n"
-    return _FIRST % {"name": family.name} + is_set
-
-
-_ENDIF = "{%- endif %}\n"
-
-
-def _user(family: TemplateFamily) -> str:
-    content = "message.content"
-    if family.system_in_user:
-        content = "(lead if loop.first else '') ~ message.content"
-    return _texts(family.user, content)
-
-
 def _answer(family: TemplateFamily) -> str:
     call = family.call or family.answer
     said = "        {%- set said = message.content %}\n"
@@ -136,16 +126,19 @@ def _answer(family: TemplateFamily) -> str:
     is_lead = before_call and not family.thoughts  # such as [TOOL_CALLS], behind what is said
     calling = (written + _texts(before_call)) if is_lead else (_texts(before_call) + written)
     ends = "('\\n',)" if not family.thoughts else f"('\\n', {quoted(family.thoughts[1])})"
-    calling += _texts("") if is_lead else ""
     calling += "{{- calls_text(message.tool_calls) }}\n" if is_lead else _CALL % {"ends": ends}
     called, call_tail = _ending(family, after_call, family.ends[-1])
     plain, tail = _ending(family, after, family.ends[0])
+    if call_tail != tail:
+        tail = (
+            f"        {{%- if message.tool_calls %}}\n{call_tail}        {{%- else %}}\n{tail}"
+            "        {%- endif %}\n"
+        )
     marks = ("", "") if family.thoughts else ("{%- generation %}\n", "{%- endgeneration %}\n")
     return (
         _texts(family.header)
-        + ("" if family.thoughts else said)
+        + said
         + marks[0]
-        + (said if family.thoughts else "")
         + "        {%- if message.tool_calls %}\n"
         + calling
         + called
@@ -155,7 +148,7 @@ def _answer(family: TemplateFamily) -> str:
         + plain
         + "        {%- endif %}\n"
         + marks[1]
-        + _tails(call_tail, tail)
+        + tail
     )
 
 
@@ -169,15 +162,6 @@ def _ending(family: TemplateFamily, after: str, end: str) -> tuple[str, str]:
     if family.ends_once and not trained.endswith(("{eos}", *family.stop)):
         return _texts(trained) + eos, ""
     return _texts(trained), _texts(masked) + eos
-
-
-def _tails(call: str, plain: str) -> str:
-    if call == plain:
-        return plain
-    return (
-        f"        {{%- if message.tool_calls %}}\n{call}        {{%- else %}}\n{plain}"
-        "        {%- endif %}\n"
-    )
 
 
 def _result(family: TemplateFamily) -> str:
@@ -196,19 +180,6 @@ def _result(family: TemplateFamily) -> str:
         + _texts(after)
         + "        {%- endif %}\n"
     )
-
-
-def _later_system(family: TemplateFamily) -> str:
-    if family.system_in_user:
-        return _ALONE % {"name": family.name} + "\n"
-    return _texts(family.system, "message.content")
-
-
-def _no_thought(family: TemplateFamily) -> str:
-    if not family.thoughts:
-        return ""
-    empty = _words(family)["empty"]
-    return f"    {{%- if not thinks %}}\n    {{{{- {empty} }}}}\n    {{%- endif %}}\n"
 
 
 def _words(family: TemplateFamily) -> dict[str, str]:

@@ -167,7 +167,12 @@ class ResponseLocator:
         errors: list[TemplateError] = []
         for answer in (PLAIN, THINKING):
             try:
-                self._probe_prefix(answer)
+                for case in ("a question", "several turns"):
+                    messages = _answered(PROBES[case]["messages"], answer)
+                    whole = self._renderer.render(messages)
+                    for index in range(1, len(messages), 2):
+                        turn = self._by_prefix(messages, None, index, whole)
+                        _check_written(messages[index], turn)
             except TemplateError as error:
                 errors.append(error)
         if len(errors) == 2:
@@ -178,14 +183,6 @@ class ResponseLocator:
                 "data.template, or put {% generation %} marks around the responses in this "
                 "one"
             )
-
-    def _probe_prefix(self, answer: str) -> None:
-        for case in ("a question", "several turns"):
-            messages = _answered(PROBES[case]["messages"], answer)
-            indices = range(1, len(messages), 2)
-            whole = self._renderer.render(messages)
-            for turn in (self._by_prefix(messages, None, i, whole) for i in indices):
-                _check_written(messages[turn.index], turn)
 
 
 def check_tools(tools: Dicts | None, text: str) -> None:
