@@ -251,7 +251,7 @@ def test_a_disk_that_is_full_at_the_end_loses_no_answer(
     assert "the disk is full; free some space" in done.stderr
     assert "the same command continues" in done.stderr
     kept = [json.loads(x) for x in (tmp_path / "a.jsonl.part").read_text().splitlines() if x]
-    answered = {each["index"]: each["answer"] for each in kept}
+    answered = {int(each["key"]): each["result"]["answer"] for each in kept}
     assert [answered[i] for i in range(3)] == [each["answer"] for each in expected(folder / "base")]
     generated.clear()
     assert run(folder / "base", SHORT).exit_code == 0

@@ -197,7 +197,7 @@ def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str
     )
     yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
     examples = counted(recipe.train.fixed_micro_batch_size, "example")
-    passes = f"{course.micro_batches:,} × {examples} per rank"
+    passes = f"{course.gradient_accumulation_steps:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
     longest = recipe.stage.max_new_tokens
     most = f" (all responses of max_new_tokens, {longest:,})" if longest else ""

@@ -1,5 +1,5 @@
-"""Responses on the disk as they are made: files beside the output of ``predict``, from which the
-same command continues after a full disk, a kill or Ctrl-C."""
+"""Results on the disk as they are computed: files beside the output of ``predict`` and of tasks,
+from which the same command continues after a full disk, a kill or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .model_loading import LoadedModel
 logger = logging.getLogger(__name__)
 _PART = ".part"
 _LIMIT = 1 << 34  # bytes of responses that are read back
-_NAMES = {"job", "index", "ids", "finish_reason"}
+_NAMES = {"job", "key", "result"}
 
 
 @dataclass(frozen=True)
@@ -58,87 +58,56 @@ class Output:
 
 
 @dataclass(frozen=True)
-class AnswerJournal:
-    """The responses of one replica, appended as they are generated."""
+class ResultJournal:
+    """The results of one replica, appended as they are computed; ``known`` are those of all
+    replicas in earlier attempts, and of this process."""
 
     output: Output
-    job: str  # identifies prompts, settings and weights
-    known: Mapping[int, Sample]  # of all replicas, in earlier attempts
-    decode: Decode
+    job: str  # identifies what is asked, settings and weights
+    known: dict[str, Any]
     replica: int
     is_writer: bool  # one rank of each replica
 
-    def add(self, found: Mapping[int, Sample]) -> None:
-        """Append responses, by the index of the prompt, and flush them."""
-        if not self.is_writer:
+    def add(self, found: Mapping[str, object]) -> None:
+        """Append results, by their key, and flush them."""
+        self.known.update(found)
+        if not self.is_writer or not found:
             return
-        path = self.output.part(self.replica)
+        rows = ({"job": self.job, "key": key, "result": one} for key, one in found.items())
         # a line break first, which ends a line that a crash has cut short
-        text = "\n".join(["", *(self._line(index, one) for index, one in found.items())])
+        text = "\n".join(["", *map(json.dumps, rows)])
+        path = self.output.part(self.replica)
         with files.raising(RunError, self.output.on_failure):
             files.append_line(path, text)
             with files.open_file(path) as file:
                 file.sync()
 
-    def _line(self, index: int, sample: Sample) -> str:
-        row = {
-            "job": self.job,
-            "index": index,
-            "ids": sample.ids,
-            "finish_reason": sample.finish_reason,
-            "answer": sample.text(self.decode),
-        }
-        if sample.text_before_stop is not None:
-            row["text_before_stop"] = sample.text_before_stop
-        return json.dumps(row)
 
-
-def open_journal(
-    output: Output, opened: LoadedModel, asked: Sequence[Ids], section: GenerateSection, seed: int
-) -> AnswerJournal:
-    """The journal of this rank's replica for the prompts ``asked``; a collective call. Raises
-    ``RunError`` if there are responses of another job, unless the output is to be replaced."""
-    world, share = opened.world, opened.network.share
-    job, known = world.from_main(
-        _resumed(output, opened, [list(asked), asdict(section), seed]) if world.is_main else None
-    )
-    if known:
-        logger.info("%s: continuing after %s", output.path, counted(len(known), "answer"))
-    is_writer = world.rank == share.index * (world.size // share.count)
-    return AnswerJournal(output, job, known, decoder(opened.tokenizer), share.index, is_writer)
-
-
-def _resumed(
-    output: Output, opened: LoadedModel, asked: Sequence[object]
-) -> tuple[str, dict[int, Sample]]:
-    job, rows = earlier_rows(output, opened, asked, _NAMES, ("answer", "to other prompts"))
-    return job, {row["index"]: _sample(row) for row in rows}
-
-
-def earlier_rows(
+def open_results(
     output: Output,
     opened: LoadedModel,
-    asked: Sequence[object],
-    names: Set[str],
-    what: tuple[str, str],
-) -> tuple[str, list[dict[str, Any]]]:
-    """The identity of the job, and the rows that earlier attempts at it have written.
+    asked: object,
+    what: tuple[str, str] = ("result", "of other questions"),
+) -> ResultJournal:
+    """The journal of this rank's replica for ``asked``, which is plain data; a collective call.
+    ``what`` is one result, and what those of another job belong to, as errors say it. Raises
+    ``RunError`` if there are results of another job, unless they are to be replaced."""
+    world, share = opened.world, opened.network.share
+    job, known = world.from_main(_earlier(output, opened, asked, *what) if world.is_main else None)
+    if known:
+        logger.info("%s: continuing after %s", output.path, counted(len(known), what[0]))
+    is_writer = world.rank == share.index * (world.size // share.count)
+    return ResultJournal(output, job, known, share.index, is_writer)
 
-    Args:
-        output: the file, and whether it is to be replaced.
-        opened: the model, whose weights are part of the identity.
-        asked: what is to be answered, and how.
-        names: keys of a complete row.
-        what: a row, and what rows of another job belong to, as the error says it.
 
-    Raises ``RunError``: there are rows of another job, which are not to be replaced.
-    """
+def _earlier(
+    output: Output, opened: LoadedModel, asked: object, one: str, other: str
+) -> tuple[str, dict[str, Any]]:
+    """The identity of the job, and the results that earlier attempts at it have written."""
     weights = [weight_traces(folder) for folder in opened.folders]
-    told = [*asked, str(opened.inner.dtype), weights]
-    job = files.digest(json.dumps(told, default=str).encode())
-    one, other = what
+    job = files.digest(json.dumps([asked, str(opened.inner.dtype), weights], default=str).encode())
     with files.raising(RunError, f"cannot read the {one}s so far"):
-        rows = [row for path in output.parts for row in complete_rows(path, names)]
+        rows = [row for path in output.parts for row in complete_rows(path, _NAMES)]
     own = [row for row in rows if row["job"] == job]
     if len(own) < len(rows):
         if not output.force:
@@ -149,12 +118,49 @@ def earlier_rows(
             )
         output.remove_parts()
         own = []
-    return job, own
+    return job, {row["key"]: row["result"] for row in own}
 
 
-def _sample(row: Mapping[str, Any]) -> Sample:
-    text_before_stop = row.get("text_before_stop")
-    return Sample(tuple(row["ids"]), (), row["finish_reason"], text_before_stop=text_before_stop)
+@dataclass(frozen=True)
+class Samples:
+    """Responses in a journal, by the index of the prompt."""
+
+    journal: ResultJournal
+    keys: Sequence[str]  # of each prompt
+    decode: Decode  # for people who read the file
+
+    @property
+    def known(self) -> Mapping[int, Sample]:
+        """Those of earlier attempts."""
+        held = self.journal.known
+        found = {i: held[key] for i, key in enumerate(self.keys) if key in held}
+        return {i: _sample(result) for i, result in found.items()}
+
+    def add(self, found: Mapping[int, Sample]) -> None:
+        """Store some."""
+        self.journal.add({self.keys[i]: self._result(one) for i, one in found.items()})
+
+    def _result(self, sample: Sample) -> dict[str, object]:
+        return {
+            "ids": sample.ids,
+            "finish_reason": sample.finish_reason,
+            "answer": sample.text(self.decode),
+            "text_before_stop": sample.text_before_stop,
+        }
+
+
+def _sample(result: Mapping[str, Any]) -> Sample:
+    before = result["text_before_stop"]
+    return Sample(tuple(result["ids"]), (), result["finish_reason"], text_before_stop=before)
+
+
+def open_journal(
+    output: Output, opened: LoadedModel, asked: Sequence[Ids], section: GenerateSection, seed: int
+) -> Samples:
+    """The responses of this rank's replica to the prompts ``asked``; as ``open_results``."""
+    told = [list(asked), asdict(section), seed]
+    journal = open_results(output, opened, told, ("answer", "to other prompts"))
+    return Samples(journal, [str(index) for index in range(len(asked))], decoder(opened.tokenizer))
 
 
 def weight_traces(folder: Path) -> list[str]:

@@ -193,7 +193,9 @@ def test_sampled_responses_are_planned_behind_their_prompts(tmp_path):
     state = surefoot.train(sampled.recipe).state
     assert found.course.steps == state.global_step == 2 * 2 * 3
     assert found.course.windows == 2
-    assert found.course.micro_batches == 2, "12 responses in 3 parts of 2 micro-batches"
+    assert found.course.gradient_accumulation_steps == 2, (
+        "12 responses in 3 parts of 2 micro-batches"
+    )
     assert state.num_input_tokens_seen <= found.course.tokens
     assert found.course.tokens == pytest.approx(state.num_input_tokens_seen, rel=0.15)
     assert found.course.trained_tokens == 2 * 4 * 3 * 6 * 2, "windows, prompts, group, passes"

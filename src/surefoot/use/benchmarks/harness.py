@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,12 @@ from ...generate.likelihoods.likelihood import (
 )
 from ...generate.section import GenerateSection
 from ...network.network import Network
-from ..answer_journal import Output
+from ..answer_journal import Output, ResultJournal, Samples, open_results
 from ..model_loading import LoadedModel, refuse_reward_model
-from .journal import Likelihoods, ResultJournal, Samples, open_results
 
 logger = logging.getLogger(__name__)
 _SEED = 1234  # lm-eval's own
+_SAMPLING_SEED = 42  # ours, as in predict
 _MOST = 256  # tokens of a response, unless its task says otherwise
 _READ = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
@@ -61,14 +61,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         journal: ResultJournal,
         *,
         batch_size: int,
-        seed: int = 42,
-        on_done: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
         refuse_reward_model(opened)
         self.opened, self.journal = opened, journal
         self.tokenizer = opened.tokenizer
-        self._batch_size, self._seed, self._on_done = batch_size, seed, on_done
+        self._batch_size = batch_size
         self.num_truncated = 0  # contexts that were too long
 
     @property
@@ -131,14 +129,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             self.opened.network,
             questions,
             batch_size=self._batch_size,
-            store=Likelihoods(self.journal, keys),
+            store=_Likelihoods(self.journal, keys),
         )
         known = {
             (question.prompt, end): (one.logp, one.is_greedy)
             for question, ones in zip(questions, found, strict=True)
             for end, one in zip(question.continuations, ones, strict=True)
         }
-        self._on_done(len(requests))
         return [known[pair] for pair in pairs]
 
     def _fitted(self, context: Sequence[int], end: Sequence[int]) -> Pair:
@@ -181,7 +178,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             contexts = [requests[index].args[0] for index in members]
             found = self._generated(contexts, json.loads(told))
             texts |= zip(members, found, strict=True)
-            self._on_done(len(members))
         return [texts[index] for index in range(len(requests))]
 
     def _generated(self, contexts: Sequence[str], told: Mapping[str, Any]) -> list[str]:
@@ -226,16 +222,36 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         found = self.opened.network.generate(
             prompts,
             section,
-            seed=self._seed,
+            seed=_SAMPLING_SEED,
             stop_token_ids=(self.eot_token_id,),
             decode=self._text,
-            store=Samples(self.journal, keys),
+            store=Samples(self.journal, keys, self._text),
         )
         return [self._text(one.ids) for one in found]
 
     def _text(self, ids: Sequence[int]) -> str:
         """What lm-eval reads: without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class _Likelihoods:
+    """Likelihoods in a journal, by the index of the question."""
+
+    journal: ResultJournal
+    keys: Sequence[str]  # of each question
+
+    @property
+    def known(self) -> Mapping[int, list[Likelihood]]:
+        """Those of earlier attempts."""
+        held = self.journal.known
+        found = {i: held[key] for i, key in enumerate(self.keys) if key in held}
+        return {i: [Likelihood(*pair) for pair in pairs] for i, pairs in found.items()}
+
+    def add(self, found: Mapping[int, list[Likelihood]]) -> None:
+        """Store some."""
+        rows = {self.keys[i]: [[x.logp, x.is_greedy] for x in one] for i, one in found.items()}
+        self.journal.add(rows)
 
 
 def _key(*told: object) -> str:

@@ -28,7 +28,7 @@ class RunLength:
     steps: int
     steps_per_epoch: int
     windows: int  # of examples that are loaded; a stage may take several steps on each
-    micro_batches: int  # of a process in a step
+    gradient_accumulation_steps: int  # micro-batches of a process in a step
     tokens: int  # over all steps and processes, padding not counted
     trained_tokens: int
 
@@ -67,7 +67,7 @@ def course_of(recipe: Recipe, loader: Loader, lengths: Index, trained: Index) ->
         steps=steps,
         steps_per_epoch=steps_per_epoch,
         windows=windows,
-        micro_batches=-(-part // (batching.micro_batch_size * batching.world_size)),
+        gradient_accumulation_steps=-(-part // (batching.micro_batch_size * batching.world_size)),
         tokens=int(counts[0]),
         trained_tokens=int(counts[1]),
     )

@@ -195,14 +195,11 @@ def _speed(line: str) -> float | None:
 
 def as_data(found: Plan) -> dict[str, object]:
     """All of it, as ``surefoot plan --json`` prints it."""
-    course, saving = found.course, found.saving
+    saving = found.saving
     return {
         "processes": {
             "count": found.mesh.num_processes,
-            "dp_replicate": found.mesh.dp_replicate,
-            "dp_shard": found.mesh.dp_shard,
-            "tp": found.mesh.tp,
-            "pp": found.mesh.pp,
+            **vars(found.mesh),
             "device": "gpu" if found.machine.on_gpu else "cpu",
             "precision": found.precision,
             "capacity": found.machine.capacity,
@@ -212,16 +209,12 @@ def as_data(found: Plan) -> dict[str, object]:
         "trained_at_once": found.trained_at_once,
         "examples": found.examples,
         "sampled_rows": found.rows_read,
-        "steps": course.steps,
-        "steps_per_epoch": course.steps_per_epoch,
-        "epochs": course.epochs,
-        "gradient_accumulation_steps": course.micro_batches,
-        "tokens": course.tokens,
-        "trained_tokens": course.trained_tokens,
+        **vars(found.course),
+        "epochs": found.course.epochs,
         "tokens_per_second": found.tokens_per_second,
         "seconds": found.seconds,
         "heaviest_pass": vars(found.heaviest),
-        "memory": _as_data(found.memory),
+        "memory": vars(found.memory),
         "process": {
             "imports": found.imports,
             "snapshot": found.snapshot,
@@ -230,16 +223,7 @@ def as_data(found: Plan) -> dict[str, object]:
         "not_known": found.not_known,
         "checkpoint": {
             "total": saving.size.total,
-            "weights": saving.size.weights,
-            "optimizer": saving.size.optimizer,
-            "shared_by_several": saving.size.unchanging,
-            "saves": saving.saves,
-            "at_once": saving.at_once,
-            "disk": saving.disk,
-            "shared_memory": saving.shared_memory,
+            **vars(saving.size),
+            **{name: value for name, value in vars(saving).items() if name != "size"},
         },
     }
-
-
-def _as_data(memory: Memory) -> dict[str, int]:
-    return {**memory.parts(), "peak": memory.peak}
