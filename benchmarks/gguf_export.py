@@ -22,8 +22,9 @@ from inputs import make_qwen3
 
 EXPORT = """
 import sys
-from surefoot.plugins.gguf.export import export_gguf
-export_gguf(sys.argv[1], sys.argv[2], quantize=sys.argv[3])
+from surefoot.plugins.gguf.targets import GGUF
+from surefoot.use import export
+export(sys.argv[1], sys.argv[2], GGUF(quantize=sys.argv[3]))
 print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 """
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24}

@@ -28,11 +28,12 @@ SCHEMES = {
 EXPORT = """
 import random, sys
 from surefoot.plugins.quantize import export
+from surefoot.plugins.quantize.target import QuantizedFolder
+from surefoot.use import export as write
 path, out, algorithm, count, length = sys.argv[1:]
 length, rows = int(length), range(int(count))
 export.calibration_rows = lambda *_: [random.choices(range(1000), k=length) for _ in rows]
-options = export.QuantizeOptions(128, algorithm)
-export.export_quantized(path, out, quantize="w4a16", options=options)
+write(path, out, QuantizedFolder(quantize="w4a16", algorithm=algorithm))
 print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 """
 
@@ -70,7 +71,8 @@ def divergence(folder: Path, run: Path) -> float:
 
 def quality(run: Path, group_sizes: list[int]) -> None:
     """A row for each scheme and algorithm."""
-    from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
+    from surefoot.plugins.quantize.target import QuantizedFolder
+    from surefoot.use import export
     from surefoot.use.receipts.verification import verify_export
 
     print("| weights | algorithm | CPU s | loss of fixed texts | equal tokens | divergence |")
@@ -81,8 +83,9 @@ def quality(run: Path, group_sizes: list[int]) -> None:
             for size in group_sizes if scheme == "w4a16" else [None]:
                 for algorithm in algorithms:
                     out, start = root / f"{scheme}-{size}-{algorithm}", time.process_time()
-                    options = QuantizeOptions(size, algorithm)
-                    export_quantized(run, out, quantize=scheme, options=options)
+                    groups = None if size is None else str(size)
+                    wanted = {"quantize": scheme, "group_size": groups, "algorithm": algorithm}
+                    export(run, out, QuantizedFolder(**wanted))
                     seconds, found = time.process_time() - start, verify_export(out)
                     name = scheme if size is None else f"{scheme}, groups of {size}"
                     print(

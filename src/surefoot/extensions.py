@@ -71,10 +71,7 @@ class Plugin:
     """By layout: a dataclass of options for reading such a folder, on ``ckpt convert``."""
 
     targets: Named = field(default_factory=dict)
-    """What ``ckpt convert --to`` writes: a ``Target``."""
-
-    exporters: Named = field(default_factory=dict)
-    """What ``export --to`` writes: an ``Exporter``."""
+    """What ``export`` and ``ckpt convert --to`` write: a ``Target``."""
 
     trainers: Named = field(default_factory=dict)
     """Programs whose checkpoints a run can resume from: a ``ForeignTrainer``."""

@@ -73,7 +73,7 @@ def test_what_does_not_verify_is_deleted(folder, tmp_path):
 def test_a_size_that_is_none_is_refused(folder, tmp_path, size):
     done = run(folder / "base", tmp_path / "out", f"--max-shard-size={size}")
     assert done.exit_code == 2
-    assert "such as 5GB" in done.stderr
+    assert "such as 24GB or 500MiB" in done.stderr
 
 
 def test_mistakes_are_told_plainly(folder, tmp_path):
@@ -121,17 +121,28 @@ def test_a_gguf_file_has_a_modelfile_beside_it(known, tmp_path):
 
 def test_options_of_another_target_are_refused(known, tmp_path):
     done = run(known, tmp_path / "a.gguf", "--to", "gguf", "--dtype", "float16")
-    assert (done.exit_code, "--dtype belongs to --to huggingface" in done.stderr) == (2, True)
+    said = "--dtype cannot be used with --to gguf, which accepts --base, --quantize"
+    assert (done.exit_code, said in done.stderr) == (2, True)
     done = run(known, tmp_path / "a", "--quantize", "q8_0")
-    assert (done.exit_code, "--to compressed-tensors and gguf and gguf-adapter" in done.stderr) == (
+    assert (done.exit_code, "--quantize cannot be used with --to huggingface" in done.stderr) == (
         2,
         True,
     )
+    done = run(known, tmp_path / "a", "--to", "compressed-tensors", "--quantize", "q8_0")
+    said = "--quantize q8_0 is not written by --to compressed-tensors; expected one of fp8, fp8-b"
+    assert (done.exit_code, said in done.stderr) == (2, True)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_target_of_conversions_is_written_from_a_run_or_model_as_well(folder, tmp_path):
+    done = run(folder / "adapter", tmp_path / "out", "--to", "peft", "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert "verified" not in done.output
+
+
 def test_a_missing_package_is_named_with_its_cure(known, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("surefoot.plugins.gguf")]:
+    for name in [name for name in sys.modules if name.startswith("surefoot.plugins.gguf.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     done = run(known, tmp_path / "a.gguf", "--to", "gguf")

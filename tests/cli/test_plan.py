@@ -149,7 +149,7 @@ def test_settings_are_chosen_for_a_memory(recipe):
 def test_a_memory_is_a_size(size, recipe):
     done = run(recipe, f"--memory={size}")
     assert done.exit_code == 2
-    assert "expected a size such as 24GB or 80GiB" in done.stderr
+    assert "expected a size such as 24GB or 500MiB" in done.stderr
 
 
 def test_an_automatic_size_needs_a_memory(recipe):

@@ -11,7 +11,7 @@ from surefoot.errors import CheckpointError
 from surefoot.model.pretrained import base_identity
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
-from surefoot.use.exporting.exported import export
+from surefoot.use import export
 from surefoot.use.model_loading import open_model
 
 IDS = torch.arange(3, 23)[None]

@@ -16,7 +16,7 @@ from surefoot.errors import ModelError, RecipeError
 from surefoot.parallel.world import World
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.use.exporting.exported import export
+from surefoot.use import export
 
 needs_bitsandbytes = pytest.mark.skipif(
     find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -9,12 +9,13 @@ import folders
 import ranks
 from adapted import logits, saved, trained
 from spread import save
+from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
-from surefoot.use.exporting.exported import export
+from surefoot.use import export
 from test_experts import in_files
 from test_startup import begun
 
@@ -58,7 +59,11 @@ def test_over_bfloat16_it_starts_as_the_base_and_merges_into_it(tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     network = opened(folder, dtype="bfloat16")
     assert torch.equal(logits(network.module), logits(base))
-    found = export(saved(network, tmp_path / "adapter"), tmp_path / "merged", base=folder)
+    found = export(
+        saved(network, tmp_path / "adapter"),
+        tmp_path / "merged",
+        HuggingFaceModel(base=str(folder)),
+    )
     merged = AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(merged[name], t) for name, t in base.state_dict().items())
 

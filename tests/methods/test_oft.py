@@ -10,6 +10,7 @@ import ranks
 import tiny
 from adapted import logits, saved, trained
 from spread import learn, resume, save
+from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.methods.oft import OFT
@@ -17,7 +18,7 @@ from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
-from surefoot.use.exporting.exported import export
+from surefoot.use import export
 from test_experts import in_files
 from test_startup import begun
 
@@ -57,7 +58,7 @@ def test_it_starts_as_the_base_opens_in_peft_and_continues(folder, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"peft_type OFT cannot be merged.*a rotation.*merge_and_unload"
     ):
-        export(adapter, tmp_path / "merged", base=str(folder))
+        export(adapter, tmp_path / "merged", HuggingFaceModel(base=str(folder)))
 
 
 def test_two_shards_train_what_one_rank_does_and_resume_to_the_same_bits(folder, tmp_path):

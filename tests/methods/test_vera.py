@@ -14,15 +14,16 @@ import ranks
 import tiny
 from adapted import logits, saved, trained
 from spread import learn, resume, save
+from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods.vera import VeRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
-from surefoot.plugins.gguf.export import export_gguf
+from surefoot.plugins.gguf.targets import GGUFAdapter
 from surefoot.storage.tensor_names import KINDS
-from surefoot.use.exporting.exported import export
+from surefoot.use import export
 from test_experts import in_files
 from test_startup import begun
 
@@ -72,7 +73,7 @@ def test_it_merges_as_peft_does_and_in_gguf_only_merged(folder, adapter, tmp_pat
     path, now = adapter
     base = AutoModelForCausalLM.from_pretrained(folder)
     theirs = PeftModel.from_pretrained(base, path).merge_and_unload()
-    export(path, tmp_path / "merged", base=str(folder))
+    export(path, tmp_path / "merged", HuggingFaceModel(base=str(folder)))
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for name, tensor in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], tensor, **CLOSE)
@@ -82,7 +83,7 @@ def test_it_merges_as_peft_does_and_in_gguf_only_merged(folder, adapter, tmp_pat
 @pytest.mark.parametrize("folder", ["llama"], indirect=True, scope="module")
 def test_a_gguf_adapter_cannot_contain_it(folder, adapter, tmp_path):
     with pytest.raises(ModelError, match=r"contain .*an adapter of type VERA; export it merged"):
-        export_gguf(adapter[0], tmp_path / "a", base=str(folder), quantize="f16", as_adapter=True)
+        export(adapter[0], tmp_path / "a", GGUFAdapter(base=str(folder), quantize="f16"))
 
 
 def test_matrices_that_are_not_in_the_file_are_missed(folder, adapter, tmp_path):
@@ -94,7 +95,7 @@ def test_matrices_that_are_not_in_the_file_are_missed(folder, adapter, tmp_path)
     config = json.loads((adapter[0] / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(config | {"save_projection": False}))
     with pytest.raises(CheckpointError, match=r"vera_A is missing \(save_projection: false\)"):
-        export(path, tmp_path / "merged", base=str(folder))
+        export(path, tmp_path / "merged", HuggingFaceModel(base=str(folder)))
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "pp"])

@@ -23,15 +23,21 @@ from surefoot.use.model_loading import find_parts
 pytest.importorskip("compressed_tensors")
 
 from surefoot.plugins.quantize import calibration
-from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
 from surefoot.plugins.quantize.inputs import matrices_of, statistics_of
 from surefoot.plugins.quantize.layerwise import open_layerwise
 from surefoot.plugins.quantize.linear_layers import find_linear_layers
 from surefoot.plugins.quantize.rows import calibration_rows
+from surefoot.plugins.quantize.target import QuantizedFolder
 from surefoot.use.receipts.verification import verify_export
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
-GROUPS = QuantizeOptions(group_size=32)
+GROUPS = {"group_size": "32"}
+
+
+def w4a16(algorithm):
+    return QuantizedFolder(quantize="w4a16", group_size="32", algorithm=algorithm)
+
+
 IDS = torch.arange(60, 92)[None]
 KINDS = {"mixtral": {}, "qwen3_moe": {"moe_intermediate_size": 64}}
 
@@ -45,8 +51,8 @@ def logits(folder):
 @pytest.mark.parametrize("name", ["fp8", "w4a16"])
 def test_transformers_opens_experts_with_the_values_they_stand_for(kind, name, tmp_path):
     base = save_model(tmp_path / "base", kind, **SIZES, **KINDS[kind])
-    options = GROUPS if name == "w4a16" else QuantizeOptions()
-    out = export_quantized(base, tmp_path / "out", quantize=name, options=options)
+    options = GROUPS if name == "w4a16" else {}
+    out = export(base, tmp_path / "out", QuantizedFolder(quantize=name, **options))
     stored = load_file(out / "model.safetensors")
     experts = [n for n in stored if "experts" in n and "scale" in n]
     assert len(experts) == 3 * 4 * 3  # layers, experts, matrices
@@ -64,10 +70,10 @@ def test_what_transformers_does_not_open_is_refused(name, tmp_path, monkeypatch)
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
     base = save_model(tmp_path / "base", "mixtral", **sizes, num_hidden_layers=1)
     with pytest.raises(ModelError, match=f"has experts, .* open in {name}; use --quantize fp8"):
-        export_quantized(base, tmp_path / "out", quantize=name)
+        export(base, tmp_path / "out", QuantizedFolder(quantize=name))
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("surefoot.plugins.quantize.export._WITHOUT_EXPERTS", ())
-    out = export_quantized(base, tmp_path / "out", quantize=name)
+    out = export(base, tmp_path / "out", QuantizedFolder(quantize=name))
     with pytest.raises(RuntimeError, match="issues during automatic conversion"):
         logits(out)
 
@@ -148,8 +154,10 @@ def first_layer(folder, run_folder):
 def test_a_run_with_experts_is_calibrated_and_loses_less(run_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration, "FEWEST", 8)
     out = {
-        name: export_quantized(
-            run_folder, tmp_path / name, quantize="w4a16", options=QuantizeOptions(32, name)
+        name: export(
+            run_folder,
+            tmp_path / name,
+            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=name),
         )
         for name in ("rtn", "gptq")
     }
@@ -167,8 +175,10 @@ def test_experts_with_few_tokens_are_rounded_and_counted(run_folder, tmp_path, c
     monkeypatch.setattr(calibration, "FEWEST", 1 << 20)
     found = {}
     for name in ("rtn", "gptq"):
-        out = export_quantized(
-            run_folder, tmp_path / name, quantize="w4a16", options=QuantizeOptions(32, name)
+        out = export(
+            run_folder,
+            tmp_path / name,
+            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=name),
         )
         found[name] = load_file(out / "model.safetensors")
     (said,) = (one.message for one in caplog.records)
@@ -200,8 +210,8 @@ def test_a_streaming_run_is_calibrated_on_the_beginning_of_its_stream(tmp_path):
     assert numbers == sorted(numbers)  # in the order of the file
     assert len(every) == 20
     assert len(calibration_rows(parts, 10**6)) == 20  # all but those held out
-    out = export_quantized(
-        streamed / "run", tmp_path / "out", quantize="w8a8", options=QuantizeOptions(None, "gptq")
+    out = export(
+        streamed / "run", tmp_path / "out", QuantizedFolder(quantize="w8a8", algorithm="gptq")
     )
     assert verify_export(out).is_within
 

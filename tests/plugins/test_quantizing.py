@@ -3,6 +3,7 @@ schemes round as compressed-tensors' own compression of a model in memory does."
 
 import json
 import math
+import typing
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.parallel.box import Box
-from surefoot.plugins.quantize.exporters import COMPRESSED_TENSORS
 from surefoot.use import export, open_model
 
 pytest.importorskip("compressed_tensors")
@@ -28,12 +28,13 @@ from transformers import CompressedTensorsConfig
 from surefoot.model.targets import layer_list
 from surefoot.plugins.quantize import rows as calibration_data
 from surefoot.plugins.quantize.calibration import Calibrator
-from surefoot.plugins.quantize.export import QuantizeOptions, export_quantized
 from surefoot.plugins.quantize.gptq import DAMPING, output_error, round_by_gptq
 from surefoot.plugins.quantize.layerwise import open_layerwise, run
 from surefoot.plugins.quantize.linear_layers import find_linear_layers
 from surefoot.plugins.quantize.quantized_source import QuantizedSource
 from surefoot.plugins.quantize.schemes import PRESETS, scheme_of
+from surefoot.plugins.quantize.target import QuantizedFolder
+from surefoot.schema import settings
 from zoo.architectures import SETTINGS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
@@ -45,7 +46,13 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-GROUPS = QuantizeOptions(group_size=32)
+GROUPS = {"group_size": "32"}
+
+
+def w4a16(algorithm):
+    return QuantizedFolder(quantize="w4a16", group_size="32", algorithm=algorithm)
+
+
 KEPT = ("embed", "norm", "lm_head")
 
 
@@ -76,12 +83,12 @@ def in_memory(folder, name):
 
 
 def test_the_schemes_of_the_command_are_those_of_the_module():
-    assert tuple(PRESETS) == COMPRESSED_TENSORS.formats
+    assert tuple(PRESETS) == typing.get_args(settings(QuantizedFolder)["quantize"].hint)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_transformers_opens_each_scheme_with_the_logits_of_its_values(base, name, tmp_path):
-    out = export_quantized(base, tmp_path / "out", quantize=name)
+    out = export(base, tmp_path / "out", QuantizedFolder(quantize=name))
     plain = export(out, tmp_path / "plain")  # dequantized by us
     found = logits(out, quantization_config=CompressedTensorsConfig(dequantize=True))
     assert torch.equal(found, logits(plain))
@@ -102,8 +109,8 @@ def test_transformers_opens_each_scheme_with_the_logits_of_its_values(base, name
 def test_an_adapter_is_merged_before_rounding(base, tmp_path):
     save_adapter(base, tmp_path / "adapter")
     merged = export(tmp_path / "adapter", tmp_path / "merged")
-    expected = export_quantized(merged, tmp_path / "expected", quantize="w4a16")
-    found = export_quantized(tmp_path / "adapter", tmp_path / "found", quantize="w4a16")
+    expected = export(merged, tmp_path / "expected", QuantizedFolder(quantize="w4a16"))
+    found = export(tmp_path / "adapter", tmp_path / "found", QuantizedFolder(quantize="w4a16"))
     one, other = (load_file(folder / "model.safetensors") for folder in (expected, found))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -148,13 +155,13 @@ def test_few_rows_are_read_at_a_time():
 def test_a_layer_that_does_not_fit_is_named_with_what_to_do(tmp_path):
     save_model(tmp_path / "base", intermediate_size=96)
     with pytest.raises(ModelError, match=r"q_proj.weight is 32 x 32, which groups of 128.*size 32"):
-        export_quantized(tmp_path / "base", tmp_path / "out", quantize="w4a16")
+        export(tmp_path / "base", tmp_path / "out", QuantizedFolder(quantize="w4a16"))
     save_model(tmp_path / "odd", intermediate_size=48)
     with pytest.raises(ModelError, match=r"128 inputs do not divide; use --quantize fp8 or w8a8"):
-        export_quantized(tmp_path / "odd", tmp_path / "out", quantize="w4a16")
+        export(tmp_path / "odd", tmp_path / "out", QuantizedFolder(quantize="w4a16"))
     with pytest.raises(ModelError, match=r"blocks of 128 x 128 do not divide.*--quantize fp8"):
-        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8-block")
-    out = export_quantized(tmp_path / "base", tmp_path / "out", quantize="w4a16", options=GROUPS)
+        export(tmp_path / "base", tmp_path / "out", QuantizedFolder(quantize="fp8-block"))
+    out = export(tmp_path / "base", tmp_path / "out", QuantizedFolder(quantize="w4a16", **GROUPS))
     assert torch.isfinite(open_model(out).model(IDS).logits).all()
 
 
@@ -164,7 +171,7 @@ def test_values_that_cannot_be_rounded_leave_nothing_behind(tmp_path):
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.inf
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match=r"layers\.1.mlp.up_proj.weight: .*NaN or infinite"):
-        export_quantized(tmp_path / "base", tmp_path / "out", quantize="fp8")
+        export(tmp_path / "base", tmp_path / "out", QuantizedFolder(quantize="fp8"))
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
@@ -320,11 +327,10 @@ def run_folder(tmp_path_factory):
 def test_a_run_is_calibrated_on_its_data_and_loses_less(run_folder, tmp_path):
     """The layers' outputs on rows of the run, as transformers computes them."""
     out = {
-        algorithm: export_quantized(
+        algorithm: export(
             run_folder,
             tmp_path / algorithm,
-            quantize="w4a16",
-            options=QuantizeOptions(32, algorithm),
+            QuantizedFolder(quantize="w4a16", group_size="32", algorithm=algorithm),
         )
         for algorithm in ("rtn", "gptq")
     }
@@ -351,8 +357,10 @@ def test_too_little_data_is_refused(run_folder, tmp_path, monkeypatch):
     with pytest.raises(
         ModelError, match=r"18 rows of its training data have \d+ tokens in all, too"
     ):
-        export_quantized(
-            run_folder, tmp_path / "o", quantize="w4a16", options=QuantizeOptions(32, "gptq")
+        export(
+            run_folder,
+            tmp_path / "o",
+            QuantizedFolder(quantize="w4a16", group_size="32", algorithm="gptq"),
         )
     assert not list(tmp_path.iterdir())
 
@@ -380,13 +388,9 @@ def test_real_layers_lose_less_than_by_rounding(shared):
 
 def test_calibration_needs_a_run_and_integers(base, tmp_path):
     with pytest.raises(ModelError, match="has no recipe, so no data to calibrate on"):
-        export_quantized(
-            base, tmp_path / "o", quantize="w8a8", options=QuantizeOptions(algorithm="gptq")
-        )
+        export(base, tmp_path / "o", QuantizedFolder(quantize="w8a8", algorithm="gptq"))
     with pytest.raises(ModelError, match="fp8 has no integers; use w4a16 or w8a8"):
-        export_quantized(
-            base, tmp_path / "o", quantize="fp8", options=QuantizeOptions(algorithm="gptq")
-        )
+        export(base, tmp_path / "o", QuantizedFolder(quantize="fp8", algorithm="gptq"))
     assert not list(tmp_path.iterdir())
 
 

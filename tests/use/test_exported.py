@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import surefoot
 from folders import CHATML, edit_json, save_adapter, save_model, save_recipe
+from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.use import export, open_model
 
@@ -165,7 +166,7 @@ def test_full_weights_saved_with_their_wrappers_are_those_of_the_model(base, aro
 def test_another_dtype_rounds_once_and_is_named(llama, tmp_path, dtype):
     save_adapter(llama, tmp_path / "adapter")
     exact = load_file(export(tmp_path / "adapter", tmp_path / "exact") / "model.safetensors")
-    out = export(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+    out = export(tmp_path / "adapter", tmp_path / "out", HuggingFaceModel(dtype=dtype))
     found = load_file(out / "model.safetensors")
     wanted = getattr(torch, dtype)
     assert all(torch.equal(found[name], exact[name].to(wanted)) for name in exact)
@@ -181,7 +182,7 @@ def test_the_base_decides_the_dtype_of_a_merge(tmp_path):
 
 
 def test_large_models_are_split_into_shards(llama, tmp_path):
-    out = export(llama, tmp_path / "out", max_shard_size=40_000)
+    out = export(llama, tmp_path / "out", HuggingFaceModel(max_shard_size=40_000))
     shards = sorted(out.glob("model-*.safetensors"))
     assert len(shards) > 2
     assert (out / "model.safetensors.index.json").is_file()
@@ -190,10 +191,10 @@ def test_large_models_are_split_into_shards(llama, tmp_path):
 
 def test_progress_counts_every_byte(llama, tmp_path):
     told = []
-    export(llama, tmp_path / "out", progress=lambda done, total: told.append((done, total)))
+    export(llama, tmp_path / "out", progress=told.append)
     size = sum(t.nbytes for t in load_file(tmp_path / "out" / "model.safetensors").values())
-    assert told[-1] == (size, size)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert sum(told) == size
+    assert len(told) > 1
 
 
 def test_nothing_is_ever_overwritten(llama, tmp_path):
@@ -216,7 +217,7 @@ def test_an_empty_folder_is_filled(llama, tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(llama, tmp_path):
-    def fail(done, total):
+    def fail(count):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -259,7 +260,11 @@ def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_
         export(tmp_path / "base", tmp_path / "new" / "out")
     save_adapter(llama, tmp_path / "adapter", target_modules=["q_proj"])
     with pytest.raises(ModelError, match=r"base: \d+ tensors? (missing|unexpected|mismatched)"):
-        export(tmp_path / "adapter", tmp_path / "new" / "out", base=tmp_path / "base")
+        export(
+            tmp_path / "adapter",
+            tmp_path / "new" / "out",
+            HuggingFaceModel(base=str(tmp_path / "base")),
+        )
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -284,7 +289,7 @@ def test_an_adapter_of_another_model_is_refused(llama, tmp_path):
     other = save_model(tmp_path / "other", hidden_size=64, head_dim=16)
     save_adapter(other, tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="adapter of another model"):
-        export(tmp_path / "adapter", tmp_path / "out", base=llama)
+        export(tmp_path / "adapter", tmp_path / "out", HuggingFaceModel(base=str(llama)))
 
 
 def test_an_adapter_without_its_base_says_what_to_do(llama, tmp_path):
@@ -292,7 +297,7 @@ def test_an_adapter_without_its_base_says_what_to_do(llama, tmp_path):
     edit_json(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path="/gone")
     with pytest.raises(ModelError, match="--base"):
         export(tmp_path / "adapter", tmp_path / "out")
-    out = export(tmp_path / "adapter", tmp_path / "out", base=llama)
+    out = export(tmp_path / "adapter", tmp_path / "out", HuggingFaceModel(base=str(llama)))
     assert_same(logits(out), pefts_logits(llama, tmp_path / "adapter"))
 
 

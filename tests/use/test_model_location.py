@@ -122,7 +122,9 @@ READERS = {
     "chat": lambda left, new: open_model(left),
     "chat --adapter": lambda left, new: open_model(left.parent / "base", adapter=left),
     "export": lambda left, new: export(left, new / "out"),
-    "export --base": lambda left, new: export(left.parent / "adapter", new / "out", base=left),
+    "export --base": lambda left, new: export(
+        left.parent / "adapter", new / "out", HuggingFaceModel(base=str(left))
+    ),
     "to huggingface": lambda left, new: convert(left, new / "out", HuggingFaceModel()),
     "to surefoot": lambda left, new: convert(left, new / "out", SurefootCheckpoint()),
     "train": lambda left, new: train_with(new, path=str(left)),

@@ -15,7 +15,7 @@ from folders import CHATML, save_adapter, save_model
 from surefoot.cli.main import main
 from surefoot.data.text.pairs import with_chosen
 from surefoot.errors import ModelError
-from surefoot.plugins.gguf.export import export_gguf
+from surefoot.plugins.gguf.targets import GGUF
 from surefoot.storage import files
 from surefoot.use import export
 from surefoot.use.receipts import verification
@@ -157,7 +157,7 @@ def test_without_a_receipt_the_cure_is_named(copied):
 
 
 def test_gguf_is_opened_by_transformers(made, tmp_path, monkeypatch):
-    out = export_gguf(made / "adapter", tmp_path / "out.gguf", quantize="q8_0")
+    out = export(made / "adapter", tmp_path / "out.gguf", GGUF(quantize="q8_0"))
     result = verify_export(out)
     assert result.is_within
     assert result.bound == 0.1
@@ -165,7 +165,7 @@ def test_gguf_is_opened_by_transformers(made, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="nothing is overwritten"):
         out.unlink()
         (tmp_path / "out.Modelfile").unlink()
-        export_gguf(made / "adapter", out, quantize="q8_0")
+        export(made / "adapter", out, GGUF(quantize="q8_0"))
     monkeypatch.setattr(verification, "PACKAGES", {"gguf": "no_such_package"})
     with pytest.raises(ModelError, match=r"no-such-package.* not installed: pip install no_such"):
         verify_export(out)

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import click
 
-from ..errors import ModelError, installation
-from ..extensions import Extended
-from .exporter import DTYPE, MAX_SHARD_SIZE, Exporter, Progress, WriteModel
-from .weight_options import TRUST_REMOTE_CODE
-
-
-def _huggingface(path: str, out: Path, given: Mapping[str, Any], progress: Progress) -> Path:
-    from ..use import export as write
-
-    return write(path, out, progress=progress, **given)
-
-
-EXPORTERS: Extended[Exporter] = Extended(
-    "exporters",
-    {
-        "huggingface": Exporter(
-            summary="a Hugging Face folder",
-            writer=f"{__name__}:_huggingface",
-            options=(
-                DTYPE,
-                MAX_SHARD_SIZE,
-                click.Option(
-                    ["--reward-head"],
-                    type=click.Choice(["score", "v_head"]),
-                    default="score",
-                    show_default=True,
-                    help="Of a reward model: score in the layout of "
-                    "AutoModelForSequenceClassification, or a file with v_head beside a language "
-                    "model, as other trainers read it. Of a model with the values of stage: ppo, "
-                    "v_head writes them, too.",
-                ),
-                TRUST_REMOTE_CODE,
-            ),
-        ),
-    },
-)
+from ..errors import ModelError
+from .table import reading
+from .targets import TargetCommand, naming_packages, target_of
 
 
 @click.command("verify")
@@ -62,9 +28,11 @@ def verify_command(out: Path, checkpoint: str | None, base: str | None) -> None:
     _verify(out, checkpoint, base)
 
 
-class _Export(click.Command):
-    """``export PATH OUT`` with the options of every exporter, and ``export verify OUT``."""
+class _Export(TargetCommand):
+    """``export PATH OUT`` with the options of every target, and ``export verify OUT``."""
 
+    usual = "huggingface is the default"
+    reads_others = False
     commands: ClassVar[Mapping[str, click.Command]] = {"verify": verify_command}
 
     def make_context(
@@ -80,45 +48,17 @@ class _Export(click.Command):
         command = self.commands[args[0]]
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
 
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own, and after its arguments ``--to``, ``--quantize`` and those of the exporters."""
-        own = super().get_params(ctx)
-        first = sum(isinstance(param, click.Argument) for param in own)
-        theirs = [option for one in EXPORTERS.values() for option in one.options]
-        made = [_to(), _quantize(), *dict.fromkeys(theirs)]
-        return [*own[:first], *made, *own[first:]]
-
-
-def _to() -> click.Option:
-    summaries = "; ".join(f"{name}: {one.summary}" for name, one in EXPORTERS.items())
-    return click.Option(
-        ["--to"],
-        type=click.Choice(list(EXPORTERS)),
-        default="huggingface",
-        show_default=True,
-        help=f"What to write. {summaries}.",
-    )
-
-
-def _quantize() -> click.Option:
-    formats = {name: one.formats for name, one in EXPORTERS.items() if one.formats}
-    known = dict.fromkeys(one for names in formats.values() for one in names)
-    said = "; ".join(f"{name}: {', '.join(names)}" for name, names in formats.items())
-    text = f"Type of the weights; unset, the first that is named here. {said}."
-    return click.Option(["--quantize"], type=click.Choice(list(known)), help=text)
-
 
 @click.command(cls=_Export)
 @click.argument("path")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--base", help="The base model of an adapter, if it moved.")
 @click.option(
     "--verify/--no-verify",
     default=True,
     help="Open OUT with transformers, and compare it with the checkpoint (default). Skipped if "
     "the memory for the model in float32 is not there.",
 )
-def export(path: str, out: Path, verify: bool, to: str, **options: Any) -> None:
+def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any) -> None:
     """Write a model as a Hugging Face folder, with quantized weights, or as a GGUF file.
 
     PATH is a run's folder (its best or latest checkpoint), a checkpoint, an adapter, a model
@@ -130,23 +70,32 @@ def export(path: str, out: Path, verify: bool, to: str, **options: Any) -> None:
 
     `surefoot export verify OUT` verifies it again.
     """
-    exporter = EXPORTERS[to]
-    _refuse_others(click.get_current_context(), to)
-    files = [name for name, one in EXPORTERS.items() if one.suffix == out.suffix.lower()]
-    if out.suffix and files and exporter.suffix != out.suffix.lower():
+    from ..checkpoint.converting.origin import OptionError
+    from ..checkpoint.converting.targets import TARGETS
+    from ..use.exporting.conversion import export_as
+    from ..use.receipts.receipt import receipt_path
+
+    kind = kind or "huggingface"
+    files = [name for name, one in TARGETS.items() if one.suffix == out.suffix.lower()]
+    if out.suffix and files and TARGETS[kind].suffix != out.suffix.lower():
         raise click.UsageError(
-            f"{out} is the name of a file of --to {files[0]}, and --to {to} writes a folder; add "
+            f"{out} is the name of a file of --to {files[0]}, and --to {kind} writes a folder; add "
             f"--to {files[0]}, or choose another name"
         )
-    found = _with_bar(lambda progress: _write(to, path, out, options, progress))
-    click.echo(f"wrote {found}")
-    click.echo(
-        "".join(f"  {line.format(found)}\n" for line in exporter.servers), nl=False, err=True
-    )
+    try:
+        to = target_of(kind, {name: value for name, value in options.items() if value})
+        with reading("writing", None) as advance, naming_packages(to):
+            written, done = export_as(path, out, to, advance)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"wrote {written}")
+    click.echo("".join(f"  {line.format(written)}\n" for line in to.servers), nl=False, err=True)
+    if done.words:
+        click.echo(done.words)
     if verify and options["trust_remote_code"]:
         click.echo("not verified: the code that comes with the model is not run for it", err=True)
-    elif verify:
-        _verify_now(found, options["base"], may_not_open=exporter.may_not_open)
+    elif verify and receipt_path(written).exists():  # what continues a training has none
+        _verify_now(written, options["base"], may_not_open=to.may_not_open)
 
 
 def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
@@ -194,56 +143,3 @@ def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
         err=True,
     )
     raise click.exceptions.Exit(1)
-
-
-def _names(exporter: Exporter) -> set[str]:
-    """The parameters of the command that mean something for it."""
-    found = {str(option.name) for option in exporter.options}
-    return found | {"quantize"} if exporter.formats else found
-
-
-def _refuse_others(ctx: click.Context, to: str) -> None:
-    """Options that mean nothing for ``to`` are mistakes."""
-    names = {target: _names(one) for target, one in EXPORTERS.items()}
-    for name in sorted(set[str]().union(*names.values()) - names[to]):
-        if ctx.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
-            others = " and ".join(target for target in names if name in names[target])
-            option = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{option} belongs to --to {others}; leave it out", ctx)
-
-
-def _write(to: str, path: str, out: Path, options: dict[str, Any], progress: Progress) -> Path:
-    exporter = EXPORTERS[to]
-    given = {name: options[name] for name in (*_names(exporter), "base")}
-    if exporter.formats:
-        given["quantize"] = chosen = given["quantize"] or exporter.formats[0]
-        if chosen not in exporter.formats:
-            expected = ", ".join(exporter.formats)
-            raise click.UsageError(
-                f"--quantize {chosen} is not written by --to {to}; expected one of {expected}"
-            )
-    try:
-        module, _, name = exporter.writer.partition(":")
-        writer: WriteModel = getattr(import_module(module), name)
-        return writer(path, out, given, progress)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name != exporter.package:
-            raise
-        raise ModelError(
-            f"--to {to} needs the package {error.name.replace('_', '-')}, which is not installed: "
-            f"{installation(error.name)}"
-        ) from None
-
-
-def _with_bar(write: Callable[[Callable[[int, int], None]], Path]) -> Path:
-    """Call ``write`` with something to report the bytes written to, and their total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = ("[progress.description]{task.description}", BarColumn(), DownloadColumn())
-    with Progress(
-        *columns, TransferSpeedColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("writing", total=None)
-        return write(lambda done, total: bar.update(task, completed=done, total=total))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
+from ..schema.named_values import ByteSize
 from .loading import loading
 from .table import console, frame, in_bytes, print_json, table
 
@@ -35,26 +35,8 @@ SNAPSHOT = "the copy of an asynchronous save"
 _NUMBERS = ("memory", "in total", "size", "a process", "difference")
 
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZE = re.compile(r"([0-9.]+) *(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
-
-
-def _size(_context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    """Bytes from ``24GB``, ``80GiB`` or a number."""
-    if text is None:
-        return None
-    found = _SIZE.fullmatch(text.strip())
-    try:
-        assert found is not None
-        number, unit = float(found[1]), found[2].upper()
-        power = list(_UNITS).index(unit)
-        size = int(number * (1024**power if found[3] else _UNITS[unit]))
-        assert size > 0
-    except (AssertionError, ValueError):
-        raise click.BadParameter(
-            f"expected a size such as 24GB or 80GiB, got {text!r}", param=option
-        ) from None
-    return size
+def _size(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    return None if text is None else ByteSize.from_text(text)
 
 
 @click.command()

@@ -12,7 +12,6 @@ from ..extensions import installed, problems
 from ..methods import METHODS
 from ..optim import OPTIMIZERS
 from ..stages import STAGES
-from .export import EXPORTERS
 from .main import COMMANDS
 from .table import JSON, console, print_json, table
 
@@ -27,7 +26,7 @@ def plugins(as_json: bool) -> None:
     """
     own: dict[str, Collection[str]] = {"commands": COMMANDS, "layouts": LAYOUTS.own}
     own |= {"stages": STAGES.own, "methods": METHODS.own, "optimizers": OPTIMIZERS.own}
-    missing = problems({**own, "targets": TARGETS.own, "exporters": EXPORTERS.own})
+    missing = problems({**own, "targets": TARGETS.own})
     rows: list[tuple[str | None, ...]] = []
     for each in installed():
         rows += [(each.name, each.source, "", "", each.problem)] if each.problem else []

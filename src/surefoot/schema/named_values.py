@@ -1,11 +1,32 @@
-"""Texts such as ``dp_shard=4,tp=2``, which name several settings."""
+"""Texts such as ``dp_shard=4,tp=2``, which name several settings, and sizes such as ``24GB``."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterator
+from typing import ClassVar
 
 from ..errors import CheckpointError
+
+_UNITS = ("", "K", "M", "G", "T")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT]?)(i?)B?)", re.IGNORECASE)
+
+
+class ByteSize(int):
+    """A number of bytes, written ``24GB``, ``500MiB`` or as a plain number."""
+
+    metavar: ClassVar[str] = "SIZE"
+
+    @classmethod
+    def from_text(cls, text: str) -> ByteSize:
+        """Raises ``CheckpointError`` if it is no size."""
+        match = _SIZE.fullmatch(text.strip())
+        base = 1024 if match and match[3] else 1000
+        size = int(float(match[1]) * base ** _UNITS.index(match[2].upper())) if match else 0
+        if size < 1:
+            raise CheckpointError(f"expected a size such as 24GB or 500MiB, got {text!r}")
+        return cls(size)
 
 
 def pairs(

@@ -1,7 +1,8 @@
 """Use trained models: find one by any path, open it as it was trained, evaluate it, export it."""
 
+from ..checkpoint.converting.targets.huggingface import HuggingFaceModel
 from .conversation import Answer, Conversation
-from .exporting.exported import export
+from .exporting.conversion import export
 from .model_loading import LoadedModel, open_model
 from .model_location import ModelLocation, locate
 from .prediction import predict
@@ -11,6 +12,7 @@ __all__ = [
     "Answer",
     "Conversation",
     "Generation",
+    "HuggingFaceModel",
     "LoadedModel",
     "ModelLocation",
     "export",

@@ -239,7 +239,7 @@ def test_an_adapter_becomes_peft(checkpoint, tmp_path):
     [
         (
             [],
-            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, trainer)",
+            "expected what to write: --to (surefoot, huggingface, peft, dcp, mindspore, ",
         ),
         (["--layout", "full", "--mesh", "dp_shard=2"], "--mesh needs --layout distributed"),
         (["--layout", "whole"], "'whole' is not one of 'full', 'distributed'"),

@@ -5,7 +5,8 @@ import pytest
 from gguf import GGUFReader
 
 from surefoot.errors import ModelError
-from surefoot.plugins.gguf.export import export_gguf
+from surefoot.plugins.gguf.targets import GGUF, GGUFAdapter
+from surefoot.use import export
 
 from ..gguf.test_model_file import fields, save, save_adapter, values
 
@@ -28,11 +29,11 @@ def applied(base, adapter, alpha):
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_it_gives_the_merged_weights(kind, tmp_path):
     base = save(tmp_path / "base", kind)
-    whole = values(export_gguf(base, tmp_path / "base.gguf", quantize="f32"))
+    whole = values(export(base, tmp_path / "base.gguf", GGUF(quantize="f32")))
     save_adapter(base, tmp_path / "adapter", **SETTINGS[kind])
-    merged = values(export_gguf(tmp_path / "adapter", tmp_path / "merged.gguf", quantize="f32"))
+    merged = values(export(tmp_path / "adapter", tmp_path / "merged.gguf", GGUF(quantize="f32")))
     out = tmp_path / "adapter.gguf"
-    export_gguf(tmp_path / "adapter", out, quantize="f32", as_adapter=True)
+    export(tmp_path / "adapter", out, GGUFAdapter(quantize="f32"))
     said, adapter = fields(out), values(out)
     assert (said["general.type"], said["adapter.type"]) == ("adapter", "lora")
     found = applied(whole, adapter, said["adapter.lora.alpha"])
@@ -46,7 +47,7 @@ def test_it_gives_the_merged_weights(kind, tmp_path):
 def test_the_modelfile_names_base_and_adapter(tmp_path):
     base = save(tmp_path / "base")
     save_adapter(base, tmp_path / "adapter")
-    export_gguf(tmp_path / "adapter", tmp_path / "a.gguf", quantize="f16", as_adapter=True)
+    export(tmp_path / "adapter", tmp_path / "a.gguf", GGUFAdapter(quantize="f16"))
     lines = (tmp_path / "a.Modelfile").read_text().splitlines()
     assert lines[2:4] == [f"FROM {base}", "ADAPTER ./a.gguf"]
     kinds = {t.tensor_type.name for t in GGUFReader(tmp_path / "a.gguf").tensors}
@@ -66,6 +67,6 @@ def test_what_the_format_has_not_is_refused(settings, quantize, said, tmp_path):
     base = save(tmp_path / "base")
     save_adapter(base, tmp_path / "adapter", **settings)
     with pytest.raises(ModelError, match=said):
-        export_gguf(tmp_path / "adapter", tmp_path / "a.gguf", quantize=quantize, as_adapter=True)
+        export(tmp_path / "adapter", tmp_path / "a.gguf", GGUFAdapter(quantize=quantize))
     with pytest.raises(ModelError, match="is no adapter"):
-        export_gguf(base, tmp_path / "a.gguf", quantize="f16", as_adapter=True)
+        export(base, tmp_path / "a.gguf", GGUFAdapter(quantize="f16"))

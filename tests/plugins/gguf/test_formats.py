@@ -1,12 +1,14 @@
 """The mixes give the counts of tensors that llama.cpp prints for models everyone has."""
 
+import typing
 from collections import Counter
 
 import pytest
 from gguf import GGMLQuantizationType
 
-from surefoot.plugins.gguf.exporters import GGUF
 from surefoot.plugins.gguf.formats import FORMATS, LayerCounts, fitting, tensor_type
+from surefoot.plugins.gguf.targets import GGUF
+from surefoot.schema import settings
 
 T = GGMLQuantizationType
 # As `llama_model_loader` prints them for Llama 2 7B (32 layers, an output of its own) in the files
@@ -74,4 +76,4 @@ def test_rows_that_do_not_fit_fall_back_as_in_llama_cpp(kind, columns, expected)
 
 
 def test_the_command_knows_all_formats():
-    assert set(GGUF.formats) == set(FORMATS)
+    assert set(typing.get_args(settings(GGUF)["quantize"].hint)) == set(FORMATS)

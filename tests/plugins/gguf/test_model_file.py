@@ -21,7 +21,7 @@ import tiny
 import tiny_tokenizers
 from folders import CHATML, edit_json, save_adapter
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.plugins.gguf.export import export_gguf
+from surefoot.plugins.gguf.targets import GGUF
 from surefoot.storage import files
 from surefoot.use import export
 
@@ -93,7 +93,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_in_float32_gives_the_same_logits(models, kind, tmp_path):
     folder = models(kind)
-    export_gguf(folder, tmp_path / "out.gguf", quantize="f32")
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="f32"))
     config = None if kind == "mistral" else folder  # it knows mistral as llama only
     found = logits(tmp_path, "out.gguf", config=config)
     assert torch.equal(found, logits(folder))
@@ -104,7 +104,7 @@ def test_a_file_in_float32_gives_the_same_logits(models, kind, tmp_path):
 )
 def test_other_formats_are_as_near_as_they_can_be(models, quantize, bound, tmp_path):
     folder = models("qwen3")
-    export_gguf(folder, tmp_path / "out.gguf", quantize=quantize)
+    export(folder, tmp_path / "out.gguf", GGUF(quantize=quantize))
     expected = logits(folder)
     found = logits(tmp_path, "out.gguf", config=folder)
     assert 0 < (found - expected).abs().max() < bound * expected.std()
@@ -114,7 +114,7 @@ def test_k_quants_are_read_back(tmp_path):
     folder = save(
         tmp_path / "wide", "qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=2
     )
-    export_gguf(folder, tmp_path / "out.gguf", quantize="q4_k_m")
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="q4_k_m"))
     kinds = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "out.gguf").tensors}
     assert kinds["token_embd.weight"] == "Q6_K"
     assert {kinds["blk.0.attn_q.weight"], kinds["blk.1.ffn_down.weight"]} == {"Q4_K", "Q6_K"}
@@ -126,7 +126,7 @@ def test_k_quants_are_read_back(tmp_path):
 @pytest.mark.parametrize("kind", ["qwen", "llama3", "gpt2"])
 def test_the_tokenizer_of_the_file_makes_the_same_ids(kind, tmp_path):
     folder = save(tmp_path / "model", "qwen2" if kind == "qwen" else "llama", tokens=kind)
-    export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     own, found = AutoTokenizer.from_pretrained(folder), fields(tmp_path / "out.gguf")
     read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="out.gguf")
     for text in TEXTS:
@@ -148,13 +148,13 @@ def test_a_first_token_that_the_template_does_not_write_is_not_added(tmp_path):
         folder = save(
             tmp_path / f"model{expected}{template is None}", tokens="llama3", template=template
         )
-        out = export_gguf(folder, folder / "out.gguf", quantize="f16")
+        out = export(folder, folder / "out.gguf", GGUF(quantize="f16"))
         assert fields(out)["tokenizer.ggml.add_bos_token"] is expected
 
 
 def test_the_template_is_written_without_marks_and_writes_the_same(tmp_path):
     folder = save(tmp_path / "model")
-    template = fields(export_gguf(folder, tmp_path / "out.gguf", quantize="f16"))[
+    template = fields(export(folder, tmp_path / "out.gguf", GGUF(quantize="f16")))[
         "tokenizer.chat_template"
     ]
     assert "generation %}" not in template
@@ -170,7 +170,7 @@ def test_an_adapter_is_merged_and_new_tokens_are_in_the_file(tmp_path, saved):
     base = save(tmp_path / "base", "qwen2")
     save_adapter(base, tmp_path / "adapter", modules_to_save=saved)
     merged = export(tmp_path / "adapter", tmp_path / "merged")
-    out = export_gguf(tmp_path / "adapter", tmp_path / "out.gguf", quantize="f32")
+    out = export(tmp_path / "adapter", tmp_path / "out.gguf", GGUF(quantize="f32"))
     assert torch.equal(logits(tmp_path, "out.gguf", config=merged), logits(merged))
     assert ("output.weight" in values(out)) == (saved is not None)
 
@@ -182,7 +182,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 def test_rotations_of_llama_3_are_divided_as_transformers_does(tmp_path):
     rope = {**LLAMA3, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     folder = save(tmp_path / "model", rope_parameters=rope, head_dim=16)
-    found = values(export_gguf(folder, tmp_path / "out.gguf", quantize="f32"))["rope_freqs.weight"]
+    found = values(export(folder, tmp_path / "out.gguf", GGUF(quantize="f32")))["rope_freqs.weight"]
     config = AutoConfig.from_pretrained(folder)
     expected = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
     plain = 1 / 10000.0 ** (np.arange(0, 16, 2) / 16)
@@ -199,8 +199,10 @@ def test_scaled_rotations_are_settings(tmp_path, kind):
         "original_max_position_embeddings": 32,
     }
     found = fields(
-        export_gguf(
-            save(tmp_path / "m", "qwen3", rope_parameters=rope), tmp_path / "o.gguf", quantize="f32"
+        export(
+            save(tmp_path / "m", "qwen3", rope_parameters=rope),
+            tmp_path / "o.gguf",
+            GGUF(quantize="f32"),
         )
     )
     assert found["qwen3.rope.scaling.type"] == kind
@@ -220,7 +222,7 @@ def test_long_and_short_factors_are_tensors(tmp_path):
     }
     sizes = {"head_dim": 16, "original_max_position_embeddings": 32}
     folder = save(tmp_path / "m", "phi3", rope_parameters=rope, **sizes)
-    out = export_gguf(folder, tmp_path / "o.gguf", quantize="f16")
+    out = export(folder, tmp_path / "o.gguf", GGUF(quantize="f16"))
     assert values(out)["rope_factors_long.weight"].tolist() == [2.0] * 8
     found = fields(out)
     assert found["phi3.rope.scaling.original_context_length"] == 32
@@ -229,7 +231,7 @@ def test_long_and_short_factors_are_tensors(tmp_path):
 
 
 def test_sliding_windows_of_gemma_are_settings(models, tmp_path):
-    found = fields(export_gguf(models("gemma3"), tmp_path / "o.gguf", quantize="f16"))
+    found = fields(export(models("gemma3"), tmp_path / "o.gguf", GGUF(quantize="f16")))
     assert found["gemma3.attention.sliding_window"] == 64
     assert found["gemma3.rope.freq_base_swa"] == 10000.0
     assert found["gemma3.rope.freq_base"] == 1000000.0
@@ -262,13 +264,13 @@ def test_sliding_windows_of_gemma_are_settings(models, tmp_path):
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, kind, changes, said):
     folder = save(tmp_path / "model", kind, **changes)
     with pytest.raises((ModelError, CheckpointError), match=said):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_window_that_llama_cpp_ignores_is_said(tmp_path, caplog):
     folder = save(tmp_path / "model", "mistral", sliding_window=16)
-    export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+    export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert "beyond 16 tokens answers differ" in caplog.text
 
 
@@ -278,24 +280,24 @@ def test_a_missing_tensor_is_named(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"missing \(model\.layers\.1\.mlp\.up_proj\.weight"):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
 
 
 def test_another_tensor_and_another_shape_are_named(tmp_path):
     folder = save(tmp_path / "model")
     edit_json(folder / "config.json", intermediate_size=96)
     with pytest.raises(ModelError, match=r"mismatched .*64.*96.*not what config"):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     edit_json(folder / "config.json", intermediate_size=64, num_hidden_layers=2)
     with pytest.raises(ModelError, match=r"unexpected \(model\.layers\.2\."):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
 
 
 @pytest.mark.parametrize("name", ["out.gguf", "out.Modelfile"])
 def test_nothing_is_overwritten(models, name, tmp_path):
     (tmp_path / name).write_text("mine")
     with pytest.raises(ModelError, match="nothing is overwritten"):
-        export_gguf(models("llama"), tmp_path / "out.gguf", quantize="f16")
+        export(models("llama"), tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -312,15 +314,15 @@ def test_a_full_disk_leaves_nothing(models, after, tmp_path, monkeypatch):
     folder = models("llama")
     monkeypatch.setattr(files.File, "write_at", full)
     with pytest.raises(CheckpointError, match="disk is full"):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_heads_and_experts_are_read_in_blocks(models, tmp_path, monkeypatch):
     for kind in ("llama", "qwen3_moe"):
-        out = export_gguf(models(kind), tmp_path / f"{kind}.gguf", quantize="f32")
+        out = export(models(kind), tmp_path / f"{kind}.gguf", GGUF(quantize="f32"))
         monkeypatch.setattr("surefoot.plugins.gguf.tensors._CHUNK", 1000)
-        again = export_gguf(models(kind), tmp_path / f"{kind}-2.gguf", quantize="f32")
+        again = export(models(kind), tmp_path / f"{kind}-2.gguf", GGUF(quantize="f32"))
         first, second = values(out), values(again)
         assert all(np.array_equal(first[name], second[name]) for name in first)
         monkeypatch.undo()
@@ -330,5 +332,5 @@ def test_a_damaged_run_and_a_reward_model_are_refused(tmp_path):
     folder = save(tmp_path / "model")
     edit_json(folder / "config.json", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(ModelError, match="reward model"):
-        export_gguf(folder, tmp_path / "out.gguf", quantize="f16")
+        export(folder, tmp_path / "out.gguf", GGUF(quantize="f16"))
     assert json.loads((folder / "config.json").read_text())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 from ..sources.copying import DtypeName, Progress
 from ..sources.source import TensorSource
+
+RewardHead = Literal["score", "v_head"]
 
 
 class OptionError(ValueError):
@@ -23,6 +26,8 @@ class WholeModel:
     small: Mapping[str, bytes]
     folder: Path  # of its configuration
     global_batch_size: int | None = None  # of the run that trained it
+    sign: Callable[[Path], object] = lambda _: None
+    """Writes a receipt into the new folder, if an export is to have one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,13 @@ class Origin(Protocol):
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
 
-    def whole(self, dtype: DtypeName | None = None) -> WholeModel:
+    def whole(
+        self,
+        dtype: DtypeName | None = None,
+        *,
+        reward_head: RewardHead = "score",
+        trust_remote_code: bool = False,
+    ) -> WholeModel:
         """The model; an adapter is merged into its base."""
 
 
@@ -68,19 +79,30 @@ class Done:
     words: str = ""  # for people
 
 
-class Target(Protocol):
-    """What ``ckpt convert --to NAME`` writes. Its fields are the options of the command."""
+class Target(ABC):
+    """What ``export`` and ``ckpt convert --to NAME`` write. Its fields are their options."""
+
+    suffix: ClassVar[str] = ""
+    """Of the file that it writes; empty if it writes a folder."""
+    may_not_open: ClassVar[bool] = False
+    """Whether transformers cannot open all that it writes, so that a failure is no fault."""
+    servers: ClassVar[Sequence[str]] = ()
+    """Commands that serve what was written, in place of ``{}``; printed."""
+    package: ClassVar[str | None] = None
+    """The package of Python that it needs."""
 
     @property
     def hints(self) -> Hints:
         """What its options say of the folder to convert."""
+        return Hints()
 
+    @abstractmethod
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Write the new folder ``target``, which appears when all of it is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsTarget:
+class WeightsTarget(Target):
     """The options of a target that is written from the weights in any folder."""
 
     dtype: DtypeName | None = None

@@ -10,11 +10,11 @@ import click
 from ...errors import counted
 from ...storage.address import Address
 from ..table import JSON, print_json, reading
+from ..targets import TargetCommand, naming_packages, target_of
 from .checkpoint_path import PLACE, local
-from .target_options import TargetCommand, option_name, parsed
 
 if TYPE_CHECKING:
-    from ...checkpoint.converting.origin import Done, Target
+    from ...checkpoint.converting.origin import Done
 
 LAYOUTS = ("full", "distributed")
 LayoutName = Literal["full", "distributed"]
@@ -39,8 +39,8 @@ def convert(
     kind = kind or _usual(given)
     options_of_source = _reading(kind, given)
     try:
-        to = _target(kind, given)
-        with reading("converting", None) as advance:
+        to = target_of(kind, given)
+        with reading("converting", None) as advance, naming_packages(to):
             done = write(local(checkpoint), target, to, advance, options_of_source)
     except OptionError as error:
         raise click.UsageError(str(error)) from None
@@ -65,19 +65,6 @@ def _reading(kind: str, given: dict[str, Any]) -> dict[str, object]:
     of_source = {name for cls in READING.values() for name in settings(cls)}
     taken = of_source - settings(TARGETS[kind]).keys()
     return {name: given.pop(name) for name in list(given) if name in taken}
-
-
-def _target(kind: str, given: dict[str, Any]) -> Target:
-    from ...checkpoint.converting.targets import TARGETS
-    from ...schema import settings
-
-    known = settings(TARGETS[kind])
-    if odd := [name for name in given if name not in known]:
-        takes = ", ".join(option_name(name) for name in sorted(known))
-        raise click.UsageError(
-            f"{option_name(odd[0])} cannot be used with --to {kind}, which accepts {takes}"
-        )
-    return TARGETS[kind](**{name: parsed(known[name], value) for name, value in given.items()})
 
 
 def _report(target: Path, kind: str, done: Done, *, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, Keys
 from transformers import PretrainedConfig
 
 from ...checkpoint.layouts.opening import open_folder
+from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.adaptable import adapted
@@ -30,8 +31,8 @@ from ...use.exporting.merged_model import stop_token_ids
 from ...use.model_loading import ModelFolders
 from ...use.receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of
-from .formats import Format, fitting
-from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files
+from .formats import FORMATS, Format, fitting
+from .gguf_file import GGUFContents, refuse_existing, write_files
 from .modelfile import ModelForOllama, modelfile_of, modelfile_text
 from .settings import check_rope
 from .tensors import FileTensor, gguf_name, head_rows, name_map
@@ -50,15 +51,14 @@ class _Pair:
     b: torch.Tensor
 
 
-def write_adapter(
-    parts: ModelFolders, target: Path, format_: Format, progress: TotalProgress | None = None
-) -> None:
+def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Progress) -> None:
     """Write the adapter of ``parts`` into the new file ``target``. Raises ``ModelError`` if there
     is none, or if it changes what a GGUF adapter cannot."""
     beside = modelfile_of(target)
     refuse_existing(target, beside, receipt_path(target))
     if parts.adapter is None:
         raise ModelError(f"{parts.folder}: is no adapter; --to gguf writes the complete model")
+    format_ = FORMATS[quantize]
     kind = _kind(format_)
     where = str(parts.adapter)
     model = meta_model(parts.model, trust_remote_code=False)

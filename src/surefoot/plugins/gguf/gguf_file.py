@@ -27,11 +27,9 @@ from ...checkpoint.sources.source import TensorSource
 from ...errors import CheckpointError, ModelError
 from ...storage import files
 from ...storage.parallel_work import ahead
-from ...use.exporting.exported import counting
 from .k_quants import Bytes, Floats, q4_k, q5_k, q6_k
 from .tensors import FileTensor
 
-TotalProgress = Callable[[int, int], None]  # is told the bytes written, and the total
 _LIMIT = 1 << 30  # bytes of a head, which the vocabulary fills
 
 
@@ -62,7 +60,7 @@ def write_files(
     contents: GGUFContents,
     source: TensorSource,
     beside: Mapping[Path, bytes],
-    progress: TotalProgress | None = None,
+    progress: Progress,
 ) -> None:
     """Write ``target`` and the small files ``beside`` it. Raises ``CheckpointError``: a disk that
     is full or fails, or values that the format cannot hold."""
@@ -72,7 +70,7 @@ def write_files(
         with claim(target, files.open_folder) as held:
             folder = held.path
             try:
-                _write(folder, target.name, contents, source, counting(contents.size(), progress))
+                _write(folder, target.name, contents, source, progress)
                 for path, data in beside.items():
                     files.write_new(folder / path.name, data)
                 refuse_existing(target, *beside)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.layouts.detection import is_sequence_classification
+from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import Shape, TensorSource
 from ...errors import ModelError, counted
 from ...model.pretrained.tokenizer import load_tokenizer
@@ -24,7 +25,7 @@ from ...use.model_loading import ModelFolders
 from ...use.receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, architecture_of, window_note
 from .formats import FORMATS, Format, LayerCounts, fitting, tensor_type
-from .gguf_file import GGUFContents, TotalProgress, refuse_existing, write_files
+from .gguf_file import GGUFContents, refuse_existing, write_files
 from .modelfile import ModelForOllama, modelfile_of, modelfile_text
 from .settings import add_settings, check_rope
 from .tensors import FileTensor, check_complete, file_tensors
@@ -48,15 +49,14 @@ class ModelToWrite:
     where: str
 
 
-def write_model(
-    parts: ModelFolders, target: Path, format_: Format, progress: TotalProgress | None = None
-) -> None:
+def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Progress) -> None:
     """Write the model of ``parts`` into the new file ``target``. Raises ``ModelError`` if it is no
     language model that llama.cpp runs as it was trained, ``CheckpointError`` if tensors are
     damaged or missing, or the disk fails."""
     beside = modelfile_of(target)
     refuse_existing(target, beside, receipt_path(target))
     model = open_whole(parts)
+    format_ = FORMATS[quantize]
     types = types_of(model, format_)
     vocabulary = vocabulary_of(model.tokenizer, model.tensors[_EMBEDDINGS].shape[0], model.where)
     stops = stop_token_ids(model.tokenizer)
@@ -82,8 +82,7 @@ def write_model(
     text = modelfile_text(for_ollama, [f"FROM ./{target.name}"])
     write_files(target, contents, model.source, {beside: text}, progress)
     count = sum(prod(tensor.shape) for tensor in model.tensors.values())
-    named = {type_: name for name, type_ in FORMATS.items()}
-    write_receipt(target, parts, Artefact("gguf", named[format_], count), [beside.name])
+    write_receipt(target, parts, Artefact("gguf", quantize, count), [beside.name])
 
 
 def open_whole(parts: ModelFolders) -> ModelToWrite:

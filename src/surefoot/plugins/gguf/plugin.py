@@ -6,8 +6,8 @@ _HERE = __package__
 
 PLUGIN = Plugin(
     name="gguf",
-    exporters={
-        "gguf": f"{_HERE}.exporters:GGUF",
-        "gguf-adapter": f"{_HERE}.exporters:GGUF_ADAPTER",
+    targets={
+        "gguf": f"{_HERE}.targets:GGUF",
+        "gguf-adapter": f"{_HERE}.targets:GGUFAdapter",
     },
 )

@@ -4,5 +4,5 @@ from ...extensions import Plugin
 
 PLUGIN = Plugin(
     name="quantize",
-    exporters={"compressed-tensors": f"{__package__}.exporters:COMPRESSED_TENSORS"},
+    targets={"compressed-tensors": f"{__package__}.target:QuantizedFolder"},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoint.converting.origin import Done, Hints, Origin
+from ...checkpoint.converting.origin import Done, Hints, Origin, Target
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.sources.copying import Progress
 from ...errors import CheckpointError
@@ -16,7 +16,7 @@ from .to_trainer import save_trainer_checkpoint
 
 
 @dataclass(frozen=True)
-class TrainerCheckpoint:
+class TrainerCheckpoint(Target):
     """A checkpoint that ``Trainer.train(resume_from_checkpoint=DST)`` resumes from."""
 
     base: str | None = None

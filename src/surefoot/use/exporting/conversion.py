@@ -1,4 +1,9 @@
-"""Convert a folder: every target, and the views of a folder that need models to be located."""
+"""Write a model in any form: every target, and the views of a folder that need models to be
+located.
+
+Weights are copied from file to file box by box, so that memory does not grow with the model. What
+is written appears when all of it is there.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...checkpoint.converting.origin import Done, Hints, Target, WholeModel
+from ...checkpoint.converting.origin import Done, Hints, Origin, RewardHead, Target, WholeModel
+from ...checkpoint.converting.targets.huggingface import HuggingFaceModel
 from ...checkpoint.layouts.opening import has_opener, open_any, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, silent
 from ...checkpoint.sources.source import TensorSource
-from ..model_loading import ModelFolders, find_parts
+from ...recipe.run_checkpoint import Damaged
+from ..model_loading import ModelFolders, find_parts, with_valid
 from ..model_location import locate
-from .exported import whole_model
+from ..receipts.receipt import write_receipt
+from .exported import artefact_of, whole_model
 
 USUAL = "surefoot"  # where only a layout or mesh is named
 
@@ -24,6 +32,7 @@ class FolderToConvert:
 
     folder: Path
     given: Hints = field(default_factory=Hints)
+    exported: ModelFolders | None = None  # of an export: what was found
 
     @cached_property
     def base(self) -> Path | None:
@@ -37,11 +46,12 @@ class FolderToConvert:
 
     def adapter_base(self) -> Path | None:
         """The folder of an adapter's base; None for a full model."""
-        return None if self._parts.adapter is None else self._parts.model
+        return None if self.parts.adapter is None else self.parts.model
 
     @cached_property
-    def _parts(self) -> ModelFolders:
-        return find_parts(self.folder, base=self.given.base)
+    def parts(self) -> ModelFolders:
+        """The folders of the model."""
+        return self.exported or find_parts(self.folder, base=self.given.base)
 
     def weights(self) -> TensorSource:
         """The weights as stored, under Hugging Face's names."""
@@ -49,12 +59,69 @@ class FolderToConvert:
             return open_named(self.folder, self.base, options=self.given.reading)
         return open_any(self.folder, trust_pickle=self.given.trust_pickle)
 
-    def whole(self, dtype: DtypeName | None = None) -> WholeModel:
+    def whole(
+        self,
+        dtype: DtypeName | None = None,
+        *,
+        reward_head: RewardHead = "score",
+        trust_remote_code: bool = False,
+    ) -> WholeModel:
         """The model; an adapter is merged into its base."""
-        weights, small = whole_model(self._parts, dtype=dtype)
-        recipe = self._parts.recipe
-        batch = None if recipe is None else recipe.train.global_batch_size
-        return WholeModel(weights, small, self._parts.model, batch)
+        parts = self.parts
+        weights, small = whole_model(
+            parts, dtype=dtype, trust_remote_code=trust_remote_code, reward_head=reward_head
+        )
+
+        def sign(folder: Path) -> None:
+            if self.exported is not None:
+                artefact = artefact_of(parts, weights, small, dtype, reward_head)
+                write_receipt(folder, parts, artefact)
+
+        batch = None if parts.recipe is None else parts.recipe.train.global_batch_size
+        return WholeModel(weights, small, parts.model, batch, sign)
+
+
+def model_folders(origin: Origin) -> ModelFolders:
+    """The folders of the model that is written."""
+    assert isinstance(origin, FolderToConvert)
+    return origin.parts
+
+
+def export(
+    path: str | Path,
+    out: str | Path,
+    to: Target = HuggingFaceModel(),  # noqa: B008
+    *,
+    progress: Progress = silent,
+) -> Path:
+    """Write the model at ``path`` (see ``locate``) as ``to`` says.
+
+    Args:
+        path: a run, checkpoint or model; an adapter is merged into its base.
+        out: a folder that does not exist or is empty, or a new file.
+        to: what is written, and with which options.
+        progress: called with numbers of bytes that have been written.
+
+    Raises:
+        ModelError: nothing to export there, a missing base, or ``out`` is not empty.
+        CheckpointError: damaged weights, an adapter of another model, or a write that fails.
+    """
+    return export_as(path, out, to, progress)[0]
+
+
+def export_as(
+    path: str | Path, out: str | Path, to: Target, progress: Progress
+) -> tuple[Path, Done]:
+    """The same, with the notes of the target."""
+    target = Path(out).expanduser().absolute()
+
+    def find(damaged: Damaged) -> ModelFolders:
+        return find_parts(path, base=to.hints.base, damaged=damaged)
+
+    def write(parts: ModelFolders) -> Done:
+        return to.write(FolderToConvert(parts.folder, to.hints, parts), target, progress)
+
+    return target, with_valid(find, write)
 
 
 def convert(

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from ...checkpoint.converting.origin import RewardHead
 from ...checkpoint.layouts.opening import open_role
 from ...checkpoint.layouts.sequence_classification import SCORE
 from ...checkpoint.sources.joined import JoinedSource
@@ -23,7 +24,6 @@ from ...network.heads import HEADS
 from ..model_loading import ModelFolders
 
 logger = logging.getLogger(__name__)
-RewardHead = Literal["score", "v_head"]
 _FILE = HEADS["values"]
 
 

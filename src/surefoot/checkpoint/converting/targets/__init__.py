@@ -1,6 +1,6 @@
-"""What ``ckpt convert --to NAME`` writes. To add one: write its file, add its line.
+"""What ``export`` and ``ckpt convert --to NAME`` write. To add one: write its file, add its line.
 
-Targets that need more than checkpoints, for one the Hugging Face Trainer's, come from plugins.
+Targets that need more than checkpoints, such as GGUF files, come from plugins.
 """
 
 from collections.abc import Mapping

@@ -16,11 +16,11 @@ from ...sources.copying import DtypeName, Progress, cast, copy
 from ...sources.source import Renamed, TensorSource
 from ...sources.weights import ADAPTER_CONFIG, DISTRIBUTED
 from ..model_files import adapter_files
-from ..origin import Done, Hints, Origin
+from ..origin import Done, Hints, Origin, Target
 
 
 @dataclass(frozen=True)
-class PEFTAdapter:
+class PEFTAdapter(Target):
     """An adapter by itself."""
 
     dtype: DtypeName | None = None

@@ -1,0 +1,134 @@
+"""``--to NAME`` of ``export`` and ``ckpt convert``, and the options made of the targets' fields."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import click
+
+from ..errors import ModelError, installation
+from ..parallel.mesh import Mesh
+from ..schema import Setting, settings
+from .option_text import parse_mesh
+
+if TYPE_CHECKING:
+    from ..checkpoint.converting.origin import Target
+
+# Fields that are one text on the command line.
+_PARSERS: Mapping[Any, Callable[[str], object]] = {Mesh: parse_mesh}
+_METAVARS: Mapping[Any, str] = {Mesh: "AXIS=N[,AXIS=N]"}
+
+
+class TargetCommand(click.Command):
+    """A command with ``--to`` and the options of every target. These are read from the targets
+    when the command is called, so that no other command waits for torch."""
+
+    usual: ClassVar[str] = "surefoot is the default with --layout or --mesh"
+    reads_others: ClassVar[bool] = True  # folders of other programs, which have options, too
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options of the targets come between its own and the last."""
+        from ..checkpoint.converting.targets import READING, TARGETS
+
+        own = super().get_params(ctx)
+        sections: dict[str, type] = dict(TARGETS)
+        if self.reads_others:  # a layout may have the name of a target
+            sections |= {f"{name} (SRC)": cls for name, cls in READING.items()}
+        fields: dict[str, dict[str, Setting]] = {}
+        for target, cls in sections.items():
+            for name, setting in settings(cls).items():
+                fields.setdefault(name, {})[target] = setting
+        made = [_to(TARGETS, self.usual), *map(option, fields.values())]
+        first = sum(isinstance(param, click.Argument) for param in own)
+        return [*own[:first], *made, *own[first:]]
+
+
+def _to(targets: Mapping[str, type], usual: str) -> click.Option:
+    told = "; ".join(f"{name}: {_said(cls)}" for name, cls in targets.items())
+    help_text = f"What to write. {told}. {usual}."
+    return click.Option(["--to", "kind"], type=click.Choice(list(targets)), help=help_text)
+
+
+def _said(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "")
+
+
+def option(same: Mapping[str, Setting]) -> click.Option:
+    """The option for the fields of one name, by target: a switch for a bool, a choice for a
+    Literal, a file for a Path."""
+    setting = next(iter(same.values()))
+    help_text, hint = setting.doc.replace("`", ""), _without_none(setting.hint)
+    if hint is bool:
+        return click.Option([option_name(setting.name)], is_flag=True, default=None, help=help_text)
+    if typing.get_origin(hint) is Literal:
+        choices = {target: typing.get_args(_without_none(one.hint)) for target, one in same.items()}
+        every = dict.fromkeys(name for names in choices.values() for name in names)
+        if len(set(choices.values())) > 1:
+            told = "; ".join(f"{target}: {', '.join(names)}" for target, names in choices.items())
+            help_text = f"{help_text} {told}."
+        return click.Option(
+            [option_name(setting.name)], type=click.Choice(list(every)), help=help_text
+        )
+    usual = "NAME=N[,NAME=N]" if hasattr(hint, "from_text") else _METAVARS.get(hint)
+    metavar = getattr(hint, "metavar", usual)
+    kind = click.Path(exists=True, path_type=Path) if hint is Path else str
+    return click.Option([option_name(setting.name)], type=kind, metavar=metavar, help=help_text)
+
+
+def target_of(kind: str, given: Mapping[str, Any]) -> Target:
+    """The target ``kind`` with the options that were given. Raises ``UsageError``: one means
+    nothing for it."""
+    from ..checkpoint.converting.targets import TARGETS
+
+    known = settings(TARGETS[kind])
+    if odd := [name for name in given if name not in known]:
+        takes = ", ".join(option_name(name) for name in sorted(known))
+        raise click.UsageError(
+            f"{option_name(odd[0])} cannot be used with --to {kind}, which accepts {takes}"
+        )
+    values = {name: _parsed(kind, known[name], value) for name, value in given.items()}
+    return TARGETS[kind](**values)
+
+
+@contextmanager
+def naming_packages(to: Target) -> Iterator[None]:
+    """A block in which a missing package that ``to`` needs is a ``ModelError`` with its cure."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name != to.package:
+            raise
+        raise ModelError(
+            f"this target needs the package {error.name.replace('_', '-')}, which is not "
+            f"installed: {installation(error.name)}"
+        ) from None
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return hint
+    (found,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    return found
+
+
+def _parsed(kind: str, setting: Setting, value: Any) -> object:
+    """What was given for a field, in the field's type. Raises ``CheckpointError``."""
+    hint = _without_none(setting.hint)
+    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+        raise click.UsageError(
+            f"{option_name(setting.name)} {value} is not written by --to {kind}; expected one of "
+            f"{', '.join(typing.get_args(hint))}"
+        )
+    parse = getattr(hint, "from_text", None) or _PARSERS.get(hint)
+    return value if parse is None else parse(value)
+
+
+def option_name(name: str) -> str:
+    """A field as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"

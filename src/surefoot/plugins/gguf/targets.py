@@ -1,0 +1,68 @@
+"""``--to gguf`` and ``--to gguf-adapter``; what writes them is imported when it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from ...checkpoint.converting.origin import Done, Hints, Origin, Target
+from ...checkpoint.sources.copying import Progress
+from ...use.exporting.conversion import model_folders
+
+AdapterFormat = Literal["f16", "f32", "bf16", "q8_0"]
+BlockFormat = Literal["q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q5_0", "q4_0"]
+ModelFormat = Literal[AdapterFormat, BlockFormat]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUF(Target):
+    """One GGUF file for llama.cpp and Ollama, with a Modelfile beside it."""
+
+    suffix: ClassVar[str] = ".gguf"
+    may_not_open: ClassVar[bool] = True
+    package: ClassVar[str | None] = "gguf"
+
+    quantize: ModelFormat = "f16"
+    """Type of the weights; unset, the first of each target."""
+
+    base: str | None = None
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the model to write."""
+        return Hints(self.base)
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """The file, and what Ollama needs beside it."""
+        module = import_module(f"{__package__}.model_file")
+        module.write_model(model_folders(origin), target, self.quantize, progress)
+        return Done()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUFAdapter(Target):
+    """A LoRA adapter, not merged, as a GGUF file for a GGUF of its base."""
+
+    suffix: ClassVar[str] = ".gguf"
+    may_not_open: ClassVar[bool] = True
+    package: ClassVar[str | None] = "gguf"
+
+    quantize: AdapterFormat = "f16"
+    """Type of the weights."""
+
+    base: str | None = None
+    """The base model of the adapter, if it moved."""
+
+    @property
+    def hints(self) -> Hints:
+        """What it says of the model to write."""
+        return Hints(self.base)
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """The file."""
+        module = import_module(f"{__package__}.adapter_file")
+        module.write_adapter(model_folders(origin), target, self.quantize, progress)
+        return Done()
