@@ -56,6 +56,7 @@ except SystemExit as error:
         "surefoot.plugins.board.commands.watch",
         "surefoot.plugins.board.app",
         "surefoot.plugins.cloud.uploader",
+        "surefoot.training.callbacks.trackers.worker",
     ],
 )
 def test_this_process_needs_no_torch(module):

@@ -126,7 +126,7 @@ def test_no_process_remains_if_the_user_does_not_wait(tmp_path, monkeypatch):
     with listening("hang") as server:
         one = process(tmp_path, server.url)
         one.start()
-        pid = one._process.pid
+        pid = one.child.process.pid
         monkeypatch.setattr(launching.time, "sleep", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finish([one], outcome="complete")

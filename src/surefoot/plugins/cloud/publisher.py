@@ -9,15 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from ...run.folder import RunUploads
-from ...storage.files import open_log
+from ...storage.child import Child
 from ...training.callback import Context
 from ...training.section import TrainSection
 from ...training.state import TrainerControl, TrainerState
@@ -36,7 +33,7 @@ class HubUploads(RunUploads):
     target: Destination
     is_every_save: bool
     has_checkpoints: bool
-    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _child: Child | None = field(default=None, init=False)
     _is_due: bool = field(default=False, init=False)
     _is_told: bool = field(default=False, init=False)
 
@@ -49,13 +46,8 @@ class HubUploads(RunUploads):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._child is not None and self._child.code is None:
+            self._child.end()
             logger.warning("the upload to %s is not finished%s", self.target.name, self._advice())
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
@@ -65,7 +57,7 @@ class HubUploads(RunUploads):
 
     def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """An upload may have ended in the meantime."""
-        if self._process is not None:
+        if self._child is not None:
             self._continue()
 
     def finish(self, *, is_complete: bool) -> None:
@@ -82,7 +74,7 @@ class HubUploads(RunUploads):
 
     def _continue(self) -> None:
         """Note the end of an upload, and start the next one that is due."""
-        if self._process is not None and self._process.poll() is None:
+        if self._child is not None and self._child.code is None:
             return
         self._note()
         if self._is_due:
@@ -90,22 +82,21 @@ class HubUploads(RunUploads):
             self._start()
 
     def _wait(self) -> None:
-        if self._process is not None:
-            self._process.wait()
+        if self._child is not None:
+            self._child.process.wait()
             self._note()
 
     def _start(self) -> None:
         settings = asdict(self.target) | {"checkpoints": self.has_checkpoints}
-        command = [sys.executable, "-P", "-m", f"{__package__}.pushing", str(self.folder)]
+        command = ["-m", f"{__package__}.pushing", str(self.folder), json.dumps(settings)]
         try:
-            with open_log(self.folder / LOG) as log:
-                self._process = _started([*command, json.dumps(settings)], log)
+            self._child = Child(command, log=self.folder / LOG, patience=_SECONDS)
         except OSError as error:
             self._tell(str(error))
 
     def _note(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and process.returncode != 0:
+        child, self._child = self._child, None
+        if child is not None and child.code != 0:
             self._tell(_last_line(self.folder / LOG))
 
     def _tell(self, reason: str) -> None:
@@ -128,17 +119,6 @@ def uploads_of(section: TrainSection) -> HubUploads:
         target=Destination(name=section.push_to_hub, is_private=section.hub_private_repo),
         is_every_save=section.hub_strategy != "end",
         has_checkpoints=section.hub_strategy == "all_checkpoints",
-    )
-
-
-def _started(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A process in a session of its own: Ctrl-C is meant for the run."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
     )
 
 
