@@ -148,6 +148,7 @@ def prune(page, run):
     assert "pinned" in listed[0]
     assert committed(run) == before, "a dry run deletes nothing"
     page.click(f"Delete {len(going)} checkpoints")
+    page.click("Delete")  # the question of the board
     page.wait_for("Freed", seconds=60)
     assert [path.name for path in committed(run)] == staying
     page.wait(f"return document.querySelectorAll('tbody tr').length === {len(staying)}")

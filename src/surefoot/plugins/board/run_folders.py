@@ -15,7 +15,6 @@ from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.training_process import LOG
 
 METRICS = "metrics.jsonl"
-RESULTS = "all_results.json"
 LOCK = ".lock"
 MAX_RUNS = 2000
 MAX_FOLDERS = 20_000

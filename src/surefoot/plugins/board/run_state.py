@@ -5,14 +5,14 @@
 ``stopped``   a signal stopped it; it has saved, and can be resumed
 ``failed``    it ended with an error, which is known, or before it trained
 ``died``      no process holds the lock, and the last launch has no end: killed, or power lost
-``ended``     no process holds the lock; an older version that kept no record of its launches
+``ended``     no process holds the lock, and there is no record of its launches
 ``unknown``   the file system has no locks, and the process is on another machine
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipe.files import RUN_RECIPE
@@ -21,7 +21,7 @@ from ...storage.folder_lock import is_held
 from ...terminal_text import plain
 from ...training.callbacks.launches import HEARTBEAT, NAME, is_alive
 from ...training.callbacks.training_process import LOG
-from .run_folders import LOCK, METRICS, RESULTS
+from .run_folders import LOCK, METRICS
 
 TAIL = 1 << 18  # bytes of launches.jsonl that are enough for its last launch
 MAX_SMALL = 1 << 20
@@ -48,11 +48,36 @@ class RunState:
 
 def state_of(folder: Path) -> RunState:
     """The state of the run in ``folder``."""
-    found = last_launch(folder)
-    heartbeat = small_json(folder / HEARTBEAT)
-    name, evidence = _starting(folder, found) or _judged(folder, found, heartbeat)
-    process = found.start if evidence == "starting" else found.launch or heartbeat
-    return RunState(name, evidence, found.launch, found.end, heartbeat, process)
+    last: dict[object, Mapping[str, object]] = {}  # by event: what the records end with
+    for line in tail(folder / NAME, TAIL).splitlines():
+        row = parsed(line) or {}
+        if row.get("event") == "launch":
+            last = {}
+        last[row.get("event")] = row
+    start, launch, end = (last.get(event) for event in ("start", "launch", "end"))
+    try:
+        heartbeat = parsed(files.read_inside(folder, HEARTBEAT, MAX_SMALL))
+    except OSError:
+        heartbeat = None
+    locked = is_locked(folder)
+    process = launch or heartbeat
+    if locked:
+        name, evidence = "running", "lock"
+    elif start is not None and is_alive(start):
+        name, evidence, process = "running", "starting", start
+    elif start is not None and launch is None:
+        name, evidence = "failed", "not_begun"
+    elif end is not None:
+        outcome = end.get("outcome")
+        known = outcome in ("complete", "stopped", "failed")
+        name, evidence = str(outcome) if known else "ended", "end"
+    elif locked is None and process is not None:
+        name, evidence = _BY_PROCESS[is_alive(heartbeat or process)]
+    elif launch is not None:
+        name, evidence = "died", "no_end"
+    else:
+        name, evidence = "ended", "no_record"
+    return RunState(name, evidence, launch, end, heartbeat, process)
 
 
 def has_begun(folder: Path) -> bool:
@@ -76,37 +101,6 @@ def is_locked(folder: Path) -> bool | None:
     return is_held(folder / LOCK)
 
 
-@dataclass(frozen=True)
-class LastLaunch:
-    """What the records of launches end with."""
-
-    launch: Mapping[str, object] | None = None  # the begin of the last one
-    end: Mapping[str, object] | None = None  # its end
-    start: Mapping[str, object] | None = None  # a process that was to begin another one
-
-
-def last_launch(folder: Path) -> LastLaunch:
-    """The last launch, as far as it is written."""
-    found = LastLaunch()
-    for line in tail(folder / NAME, TAIL).splitlines():
-        row = parsed(line) or {}
-        if row.get("event") == "start":
-            found = replace(found, start=row)
-        elif row.get("event") == "launch":
-            found = LastLaunch(launch=row)
-        elif row.get("event") == "end":
-            found = replace(found, end=row)
-    return found
-
-
-def small_json(path: Path, limit: int = MAX_SMALL) -> Mapping[str, object] | None:
-    """The object in a small file; None if it is missing or half-written."""
-    try:
-        return parsed(files.read_inside(path.parent, path.name, limit))
-    except OSError:
-        return None
-
-
 def parsed(line: bytes) -> dict[str, object] | None:
     """The object in a line, fit to be shown; None if it is no JSON object."""
     try:
@@ -125,44 +119,3 @@ def tail(path: Path, length: int) -> bytes:
     except OSError:
         return b""
     return data.partition(b"\n")[2] if start else data
-
-
-def _starting(folder: Path, found: LastLaunch) -> tuple[str, str] | None:
-    """The state of a run whose process was started by a board, and has not begun to train."""
-    if found.start is None or is_locked(folder):
-        return None
-    if is_alive(found.start):
-        return "running", "starting"
-    return ("failed", "not_begun") if found.launch is None else None
-
-
-def _judged(
-    folder: Path, found: LastLaunch, heartbeat: Mapping[str, object] | None
-) -> tuple[str, str]:
-    launch, end = found.launch, found.end
-    locked = is_locked(folder)
-    if locked:
-        return "running", "lock"
-    if end is not None:
-        return _ended(end), "end"
-    if locked is None and (launch or heartbeat):
-        return _BY_PROCESS[is_alive(heartbeat or launch or {})]
-    if launch is not None:
-        return "died", "no_end"
-    if small_json(folder / RESULTS) is not None and _is_newest(folder):
-        return "complete", "results"
-    return "ended", "no_record"
-
-
-def _is_newest(folder: Path) -> bool:
-    """Whether the results were written after the last metrics."""
-    try:
-        return (folder / RESULTS).stat().st_mtime >= (folder / METRICS).stat().st_mtime
-    except OSError:
-        return False
-
-
-def _ended(end: Mapping[str, object]) -> str:
-    """The state of a run whose last launch has this end."""
-    outcome = end.get("outcome")
-    return str(outcome) if outcome in ("complete", "stopped", "failed") else "ended"

@@ -51,7 +51,6 @@ EVIDENCE = {  # keys of RunState.evidence in words
     "no_process": "its process is gone",
     "end": "it has recorded its end",
     "no_end": "no process holds its lock, and it has recorded no end",
-    "results": "it has written its results",
     "no_record": "it kept no record",
 }
 _OVER = 2  # looks at runs that have ended, for what was just being written

@@ -4,8 +4,7 @@ import { to } from "./app.js";
 import { h, replace } from "./dom.js";
 import { t } from "./i18n.js";
 import { run as command } from "./job.js";
-import { checked } from "./data_check.js";
-import { datasets } from "./preview.js";
+import { checked, datasets } from "./preview.js";
 
 export async function page(body, query) {
   const [{ files }, { runs }] = await Promise.all([get("/api/recipes"), get("/api/runs")]);

@@ -11,7 +11,6 @@ const NAMES = {
   "evidence:end": "It has ended.",
   "evidence:no_end": "It was killed, or the machine went down.",
   "evidence:no_process": "It was killed, or the machine went down.",
-  "evidence:results": "It wrote its results after the last step.",
   "evidence:no_record": "There is no record of how it ended.",
   "finish:length": "(truncated at the longest answer)",
   "finish:context": "(truncated: the context length is reached)",

@@ -1,38 +1,54 @@
-// Rows as the model sees them, with the loss mask; and the bars of a plan.
+// What commands say of a recipe: rows as the model sees them, the check of all rows, and a plan.
 import { color } from "./chart.js";
 import { h } from "./dom.js";
-import { bytes, duration, integer, number } from "./format.js";
+import { bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 
+const LABELS = { broken: "Unreadable", cut: "Truncated", equal: "Equal to an earlier row", similar: "Similar to an earlier row" };
+const OVERLAPS = { same: "the same row", prompt: "the same prompt", similar: "similar" };
+const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
+const places = (rows) => (rows.length ? `(${rows.join(", ")} …)` : "");
+const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
+
 export function datasets(found) {
-  return found.datasets.map((one) => h("div.panel", {}, h("h2", {}, one.name), figures(one), problems(one), lengths(one.lengths, found.cutoff_len),
+  return found.datasets.map((one) => h("div.panel", {}, h("h2", {}, one.name), figures(one, found.cutoff_len),
     h("div.keys", {}, h("span", {}, h("i", { style: { background: "var(--trained-bg)" } }), t("trained")), h("span", {}, h("i", { style: { background: "var(--line)" } }), t("masked: read, not trained on"))),
     one.shown.map(example)));
 }
 
-function figures(one) {
-  const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
-  const share = one.tokens ? `${Math.round((100 * one.trained_tokens) / one.tokens)} %` : "–";
-  const dropped = Object.values(one.dropped).reduce((sum, n) => sum + n, 0);
-  return h("dl.figures", { style: { marginBottom: "14px" } }, cell(one.all_rows ? "Rows" : "First rows", integer(one.rows)), cell("Tokens", integer(one.tokens)), cell("Trained on", share),
-    cell("Truncated", integer(one.cut)), cell("Dropped", integer(dropped)), cell("Unreadable", integer(one.broken.length)));
+// The report of `surefoot data check`: findings first, then the figures of each dataset.
+export function checked(found) {
+  const findings = found.findings.map((one) => h("li", {},
+    h("b", { style: { color: one.level === "problem" ? "var(--red)" : "var(--amber)" } }, t(one.level === "problem" ? "problem" : "note")),
+    ` ${one.dataset}: ${integer(one.count)} ${one.what} `, h("span.soft", {}, places(one.rows)), one.advice ? h("div.soft", {}, one.advice) : null));
+  return h("div.panel", {}, h("h2", {}, t("Check of all rows")),
+    found.ok ? h("div.note", {}, `✓ ${t("No problems.")}`) : null,
+    findings.length ? h("ul", { style: { margin: "12px 0", paddingLeft: "20px" } }, findings) : null,
+    found.overlaps.map((one) => h("p", {}, t("{name}: rows of the evaluation data that are in the training data", { name: one.evaluation }), ": ",
+      Object.entries(OVERLAPS).map(([key, label]) => `${t(label)} ${integer(one[key].count)}`).join(" · "))),
+    found.datasets.map((one) => h("section", { style: { marginTop: "18px" } }, h("h3", {}, one.name), figures(one, found.cutoff_len))));
 }
 
-function problems(one) {
-  const said = Object.entries(one.dropped).map(([why, n]) => t("{n} dropped: {why}", { n, why }));
-  said.push(...one.broken.slice(0, 10));
-  if (one.unread.length) said.push(t("columns that nothing reads: {names}", { names: one.unread.join(", ") }));
-  return said.length ? h("div.note.warn", { style: { marginBottom: "14px" } }, said.join("\n")) : null;
+function figures(one, cutoff) {
+  const rows = Object.entries(LABELS).map(([name, label]) => [t(label), one[name]]);
+  rows.push(...Object.entries(one.dropped).map(([why, c]) => [t("dropped: {why}", { why }), c]), ...Object.entries({ ...one.odd, ...one.notes }));
+  const lines = rows.filter(([, c]) => c.count).map(([label, c]) => [label, integer(c.count), places(c.rows)]);
+  lines.push(...one.repeated.map((r) => [t("The same response"), integer(r.count), `${JSON.stringify(r.text)} (${r.row} …)`]));
+  return [h("dl.figures", { style: { margin: "8px 0 14px" } }, cell(one.all_rows ? "Rows" : "First rows", integer(one.rows)), cell("Tokens", integer(one.tokens)), cell("Trained on", one.tokens ? percent(one.share_trained) : NONE)),
+    lengths(one, cutoff),
+    lines.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("tbody", {}, lines.map(([label, n, where]) => h("tr", {}, h("td", {}, label), h("td.num", {}, n), h("td.soft", {}, where)))))) : null,
+    one.remarks.map((text) => h("p.soft.small", {}, text)),
+    one.unread.length ? h("p.soft.small", {}, t("columns that nothing reads: {names}", { names: one.unread.join(", ") })) : null];
 }
 
-export function lengths(values, cutoff) {
-  if (!values.length) return null;
-  const longest = values.at(-1), count = 40;
-  const width = Math.max(1, Math.ceil((longest + 1) / count));
+function lengths(one, cutoff) {
+  const counts = Object.entries(one.lengths).map(([length, n]) => [Number(length), n]);
+  if (!counts.length) return null;
+  const { 0.5: middle, 0.95: high, 1: longest } = one.quantiles;
+  const width = Math.max(1, Math.ceil((longest + 1) / 40));
   const bins = Array.from({ length: Math.ceil((longest + 1) / width) }, () => 0);
-  values.forEach((v) => { bins[Math.floor(v / width)] += 1; });
+  counts.forEach(([length, n]) => { bins[Math.floor(length / width)] += n; });
   const most = Math.max(...bins);
-  const middle = values[Math.floor(values.length / 2)], high = values[Math.floor((values.length * 95 - 1) / 100)] ?? longest;
   return h("div", { style: { marginBottom: "10px" } },
     h("div.histogram", { role: "img", "aria-label": t("Lengths") }, bins.map((n, i) => h("i", { class: cutoff && i * width >= cutoff ? "over" : "", style: { height: `${(100 * n) / most}%` }, title: `${i * width}–${(i + 1) * width - 1}: ${n}` }))),
     h("p.soft.small", { style: { margin: "4px 0 0" } }, t("tokens of a sequence before truncation: median {m}, 95 % up to {h}, longest {l}", { m: integer(middle), h: integer(high), l: integer(longest) }),
@@ -64,7 +80,6 @@ export function plan(found) {
   const total = PARTS.reduce((sum, name) => sum + (memory[name] || 0), 0) || 1;
   const capacity = found.processes?.capacity;
   const used = found.process?.total ?? memory.peak;
-  const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
   const fits = capacity ? used <= capacity : null;
   return h("div.panel", {}, h("h2", {}, t("Plan")),
     h("dl.figures", { style: { marginBottom: "14px" } }, cell("Parameters", number(found.parameters, 3)), cell("Trainable", `${number((100 * found.trained_parameters) / found.parameters, 3)} %`),
