@@ -9,9 +9,10 @@ under ``properties`` of a schema, and for arguments that a function does not hav
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 from ....errors import DataError
+from ...example import JSON
 from .fields import Row, structure
 
 Parameters = Mapping[str, tuple[Collection[str], Collection[str]]]  # function -> all, required
@@ -35,121 +36,101 @@ def without_added_nulls(
 ) -> tuple[Row, list[str]]:
     """The row with its columns of ``tools`` and of ``turns`` as they were before a columnar file,
     and what to say of it."""
-    made, notes = dict(row), dict[str, None]()
-    listed = row.get(tools) if tools else None
-    parameters = _parameters(row, tools)
+    made, listed = dict(row), row.get(tools) if tools else None
     columns = {name: row[name] for name in turns if name and isinstance(row.get(name), list | dict)}
-    is_exported = _has_odd_null(listed) or any(
-        _has_odd_argument(value, parameters) for value in columns.values()
-    )
-    if tools and isinstance(listed, list):
-        made[tools] = _schema(listed, is_exported, notes)
-    for column, value in columns.items():
-        made[column] = _turns(value, is_exported, parameters, notes)
-    return made, list(notes)
+    parameters, notes = _parameters(row, tools), list[str]()
+    for is_exported in (False, True):
+        found = _Values(parameters, is_exported=is_exported)
+        if tools and isinstance(listed, list):
+            made[tools] = found.schema(listed)
+        made |= {name: found.turns(value) for name, value in columns.items()}
+        notes = list(found.notes)
+        if not found.has_odd_null:
+            break
+    return made, notes
 
 
-def _has_odd_argument(value: object, parameters: Parameters) -> bool:
-    """Whether a call has a null for an argument that its function does not have."""
-    if isinstance(value, list):
-        return any(_has_odd_argument(each, parameters) for each in value)
-    if not isinstance(value, Mapping):
-        return False
-    known, arguments = parameters.get(str(value.get("name"))), value.get("arguments")
-    if known is not None and isinstance(arguments, Mapping):
-        return any(each is None and name not in known[0] for name, each in arguments.items())
-    return any(_has_odd_argument(each, parameters) for each in value.values())
+class _Values:
+    """Values without added nulls, and what was seen of nulls."""
 
+    def __init__(self, parameters: Parameters, *, is_exported: bool) -> None:
+        """``is_exported``: every object may have added nulls, not only those that are marked."""
+        self._parameters, self._is_exported = parameters, is_exported
+        self.notes: dict[str, None] = {}
+        self.has_odd_null = False  # one where nobody writes any
 
-def _has_odd_null(value: object, key: str = "", *, is_schema: bool = False) -> bool:
-    """Whether there is a null in a schema where nobody writes one."""
-    if isinstance(value, list):
-        return any(_has_odd_null(each, key, is_schema=is_schema) for each in value)
-    if not isinstance(value, Mapping):
-        return False
-    return any(
-        (each is None and is_schema and (key == "properties" or name not in MEANT))
-        or _has_odd_null(each, name, is_schema=is_schema or name == "parameters")
-        for name, each in value.items()
-    )
+    def schema(self, value: object, key: str = "", *, is_inside: bool = False) -> object:
+        """Schemas, or a part of one, which ``key`` names."""
+        if isinstance(value, list):
+            return [self.schema(each, key, is_inside=is_inside) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        is_added, made = self._is_exported or isinstance(value, Struct), dict[str, object]()
+        for name, each in value.items():
+            is_free = name in MEANT and key != "properties"
+            if each is None and not is_free:
+                self.has_odd_null |= is_inside
+            elif each is None and is_added:
+                self.notes[OMITTED] = None
+            else:
+                is_in_it = is_inside or name == "parameters"
+                made[name] = self.schema(each, name, is_inside=is_in_it)
+        return made
 
-
-def _schema(value: object, is_exported: bool, notes: dict[str, None], key: str = "") -> object:
-    if isinstance(value, list):
-        return [_schema(each, is_exported, notes, key) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    is_added = is_exported or isinstance(value, Struct)
-    made = {}
-    for name, each in value.items():
-        is_free = name in MEANT and key != "properties"
-        if each is None and is_free and is_added:
-            notes[OMITTED] = None
-        if each is not None or (is_free and not is_added):
-            made[name] = _schema(each, is_exported, notes, name)
-    return made
-
-
-def _turns(
-    value: object, is_exported: bool, parameters: Parameters, notes: dict[str, None]
-) -> object:
-    """Turns, or a part of one, without added nulls."""
-    if isinstance(value, list):
-        return [_turns(each, is_exported, parameters, notes) for each in value]
-    if not isinstance(value, Mapping):
-        return value
-    is_added = is_exported or isinstance(value, Struct)
-    made = {
-        name: _turns(each, is_exported, parameters, notes)
-        for name, each in value.items()
-        if each is not None or not is_added
-    }
-    name, arguments = value.get("name"), value.get("arguments")
-    if isinstance(name, str) and isinstance(arguments, Mapping):
-        known = parameters.get(name)
-        is_added = is_exported or isinstance(arguments, Struct)
-        made["arguments"] = {
-            key: _turns(each, is_exported, parameters, notes)
-            for key, each in arguments.items()
-            if each is not None or _is_meant(key, known, is_added, notes)
+    def turns(self, value: object) -> object:
+        """Turns, or a part of one."""
+        if isinstance(value, list):
+            return [self.turns(each) for each in value]
+        if not isinstance(value, Mapping):
+            return value
+        is_added = self._is_exported or isinstance(value, Struct)
+        made = {
+            name: self.turns(each)
+            for name, each in value.items()
+            if each is not None or not is_added
         }
-    return made
+        name, arguments = value.get("name"), value.get("arguments")
+        if isinstance(name, str) and isinstance(arguments, Mapping):
+            is_added = self._is_exported or isinstance(arguments, Struct)
+            made["arguments"] = {
+                key: self.turns(each)
+                for key, each in arguments.items()
+                if each is not None or self._is_meant(name, key, is_added=is_added)
+            }
+        return made
 
-
-def _is_meant(
-    argument: str,
-    known: tuple[Collection[str], Collection[str]] | None,
-    is_added: bool,
-    notes: dict[str, None],
-) -> bool:
-    """Whether a call has an argument that is null."""
-    if known is not None and (argument not in known[0] or argument in known[1]):
-        return argument in known[1]
-    if is_added or known is None:
-        notes[OMITTED if is_added else KEPT] = None
-    return not is_added
+    def _is_meant(self, function: str, argument: str, *, is_added: bool) -> bool:
+        """Whether a call has an argument that is null."""
+        known = self._parameters.get(function)
+        if known is not None:
+            self.has_odd_null |= argument not in known[0]
+            if argument not in known[0] or argument in known[1]:
+                return argument in known[1]
+        if is_added or known is None:
+            self.notes[OMITTED if is_added else KEPT] = None
+        return not is_added
 
 
 def _parameters(row: Row, tools: str | None) -> Parameters:
     """The parameters of each function of a row."""
+    found: dict[str, tuple[Collection[str], Collection[str]]] = {}
     try:
         listed = structure(row, tools)
     except DataError:  # which its format says
-        return {}
-    return dict(_signatures(listed if isinstance(listed, list) else []))
-
-
-def _signatures(listed: list[object]) -> Iterator[tuple[str, tuple[Collection[str], list[str]]]]:
-    for each in listed:
+        return found
+    for each in listed if isinstance(listed, list) else []:
         try:
-            schema = json.loads(each) if isinstance(each, str) else each
+            schema = _mapping(json.loads(each) if isinstance(each, str) else each)
         except ValueError:
             continue
-        schema = schema.get("function", schema) if isinstance(schema, Mapping) else {}
-        schema = schema if isinstance(schema, Mapping) else {}
-        name, parameters = schema.get("name"), schema.get("parameters")
-        parameters = parameters if isinstance(parameters, Mapping) else {}
+        schema = _mapping(schema.get("function", schema))
+        name, parameters = schema.get("name"), _mapping(schema.get("parameters"))
         properties, required = parameters.get("properties"), parameters.get("required")
         if isinstance(properties, Mapping) and isinstance(name, str):
             names = {key for key, each in properties.items() if each is not None}
-            yield name, (names, required if isinstance(required, list) else [])
+            found[name] = names, required if isinstance(required, list) else []
+    return found
+
+
+def _mapping(value: object) -> JSON:
+    return value if isinstance(value, Mapping) else {}

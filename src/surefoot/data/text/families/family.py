@@ -19,27 +19,46 @@ _TOKENS = re.compile(  # what looks like a token that delimits turns
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFamily:
-    """The texts of one family's conversations; ``families.yaml`` says what each is."""
+    """The texts of one family's conversations."""
 
     name: str
     user: str
+    """The text of a user turn; ``{content}`` is what a turn says, ``{bos}`` and ``{eos}`` are the
+    tokenizer's own tokens. It has no header of the answer."""
     answer: str
+    """The text of an answer."""
     prefix: str = ""
+    """The beginning of a conversation."""
     system: str = "{content}"
+    """The text of a system message."""
     header: str = ""
+    """What stands before an answer, and ends a prompt."""
     call: str | None = None
+    """An answer that calls tools; None: as any answer."""
     result: str | None = None
+    """What tools return; None: as a user turn."""
     tools: str = "default"
+    """The syntax of tools, a file of the folder ``tools``."""
     thoughts: tuple[str, ...] = ()
+    """The words around a thought; a family with them writes empty ones."""
     empty_thought: str | None = None
+    """The empty thought; None: both words."""
     unthought: str = ""
+    """What stands before an answer without its thought."""
     between: str = ""
+    """What ends an answer that another turn follows."""
     stop: tuple[str, ...] = ()
+    """What ends an answer, beside the eos token."""
     system_in_user: bool = False
+    """Whether the system message stands in the first user turn."""
     ends_once: bool = False
+    """Whether what ends an answer stands after the last turn only."""
     ends: tuple[str, ...] = ("{eos}",)
+    """What that is after an answer, and after one that calls tools."""
     is_plain: bool = False
+    """Whether words in angle brackets are plain text, not tokens."""
     default_system: str | None = None
+    """The system message of LLaMA-Factory for conversations without one."""
 
     def split_end(self, after: str) -> tuple[str, str]:
         """``after``, the text after a response, as what is trained, and what follows it masked:
@@ -82,18 +101,12 @@ def families() -> Mapping[str, TemplateFamily]:
     """Every family by name."""
     table = YAML(typ="safe").load(TABLE.read_text(encoding="utf-8"))
     shapes: dict[str, dict[str, object]] = {}
-    for name, fields in table["shapes"].items():
-        shapes[name] = _whole(fields, shapes)
-    return {
-        name: _family(name, _whole(fields, shapes)) for name, fields in table["families"].items()
-    }
-
-
-def _whole(
-    fields: Mapping[str, object], shapes: Mapping[str, Mapping[str, object]]
-) -> dict[str, object]:
-    own = {key: value for key, value in fields.items() if key != "like"}
-    return {**shapes[str(fields["like"])], **own} if "like" in fields else own
+    found: dict[str, dict[str, object]] = {}
+    for made, rows in ((shapes, table["shapes"]), (found, table["families"])):
+        for name, fields in rows.items():
+            like = fields.pop("like", None)
+            made[name] = fields if like is None else {**(shapes.get(like) or found[like]), **fields}
+    return {name: _family(name, fields) for name, fields in found.items()}
 
 
 def _family(name: str, fields: Mapping[str, object]) -> TemplateFamily:
