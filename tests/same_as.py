@@ -96,7 +96,8 @@ def main(base):
 
 def _collected(work, name, source):
     command = [sys.executable, "-P", __file__, "collect", str(work), name]
-    path = os.pathsep.join(map(str, (source, TESTS, TESTS / "journey")))
+    tests = source.parent / "tests"  # whose helpers import what this source has
+    path = os.pathsep.join(map(str, (source, tests, tests / "journey")))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     subprocess.run(command, env=environment | {"XDG_CACHE_HOME": f"{work}/cache"}, check=True)
 

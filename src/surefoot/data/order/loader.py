@@ -119,7 +119,10 @@ class Loader:
                 return self._ready(self._window(examples))
             return self._ready(self.batching.window(examples))
         window = self._ready(self._window(loaded[0])) if loaded[1] is None else loaded[1]
-        if self.prefetch is not None and self._is_ready():
+        last = (self.window + 1) * self.global_batch_size - 1
+        # Only the main thread may wait for examples: the encoder that it starts ends with the
+        # thread that started it.
+        if self.prefetch is not None and self.order.is_ready(self.epoch, last):
             self.prefetch.begin((self.epoch, self.window), self.window_at)
         return window
 
@@ -174,10 +177,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """The data position, and the settings on which it depends."""
-        described = self._describe(
-            self.order.describe(self.epoch, self.window * self.global_batch_size)
-        )
-        values = {"epoch": self.epoch, "window": self.window, **described}
+        order = self.order.describe(self.epoch, self.window * self.global_batch_size)
+        values = {**self._own, **order, "epoch": self.epoch, "window": self.window}
         return {name: values[name] for name in KEYS if name in values}
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
@@ -185,7 +186,7 @@ class Loader:
 
         Waits until all examples before it are encoded, unless they are in the cache.
         """
-        here = {"streaming": False, **self._describe(self.order.describe_like(state))}
+        here = {"streaming": False, **self._own, **self.order.describe_like(state)}
         saved = {"streaming": "shards" in state, **state}
         for name, what in NAMES.items():
             if name in here and saved.get(name) != here[name]:
@@ -198,14 +199,9 @@ class Loader:
                 )
         self.epoch, self.window = int(state["epoch"]), int(state["window"])
 
-    def _describe(self, order: Description) -> Description:
-        return {**order, "global_batch_size": int(self.global_batch_size)}
-
-    def _is_ready(self) -> bool:
-        """Whether the next window can be built without waiting. Only the main thread may wait: the
-        encoder that it starts ends with the thread that started it."""
-        last = (self.window + 1) * self.global_batch_size - 1
-        return self.order.is_ready(self.epoch, last)
+    @property
+    def _own(self) -> Description:
+        return {"global_batch_size": int(self.global_batch_size)}
 
     def _window(self, examples: WindowExamples) -> Window:
         return self.batching.window(examples, lengths=examples.lengths, spares=examples.source)

@@ -25,7 +25,7 @@ from ...errors import TemplateError
 from ..encoded import EMPTY, Dropped, Encoded, Truncated
 from ..example import JSON, Dicts, Example, Message
 from ..section import DataSection
-from .sequence import Item, RenderedConversation, split, whole
+from .sequence import RenderedConversation, split, whole
 from .templates import AUTO, Template
 from .templates.arguments import check_row_arguments
 from .templates.render import Renderer, message_dicts, tool_dicts
@@ -201,7 +201,8 @@ class Codec:
             VERSION,
             canonical(self.tokenizer),
             sorted((name, str(token)) for name, token in self.tokenizer.special_tokens_map.items()),
-            self._template and _parts(self._template),
+            self._template
+            and [self._template.source, self._template.stop, *self._template.last_ends],
             list(self.section.cache_settings(fields).values()),
         ]
         if (trained := self.section.train_on_thoughts) != "all":
@@ -372,21 +373,13 @@ class Codec:
         if not items:
             return NOTHING
         fitted = [item.fit(self.section.longest) for item in items]
-        pairs = zip(fitted, items, strict=True)
-        is_cut = any(fit is not item and _is_cut(fit, item) for fit, item in pairs)
+        is_cut = any(  # whether trained tokens are lost
+            fit is not item and (fit is None or fit.num_trained_tokens < item.num_trained_tokens)
+            for fit, item in zip(fitted, items, strict=True)
+        )
         if is_cut and self.section.on_too_long == "drop":
             return TOO_LONG
         features = [item.features for item in fitted if item is not None]
         if not features:
             return NO_ROOM
         return Truncated(features) if is_cut else features
-
-
-def _parts(template: Template) -> list[object]:
-    """What ids and labels depend on."""
-    return [template.source, template.stop, *template.last_ends]
-
-
-def _is_cut(fit: Item | None, item: Item) -> bool:
-    """Whether trained tokens are lost."""
-    return fit is None or fit.num_trained_tokens < item.num_trained_tokens

@@ -4,9 +4,8 @@ every row that training reads."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from ...errors import DataError
@@ -67,30 +66,26 @@ def read_prompts(path: Path, section: DataSection | None = None) -> list[Prompt]
 
 
 def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:
-    if path.suffix.lower() in _TABLES:
-        for index, row in enumerate(Files((path,)).rows()):
-            yield _read(partial(_of_row, row, forms), f"{path}: row {index}")
-        return
-    for number, line in text_lines(path):
-        read = partial(_of_line, line, forms) if path.suffix in _LINES else partial(_of_text, line)
-        yield _read(read, f"{path}: line {number}")
-
-
-def _read(read: Callable[[str], Prompt], origin: str) -> Prompt:
-    try:
-        return read(origin)
-    except (DataError, ValueError, RecursionError) as error:
-        raise DataError(f"{origin}: {error}") from None
-
-
-def _of_text(line: str, origin: str) -> Prompt:
-    if "\0" in line:
-        raise DataError("a NUL character, so this is not a text file; expected one prompt per line")
-    return Prompt(origin, (Message("user", line),), row={"prompt": line})
-
-
-def _of_line(line: str, forms: Forms, origin: str) -> Prompt:
-    return _of_row(json.loads(line), forms, origin)
+    suffix = path.suffix.lower()
+    rows: Iterator[tuple[str, object]]
+    if suffix in _TABLES:
+        rows = ((f"row {index}", row) for index, row in enumerate(Files((path,)).rows()))
+    else:
+        rows = ((f"line {number}", line) for number, line in text_lines(path))
+    for place, row in rows:
+        origin = f"{path}: {place}"
+        try:
+            if suffix in (*_TABLES, *_LINES):
+                found = json.loads(row) if isinstance(row, str) else row
+                yield _of_row(found, forms, origin)
+            elif "\0" in (line := str(row)):
+                raise DataError(
+                    "a NUL character, so this is not a text file; expected one prompt per line"
+                )
+            else:
+                yield Prompt(origin, (Message("user", line),), row={"prompt": line})
+        except (DataError, ValueError, RecursionError) as error:
+            raise DataError(f"{origin}: {error}") from None
 
 
 def _of_row(row: object, forms: Forms, origin: str) -> Prompt:

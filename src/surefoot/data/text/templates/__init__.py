@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ....errors import TemplateError
 from ...section import DataSection
-from ..families.family import TemplateFamily, families
+from ..families.family import families
 from ..families.jinja_source import checked_syntax, family_source
 from ..thoughts import USUAL, Words
 from .arguments import with_arguments
@@ -83,7 +83,16 @@ def find_bundled(name: str, tool_format: str | None = None) -> Bundled | None:
         return bundled().get(_aliases().get(name, name))
     if tool_format is not None:
         family = replace(family, tools=checked_syntax(tool_format), call=None)
-    return _of_family(family)
+    return Bundled(
+        family.name,
+        family_source(family),
+        "",
+        tokens=family.tokens,
+        stop=family.stop,
+        tools=family.tools,
+        last_ends=family.last_ends,
+        thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
+    )
 
 
 def load_template(
@@ -174,31 +183,14 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
     closing = Renderer(source, tokenizer).closing_token()
     stop = dict.fromkeys(token for token in (closing, tokenizer.eos_token) if token)
     found = Template(AUTO, source, tuple(stop))
-    family = _family_of(source)
+    # The family whose template a run saved, if need be with arguments in front.
+    bodies = ((name, family_source(family)) for name, family in families().items())
+    family = next((name for name, body in bodies if source.endswith(body)), None)
     if family is None:
         return found
     known = _named(family, tokenizer, None)
     stop |= dict.fromkeys(known.stop)
     return replace(known, name=AUTO, source=source, stop=tuple(stop))
-
-
-def _family_of(source: str) -> str | None:
-    """The family whose template a run saved, if need be with arguments in front."""
-    bodies = ((name, family_source(family)) for name, family in families().items())
-    return next((name for name, body in bodies if source.endswith(body)), None)
-
-
-def _of_family(family: TemplateFamily) -> Bundled:
-    return Bundled(
-        family.name,
-        family_source(family),
-        "",
-        tokens=family.tokens,
-        stop=family.stop,
-        tools=family.tools,
-        last_ends=family.last_ends,
-        thoughts=(family.thoughts[0], family.thoughts[1]) if family.thoughts else USUAL,
-    )
 
 
 def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
