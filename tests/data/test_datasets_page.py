@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.formats import FORMATS
-from surefoot.data.rows.registry import read_registry
 from surefoot.data.rows.rows import read_examples
+from surefoot.data.section import DataSection
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "datasets.md").read_text(encoding="utf-8")
 PAIRS = re.findall(
@@ -22,7 +23,9 @@ def test_the_rows_are_read_by_the_entry_below_them(tmp_path, file, rows, info):
     (tmp_path / file).write_text(rows, encoding="utf-8")
     (tmp_path / "dataset_info.json").write_text(info, encoding="utf-8")
     (name,) = json.loads(info)
-    examples = list(read_examples(read_registry(tmp_path).entry(name)))
+    examples = list(
+        read_examples(Catalog(DataSection(datasets=(name,), dataset_dir=tmp_path)).entry(name))
+    )
     assert len(examples) == rows.count("\n")
     assert examples[0].messages[-1].content
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.rows import read_examples
+from surefoot.data.section import DataSection
 
 COUNTS = {
     "alpaca_en_demo": 999,
@@ -26,7 +27,7 @@ def read(shared):
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
         rows = [json.loads(line) for line in lines]
-        entry = read_registry(shared / "data").entry(name)
+        entry = Catalog(DataSection(datasets=(name,), dataset_dir=shared / "data")).entry(name)
         return rows[0] if path.suffix == ".json" else rows, list(read_examples(entry))
 
     return load

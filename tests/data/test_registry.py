@@ -4,12 +4,13 @@ import json
 
 import pytest
 
+from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.formats.alpaca import Alpaca
 from surefoot.data.rows.formats.openai import OpenAI
 from surefoot.data.rows.formats.sharegpt import ShareGPT
 from surefoot.data.rows.hub_rows import Hub
-from surefoot.data.rows.registry import read_registry
 from surefoot.data.rows.row_sources import Files
+from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 
 
@@ -21,7 +22,7 @@ def entry(tmp_path):
     def read(**raw):
         raw = raw if any("url" in key for key in raw) else {"file_name": "rows.json", **raw}
         (tmp_path / "dataset_info.json").write_text(json.dumps({"name": raw}))
-        return read_registry(tmp_path).entry("name")
+        return Catalog(DataSection(datasets=("name",), dataset_dir=tmp_path)).entry("name")
 
     return read
 
@@ -130,7 +131,7 @@ def test_an_entry_that_is_not_used_may_be_anything(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     entries = {"good": {"file_name": "a.txt"}, "bad": {"columns": {"images": "images"}}, "worse": 1}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
-    registry = read_registry(tmp_path)
+    registry = Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path))
     assert registry.entry("good").name == "good"
     with pytest.raises(DataError, match="worse: expected an object, got int 1"):
         registry.entry("worse")
@@ -139,7 +140,7 @@ def test_an_entry_that_is_not_used_may_be_anything(tmp_path):
 def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
     entries = {"alpaca_en": {}, "identity": {}, **{f"set{i}": {} for i in range(20)}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
-    registry = read_registry(tmp_path)
+    registry = Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path))
     with pytest.raises(DataError, match=r"'alpca_en' is not in .*\(did you mean alpaca_en\?\)"):
         registry.entry("alpca_en")
     with pytest.raises(DataError, match=r"\(it has alpaca_en, identity, set0, .*, \.\.\.\)"):
@@ -159,10 +160,10 @@ def test_a_registry_that_cannot_be_read(tmp_path, text, reason):
     if text is not None:
         (tmp_path / "dataset_info.json").write_text(text)
     with pytest.raises(DataError, match=reason):
-        read_registry(tmp_path)
+        Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path)).entry("any")
 
 
 def test_a_registry_that_is_a_folder_cannot_be_read(tmp_path):
     (tmp_path / "dataset_info.json").mkdir()
     with pytest.raises(DataError, match=r"cannot read .*dataset_info.json: it is not a file"):
-        read_registry(tmp_path)
+        Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path)).entry("any")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from surefoot.data.example import Example
-from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.rows.rows import read_examples
+from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 
 GOOD = {"instruction": "a", "output": "b"}
@@ -23,7 +24,7 @@ def entry(tmp_path):
         (tmp_path / "rows.jsonl").write_text("".join(line + "\n" for line in lines))
         info = {"d": {"file_name": "rows.jsonl", **raw}}
         (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-        return read_registry(tmp_path).entry("d")
+        return Catalog(DataSection(datasets=("d",), dataset_dir=tmp_path)).entry("d")
 
     return make
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from surefoot.data.rows.registry import read_registry
+from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.rows import read_examples
+from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 
 QUESTION = {"instruction": "a", "output": "b"}
@@ -20,7 +21,9 @@ def read(tmp_path):
         (tmp_path / "rows.jsonl").write_text(lines)
         info = {"d": {"file_name": "rows.jsonl", **raw}}
         (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-        return list(read_examples(read_registry(tmp_path).entry("d")))
+        return list(
+            read_examples(Catalog(DataSection(datasets=("d",), dataset_dir=tmp_path)).entry("d"))
+        )
 
     return examples
 

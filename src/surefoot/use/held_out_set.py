@@ -11,7 +11,7 @@ import numpy as np
 from ..data.example import Example
 from ..data.prepared.training_data import open_stream, prepare
 from ..data.rows.catalog import Catalog
-from ..data.rows.rows import read_examples
+from ..data.rows.rows import read_rows
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
@@ -122,11 +122,6 @@ def _examples(section: DataSection, rows: Rows) -> list[Example]:
     found: list[Example] = []
     for name, wanted in rows.items():
         if wanted:
-            every = read_examples(
-                catalog.entry(name),
-                max_samples=wanted[-1] + 1,
-                max_broken_rows=section.max_broken_rows,
-            )
-            picked = set(wanted)
-            found += [e for i, e in enumerate(every) if i in picked and isinstance(e, Example)]
+            rows_of_it = read_rows(catalog.entry(name), section, np.array(wanted))
+            found += [row for row in rows_of_it if isinstance(row, Example)]
     return found

@@ -14,7 +14,7 @@ from ..example import Example
 from ..order.mixing import Mixing, mixed
 from ..rows.registry import DatasetEntry
 from ..rows.row_sources import BrokenRow
-from ..rows.rows import read_examples
+from ..rows.rows import read_rows
 from ..section import DataSection
 
 logger = logging.getLogger(__name__)
@@ -109,21 +109,16 @@ class _Repeated:
     def __init__(self, entry: DatasetEntry, section: DataSection) -> None:
         self._entry, self._section = entry, section
         self.is_done = False  # whether each row was taken
-        self._rows = self._read()
+        self._rows = read_rows(self._entry, self._section)
         self._next = next(self._rows)  # a dataset without rows is an error
 
     def take(self) -> Example | BrokenRow:
         """The next row."""
         row, following = self._next, next(self._rows, None)
         if following is None:
-            self.is_done, self._rows = True, self._read()
+            self.is_done, self._rows = True, read_rows(self._entry, self._section)
             following = next(self._rows)
         self._next = following
         if isinstance(row, BrokenRow):
             return replace(row, reason=f"of {self._entry.name!r}: {row.reason}")
         return row
-
-    def _read(self) -> Iterator[Example | BrokenRow]:
-        limit = self._entry.limit(self._section.max_samples)
-        broken = self._section.max_broken_rows
-        return read_examples(self._entry, max_samples=limit, max_broken_rows=broken)

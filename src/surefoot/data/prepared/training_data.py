@@ -27,11 +27,11 @@ from ..order.shuffle import NOTHING, Shuffle
 from ..rows.catalog import Catalog, check_rows
 from ..rows.dataset_report import DatasetReport, EncodingReport, report_from
 from ..rows.registry import DatasetEntry
-from ..rows.rows import read_examples, too_many_broken
+from ..rows.rows import read_rows, too_many_broken
 from ..section import DataSection
 from ..store.cache import Cached, default_folder
 from ..store.dataset import EncodedDataset, EncodedStore, join
-from ..store.encoder import Encode, Row
+from ..store.encoder import Encode
 from ..store.shards import ROWS, RowSequence, ShardedDataset
 from ..store.stream import ExampleStream
 from .row_choice import DrawnRows, draw_rows, mixed_items, mixed_rows, mixing_of
@@ -120,17 +120,13 @@ class Encoding:
         return ShardedDataset(rows, self.encode, root, rows.fingerprint(), shard_rows)
 
     def _rows(self, entry: DatasetEntry, content: Callable[[], str]) -> RowSequence:
-        section, source, drawn = self.section, entry.source, self.drawn.get(entry.name)
+        source, drawn = entry.source, self.drawn.get(entry.name)
         chosen = None if drawn is None else drawn.distinct
-
-        def read() -> Iterator[Row]:
-            limit = entry.limit(section.max_samples) if chosen is None else None
-            broken = section.max_broken_rows
-            return read_examples(entry, max_samples=limit, max_broken_rows=broken, chosen=chosen)
 
         def fingerprint() -> str:
             return self.key(entry, content())
 
+        read = partial(read_rows, entry, self.section, chosen)
         return RowSequence(entry.name, str(source), read, fingerprint, source.remarks, chosen)
 
     def _mixed(

@@ -17,11 +17,11 @@ from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
 from ...storage.address import is_address
-from ..example import Example
+from ..example import JSON, Example
 from ..section import DataSection
 from .formats import Format
 from .formats.fields import nearest
-from .registry import FILE, HUBS, DatasetEntry, Registry, read_entry, read_form, read_registry
+from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
 from .row_sources import PACKED, BrokenRow
 from .rows import read_examples
 
@@ -40,9 +40,7 @@ class Catalog:
     @property
     def entries(self) -> list[DatasetEntry]:
         """Every dataset of the section, once. Raises ``DataError`` with all that are wrong."""
-        names = (*self._section.datasets, *self._section.eval_datasets)
-        references = dict.fromkeys(map(DatasetReference.of, names))
-        return all_of([partial(self._open, reference) for reference in references])
+        return all_of([partial(self._open, reference) for reference in self._references])
 
     def entry(self, name: str) -> DatasetEntry:
         """The dataset that the section calls ``name``, or any other one. Raises ``DataError``: it
@@ -52,17 +50,18 @@ class Catalog:
     def forms(self) -> list[tuple[Format, tuple[str, ...]]]:
         """The formats of rows that the entries of the section describe, each with the columns that
         its rows must have. The files need not be there."""
-        names = (*self._section.datasets, *self._section.eval_datasets)
-        found = [
-            self._form(reference) for reference in dict.fromkeys(map(DatasetReference.of, names))
-        ]
+        found = [self._form(reference) for reference in self._references]
         return [each for each in found if each is not None]
 
+    @property
+    def _references(self) -> list[DatasetReference]:
+        names = (*self._section.datasets, *self._section.eval_datasets)
+        return list(dict.fromkeys(map(DatasetReference.of, names)))
+
     def _form(self, reference: DatasetReference) -> tuple[Format, tuple[str, ...]] | None:
-        source, where = reference.source, f"data.datasets: {reference}"
+        source, where, known = reference.source, f"data.datasets: {reference}", self._known or {}
         if not isinstance(source, str):
             return read_form({k: v for k, v in source.items() if k != "name"}, where)
-        known = self._registry.entries if self._registry is not None else {}
         if source in known:
             return read_form(known[source], where)
         is_name = "/" not in source and Path(source).suffix.lower() not in DATA_FILES
@@ -71,36 +70,37 @@ class Catalog:
                 "dataset %r of the run is not in %s any more, so rows are read by the usual names "
                 "of their columns",
                 source,
-                self._section.dataset_dir / FILE,
+                self._path,
             )
         return None
 
     def _open(self, reference: DatasetReference) -> DatasetEntry:
-        name, source = str(reference), reference.source
-        folder, unit = self._section.dataset_dir, self._section.text_unit
+        source, known, where = reference.source, self._known or {}, f"data.datasets: {reference}"
         if not isinstance(source, str):
-            raw = {key: value for key, value in source.items() if key != "name"}
-            return read_entry(name, raw, folder, f"data.datasets: {name}", self._section.hub, unit)
-        if self._registry is not None and source in self._registry.entries:
-            return self._registry.entry(source)
-        path = Path(source)
-        is_here = path.is_absolute() and (files.exists(path) or has_magic(source))
-        if is_here or is_address(source):
-            return read_entry(
-                name, {"file_name": source}, folder, f"data.datasets: {name}", text_unit=unit
-            )
-        if path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source):
-            entry = {HUBS[self._section.hub]: source}
-            return read_entry(name, entry, folder, f"data.datasets: {name}")
-        raise self._unknown(source)
+            entry: object = {key: value for key, value in source.items() if key != "name"}
+        elif source in known:
+            entry, where = known[source], f"{self._path}: {source}"
+        else:
+            path = Path(source)
+            is_here = path.is_absolute() and (files.exists(path) or has_magic(source))
+            is_on_hub = path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source)
+            if not (is_here or is_address(source) or is_on_hub):
+                raise self._unknown(source)
+            is_file = is_here or is_address(source)
+            entry = {"file_name" if is_file else HUBS[self._section.hub]: source}
+        section = self._section
+        return read_entry(
+            str(reference), entry, section.dataset_dir, where, section.hub, section.text_unit
+        )
+
+    @property
+    def _path(self) -> Path:
+        return self._section.dataset_dir / FILE
 
     @cached_property
-    def _registry(self) -> Registry | None:
-        """The ``dataset_info.json`` of the section, if there is one."""
-        folder = self._section.dataset_dir
-        exists = (folder / FILE).exists()
-        section = self._section
-        return read_registry(folder, section.hub, section.text_unit) if exists else None
+    def _known(self) -> JSON | None:
+        """The entries of the ``dataset_info.json`` of the section, if there is one."""
+        return read_registry(self._path) if self._path.exists() else None
 
     def _unknown(self, source: str) -> DataError:
         folder = self._section.dataset_dir
@@ -126,16 +126,15 @@ class Catalog:
             return DataError(
                 f"dataset {source!r}: no such file or folder{hint}; looked in {looked}"
             )
-        if self._registry is None:
+        if self._known is None:
             return DataError(
                 f"dataset {source!r}: no {FILE} in {folder.absolute()}; set data.dataset_dir to "
                 "the folder that contains it, or name a file such as rows.jsonl or a hub id such "
                 "as tatsu-lab/alpaca"
             )
-        known = self._registry.entries
-        listed = ", ".join(list(known)[:10]) + (", ..." if len(known) > 10 else "")
-        hint = nearest(source, known) or f" (it has {listed})"
-        return DataError(f"dataset {source!r} is not in {self._registry.path}{hint}")
+        listed = ", ".join(list(self._known)[:10]) + (", ..." if len(self._known) > 10 else "")
+        hint = nearest(source, self._known) or f" (it has {listed})"
+        return DataError(f"dataset {source!r} is not in {self._path}{hint}")
 
 
 def training_examples(section: DataSection) -> Iterator[Example]:

@@ -67,26 +67,6 @@ class DatasetEntry:
         return f"{self.format} {self.columns} {self.num_samples}"
 
 
-@dataclass(frozen=True)
-class Registry:
-    """The entries of a ``dataset_info.json``; each is checked when it is used."""
-
-    path: Path
-    entries: Mapping[str, object]
-    hub: HubName = "huggingface"  # of entries that name several
-    text_unit: TextUnit = "file"  # what a row is of a text file
-
-    def entry(self, name: str) -> DatasetEntry:
-        """The dataset of that name; raises DataError for an unknown name or an invalid entry."""
-        if name not in self.entries:
-            hint = nearest(name, self.entries) or f" (it has {_listed(self.entries)})"
-            raise DataError(f"dataset {name!r} is not in {self.path}{hint}")
-        where = f"{self.path}: {name}"
-        return read_entry(
-            name, self.entries[name], self.path.parent, where, self.hub, self.text_unit
-        )
-
-
 def read_entry(
     name: str,
     entry: object,
@@ -131,23 +111,18 @@ def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], 
     return data_format, _columns(names, data_format), named
 
 
-def read_registry(
-    dataset_dir: Path, hub: HubName = "huggingface", text_unit: TextUnit = "file"
-) -> Registry:
-    """The registry of a folder; raises DataError if there is none or it is not a JSON object."""
-    path = dataset_dir / FILE
-    if path.exists() and not path.is_file():
+def read_registry(path: Path) -> JSON:
+    """The entries of a ``dataset_info.json`` by name, each to be checked when it is used. Raises
+    ``DataError``: it is not a JSON object."""
+    if not path.is_file():
         raise DataError(f"cannot read {path}: it is not a file")
     try:
         raw = json.loads(path.read_bytes(), object_pairs_hook=_unique)
-    except FileNotFoundError:
-        hint = "set data.dataset_dir to the folder that contains it"
-        raise DataError(f"no {FILE} in {dataset_dir.absolute()}; {hint}") from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not valid JSON: {error}") from None
-    return Registry(path, _object(raw, str(path)), hub, text_unit)
+    return _object(raw, str(path))
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -156,10 +131,6 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
     return found
-
-
-def _listed(entries: Mapping[str, object]) -> str:
-    return ", ".join(list(entries)[:10]) + (", ..." if len(entries) > 10 else "")
 
 
 def _object(value: object, where: str) -> JSON:

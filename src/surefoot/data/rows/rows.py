@@ -13,6 +13,7 @@ from typing import TypeVar
 from ...errors import DataError
 from ..data_order import Index
 from ..example import Example
+from ..section import DataSection
 from .dataset_report import shown
 from .formats import FORMATS, Format
 from .formats.fields import NothingToLearnError, Row, nearest, template_arguments
@@ -56,6 +57,15 @@ def read_examples(
     if not found and not broken:
         raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
     _check_columns(entry, found, rows)
+
+
+def read_rows(
+    entry: DatasetEntry, section: DataSection, chosen: Index | None = None
+) -> Iterator[Example | BrokenRow]:
+    """The same within the limits of a section; ``chosen`` rows are not counted by them."""
+    most = entry.limit(section.max_samples) if chosen is None else None
+    broken = section.max_broken_rows
+    return read_examples(entry, max_samples=most, max_broken_rows=broken, chosen=chosen)
 
 
 def _among(rows: Iterable[tuple[int, Numbered]], chosen: Index) -> Iterator[tuple[int, Numbered]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -17,7 +17,7 @@ from ...data.prepared.training_data import find
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
-from ...data.rows.rows import read_examples
+from ...data.rows.rows import read_rows
 from ...data.store.dataset import EncodedDataset, in_memory, join
 from ...data.text.codec import Codec
 from ...errors import DataError, counted
@@ -67,8 +67,8 @@ class _Sample:
 
 
 def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
-    rows = sum(1 for _ in _rows(recipe, entry))
-    chosen = list(islice(_rows(recipe, entry), 0, None, -(-rows // ROWS)))
+    rows = sum(1 for _ in read_rows(entry, recipe.data))
+    chosen = list(islice(read_rows(entry, recipe.data), 0, None, -(-rows // ROWS)))
     if entry.num_samples is not None and not recipe.data.streaming:
         rows = min(entry.num_samples, recipe.data.max_samples or entry.num_samples)
     items = _encoded(recipe, codec, chosen)
@@ -78,15 +78,6 @@ def _sample(recipe: Recipe, codec: Codec, entry: DatasetEntry) -> _Sample:
             "`surefoot preview` shows why"
         )
     return _Sample(items, len(chosen), rows)
-
-
-def _rows(recipe: Recipe, entry: DatasetEntry) -> Iterator[Example | BrokenRow]:
-    section = recipe.data
-    return read_examples(
-        entry,
-        max_samples=entry.limit(section.max_samples),
-        max_broken_rows=section.max_broken_rows,
-    )
 
 
 def _encoded(

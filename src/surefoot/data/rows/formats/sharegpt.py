@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...example import Example
-from .fields import Row
-from .turns import TurnFormat, read_turns
+from .turns import TurnFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +23,3 @@ class ShareGPT(TurnFormat):
     """Role of the model."""
     observation_tag: str = "observation"
     """Role of a function's result."""
-
-    def read(self, row: Row) -> Example:
-        """The row's conversation; raises DataError with the reason if it has none."""
-        return read_turns(self, row, {})

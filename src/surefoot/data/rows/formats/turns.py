@@ -137,6 +137,7 @@ class TurnFormat:
     """The columns of a format whose rows contain turns, and the keys and roles in a turn."""
 
     main: ClassVar[str] = "messages"
+    more_roles: ClassVar[Mapping[str, Role]] = {}  # further names of roles
 
     messages: str | None = "messages"
     """The turns."""
@@ -167,24 +168,23 @@ class TurnFormat:
     ranking: bool = False
     """Each row has a chosen and a rejected last response."""
 
-
-def read_turns(form: TurnFormat, row: Row, more: Mapping[str, Role]) -> Example:
-    """A row's conversation in a format with turns; ``more`` are further names of its roles."""
-    roles: dict[str, Role] = {
-        **more,
-        form.user_tag: "user",
-        form.assistant_tag: "assistant",
-        form.observation_tag: "tool",
-        form.system_tag: "system",
-    }
-    turns = Turns(form.role_tag, form.content_tag, roles, form.function_tag)
-    return Example(
-        with_system(text(row, form.system), turns.of(row, form.messages)),
-        tools(row, form.tools),
-        chosen=turns.answer(row, form.chosen) if form.ranking else None,
-        rejected=turns.answer(row, form.rejected) if form.ranking else None,
-        label=label(row, form.kto_tag),
-    )
+    def read(self, row: Row) -> Example:
+        """The row's conversation; raises DataError with the reason if it has none."""
+        roles: dict[str, Role] = {
+            **self.more_roles,
+            self.user_tag: "user",
+            self.assistant_tag: "assistant",
+            self.observation_tag: "tool",
+            self.system_tag: "system",
+        }
+        turns = Turns(self.role_tag, self.content_tag, roles, self.function_tag)
+        return Example(
+            with_system(text(row, self.system), turns.of(row, self.messages)),
+            tools(row, self.tools),
+            chosen=turns.answer(row, self.chosen) if self.ranking else None,
+            rejected=turns.answer(row, self.rejected) if self.ranking else None,
+            label=label(row, self.kto_tag),
+        )
 
 
 def with_system(system: str | None, messages: tuple[Message, ...]) -> tuple[Message, ...]:
