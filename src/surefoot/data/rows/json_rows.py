@@ -21,13 +21,10 @@ MARKS = {  # at the start of text in other encodings
     b"\xfe\xff": "UTF-16",
     b"\x00\x00\xfe\xff": "UTF-32",
 }
-NULS: dict[
-    tuple[bool, ...], str
-] = {  # where the first four bytes are 0: ASCII in such an encoding, without a mark
-    (False, True, False, True): "UTF-16LE",
-    (True, False, True, False): "UTF-16BE",
-    (False, True, True, True): "UTF-32LE",
-    (True, True, True, False): "UTF-32BE",
+# Where the first four bytes are 0: ASCII in such an encoding, without a mark.
+NULS = {
+    tuple(byte == 0 for byte in "ab".encode(kind)[:4]): kind
+    for kind in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
 }
 _AGAIN = "; download the file itself"
 KINDS = {  # by the first bytes, and what to do about it

@@ -41,26 +41,20 @@ class Template:
 
     name: str
     source: str  # Jinja, as ``tokenizer.chat_template`` takes it
-    stop: tuple[str, ...]
-    last_ends: tuple[
-        str, ...
-    ] = ()  # what ends the last response only; every one learns one of them
+    stop: tuple[str, ...] = ()
+    last_ends: tuple[str, ...] = ()  # what ends the last response only; each learns one of them
     thoughts: Words = USUAL  # the words around a thought
 
 
 @dataclass(frozen=True, slots=True)
-class Bundled:
-    """One template file of this folder, or one family of the table."""
+class Bundled(Template):
+    """One template file of this folder, or one family of the table; ``{eos}`` is the tokenizer's
+    own end."""
 
-    name: str
-    source: str
-    description: str
+    description: str = ""
     aliases: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
     tools: str = ""
-    last_ends: tuple[str, ...] = ()  # of ``Template``; ``{eos}`` is the tokenizer's own
-    thoughts: Words = USUAL
 
 
 @cache
@@ -86,7 +80,6 @@ def find_bundled(name: str, tool_format: str | None = None) -> Bundled | None:
     return Bundled(
         family.name,
         family_source(family),
-        "",
         tokens=family.tokens,
         stop=family.stop,
         tools=family.tools,
@@ -137,8 +130,7 @@ def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | Non
     _check_tokens(found, tokenizer)
     eos = cast(str, tokenizer.eos_token)
     last_ends = tuple(eos if end == "{eos}" else end for end in found.last_ends)
-    stop = found.stop or (eos,)
-    return Template(name, found.source, stop, last_ends, thoughts=found.thoughts)
+    return replace(found, name=name, stop=found.stop or (eos,), last_ends=last_ends)
 
 
 def template_mismatch(
