@@ -44,7 +44,7 @@ class Summaries:
         steps = [row.get("step") for row in (beat, train, end)]
         step = max((value for value in steps if type(value) is int), default=None)
         most = beat.get("max_steps", step if state.name == "complete" else None)
-        silent = max(0.0, time.time() - since) if (since := _number(beat.get("time"))) else None
+        silent = max(0.0, time.time() - since) if (since := figure(beat.get("time"))) else None
         metric = facts.get("best_metric", "eval_loss")
         return {
             "run": folder.relative_to(self.root).as_posix(),
@@ -59,14 +59,14 @@ class Summaries:
             "reason": None if is_begun or is_running else why_not_begun(folder, state),
             "step": step,
             "max_steps": most if type(most) is int else None,
-            "loss": _number(train.get("loss")),
-            "metric": {"name": metric, "value": _number(evaluation.get(metric))},
-            "speed": _number(train.get("tokens_per_second")),
+            "loss": figure(train.get("loss")),
+            "metric": {"name": metric, "value": figure(evaluation.get(metric))},
+            "speed": figure(train.get("tokens_per_second")),
             "seconds_left": _seconds_left(beat, step, most) if is_running else None,
             "size": self._sizes.get(folder, (0, 0, None))[2]
             if is_quick
             else self.size(folder, is_live=is_running),
-            "changed": _changed(folder),
+            "changed": changed(folder),
             "broken_metrics": is_broken,
             **facts,
             **({} if is_begun else {"recipe_problem": None}),
@@ -147,18 +147,19 @@ def _variant(value: object) -> str:
 
 def _seconds_left(beat: Mapping[str, object], step: int | None, most: object) -> float | None:
     """By the speed of this launch: earlier ones may have run elsewhere."""
-    began, now, first = (_number(beat.get(name)) for name in ("since", "time", "first_step"))
+    began, now, first = (figure(beat.get(name)) for name in ("since", "time", "first_step"))
     if began is None or now is None or first is None or step is None or step <= first:
         return None
     return (now - began) / (step - first) * max(0, most - step) if isinstance(most, int) else None
 
 
-def _changed(folder: Path) -> float | None:
+def changed(folder: Path) -> float | None:
     """When a file of the run last changed, in seconds since 1970."""
     stamps = [_stamp(folder / name) for name in (METRICS, RUN_RECIPE, LAUNCHES, HEARTBEAT)]
     return max((stamp[2] / 1e9 for stamp in stamps if stamp is not None), default=None)
 
 
-def _number(value: object) -> float | None:
+def figure(value: object) -> float | None:
+    """A figure that can be shown; None for what is none, or not finite."""
     is_number = type(value) in (int, float)
     return value if is_number and math.isfinite(value) else None  # type: ignore[arg-type,return-value]

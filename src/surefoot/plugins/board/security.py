@@ -8,12 +8,10 @@ header that forms cannot set.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,20 +20,19 @@ from ...storage.web import Hosts, LimitedBody
 MAX_BODY = 1 << 20
 COOKIE = "surefoot_token"
 HEADER = "x-surefoot"
-_READING = ("GET", "HEAD")
 _HARMLESS = ("/api/check", "/api/edit")  # they answer about a text, and write and start nothing
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 )
-_HEADERS = [
-    (b"content-security-policy", _POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"x-frame-options", b"DENY"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cross-origin-opener-policy", b"same-origin"),
-    (b"cross-origin-resource-policy", b"same-origin"),
-]
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 
 @dataclass(frozen=True)
@@ -52,32 +49,41 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        answering = self._refusal(scope) or self.app
-        await answering(scope, LimitedBody(receive, MAX_BODY), _with_headers(send))
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        host = headers.get("host", "")
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        answering = self._refusal(Request(scope)) or self.app
+        await answering(scope, LimitedBody(receive, MAX_BODY), sending)
+
+    def _refusal(self, request: Request) -> Response | None:
+        headers, path = request.headers, request.url.path
+        is_reading = request.method in ("GET", "HEAD")
         if why := self.hosts.refusal(headers.getlist("host"), "board"):
             return _refused(421, why)
-        is_of_page = not scope["path"].startswith("/api/") or _is_from_here(headers)
-        if not is_of_page or (scope["method"] not in _READING and not _is_own(headers, host)):
+        is_of_page = not path.startswith("/api/") or _is_from_here(headers)
+        if not is_of_page or not (is_reading or _is_own(headers)):
             return _refused(403, "this request comes from another page")
-        if self.is_read_only and scope["method"] not in _READING and scope["path"] not in _HARMLESS:
+        if self.is_read_only and not is_reading and path not in _HARMLESS:
             return _refused(403, "this board is read-only: it was started with --read-only")
-        if wrong := _size_problem(headers):
-            return wrong
-        return None if self.token is None else self._unknown(scope, headers)
+        length = headers.get("content-length", "0")
+        if not length.isdigit():
+            return _refused(400, "content-length: expected digits")
+        if int(length) > MAX_BODY:
+            return _refused(413, f"more than {MAX_BODY:,} bytes")
+        return None if self.token is None else self._unknown(request)
 
-    def _unknown(self, scope: Scope, headers: Headers) -> Response | None:
+    def _unknown(self, request: Request) -> Response | None:
         """The way in by ``?token=``, or None if the token is there."""
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if self._is_token(given) and scope["method"] == "GET":
+        given = request.query_params.get("token", "")
+        if self._is_token(given) and request.method == "GET":
             entrance = RedirectResponse("/", 303)
             entrance.set_cookie(COOKIE, given, httponly=True, samesite="strict", path="/")
             return entrance
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_token(_cookie(headers)) or self._is_token(bearer):
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer):
             return None
         return _refused(401, "open the address with ?token=… that `surefoot board` has printed")
 
@@ -85,16 +91,9 @@ class Guard:
         return hmac.compare_digest(given.encode(), (self.token or "").encode())
 
 
-def _size_problem(headers: Headers) -> Response | None:
-    length = headers.get("content-length", "0")
-    if not length.isdigit():
-        return _refused(400, "content-length: expected digits")
-    return _refused(413, f"more than {MAX_BODY:,} bytes") if int(length) > MAX_BODY else None
-
-
-def _is_own(headers: Headers, host: str) -> bool:
+def _is_own(headers: Headers) -> bool:
     """Whether a request that changes something comes from the board's page, or from no page."""
-    origin = headers.get("origin")
+    host, origin = headers.get("host"), headers.get("origin")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return False
     return _is_from_here(headers) and headers.get(HEADER) == "1"
@@ -105,23 +104,5 @@ def _is_from_here(headers: Headers) -> bool:
     return headers.get("sec-fetch-site", "same-origin") in ("same-origin", "none")
 
 
-def _cookie(headers: Headers) -> str:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return found.value if found else ""
-
-
 def _refused(status: int, why: str) -> Response:
     return PlainTextResponse(f"{why}\n", status)
-
-
-def _with_headers(send: Send) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            known: Iterable[tuple[bytes, bytes]] = message.get("headers", [])
-            message = {**message, "headers": [*known, *_HEADERS]}
-        await send(message)
-
-    return sending

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import click
 from rich import box
@@ -35,7 +34,7 @@ from ..curves import Curve, thinned
 from ..metrics import MetricsFile
 from ..run_folders import METRICS, find_runs, is_run
 from ..run_state import parsed, tail
-from ..run_summary import Summaries, last_rows
+from ..run_summary import Summaries, changed, figure, last_rows
 
 DEFAULT = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 COLORS = ("cyan", "yellow", "magenta", "green", "red", "blue", "bright_cyan", "white")
@@ -53,47 +52,42 @@ EVIDENCE = {  # keys of RunState.evidence in words
     "no_end": "no process holds its lock, and it has recorded no end",
     "no_record": "it kept no record",
 }
+FORMS = {"loss": "loss {:.4f}", "eval_loss": "eval_loss {:.4f}", "speed": "{:,.0f} tok/s"}
+FORMS |= {"learning_rate": "learning_rate {:.3g}", "grad_norm": "grad_norm {:.3g}"}
 _OVER = 2  # looks at runs that have ended, for what was just being written
 _POINTS = 2000  # of a curve
 _TAIL = 1 << 14  # bytes of launches.jsonl with the last record of memory
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of Braille, by row and column
 _BLANK = 0x2800
 _LEAST_WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT = 38, 6, 18  # of a picture, with its frame
-Row = Mapping[str, object]
+Row = Mapping[str, Any]
 Points = Sequence[tuple[float, float]]
 
 
-@dataclass
 class WatchedRun:
     """The files of one run."""
 
-    folder: Path
-    metrics: MetricsFile = field(init=False)
-    summaries: Summaries = field(init=False)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics = MetricsFile(folder / METRICS)
+        self.summaries = Summaries(folder.parent)
 
-    def __post_init__(self) -> None:
-        self.metrics = MetricsFile(self.folder / METRICS)
-        self.summaries = Summaries(self.folder.parent)
-
-    def look(self) -> dict[str, object]:
+    def look(self) -> dict[str, Any]:
         """The row of the board's table with the last figures and checkpoints. A run that vanishes
         is gone."""
         if not self.folder.exists():
-            return {"name": self.folder.name, "state": "gone", "evidence": "", "folder": ""}
+            return {"name": self.folder.name, "state": "gone"}
         self.metrics.refresh()
         row = self.summaries.of(self.folder)
         train, evaluation, _ = last_rows(self.folder)
-        row |= {"folder": str(self.folder), "because": _because(row), "checkpoints": []}
+        row |= {"because": _because(row), "metrics_problem": self.metrics.note()}
         for name in ("learning_rate", "grad_norm", "eval_loss"):
-            value = {**train, **evaluation}.get(name)
-            is_number = isinstance(value, int | float) and math.isfinite(value)
-            row[name] = value if is_number else None
+            row[name] = figure({**train, **evaluation}.get(name))
         records = (parsed(line) or {} for line in tail(self.folder / LAUNCHES, _TAIL).splitlines())
         memory = [one["peak_memory"] for one in records if isinstance(one.get("peak_memory"), int)]
         row["peak_memory"] = memory[-1] if memory else None
         with contextlib.suppress(SurefootError):  # the folder vanished
             row["checkpoints"] = [step_of(path) for path in committed(self.folder)]
-        row["metrics_problem"] = self.metrics.note()
         return row
 
     def curve(self, name: str) -> Curve | None:
@@ -175,25 +169,20 @@ def _found_runs(places: Sequence[str]) -> list[WatchedRun]:
     if len(folders) > most:
         said = counted(len(folders), "run")
         click.echo(f"the {most} of {said} that changed last; `surefoot board` has all", err=True)
-        latest = sorted(folders, key=_changed)[-most:]
+        latest = sorted(folders, key=lambda folder: changed(folder) or 0.0)[-most:]
         folders = [folder for folder in folders if folder in latest]
     return [WatchedRun(folder) for folder in folders]
 
 
-def _changed(folder: Path) -> float:
-    files = [folder / name for name in (METRICS, LAUNCHES)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-
-
 def _because(row: Row) -> str:
-    end = row["end"] if isinstance(row["end"], dict) else {}
+    end = row["end"] or {}
     if row["state"] == "failed" and end.get("error"):
         return str(end["error"])
     if row["state"] == "stopped" and end.get("signal"):
         return f"by {end['signal']}; it can be resumed"
-    if row["is_stalled"] and isinstance(row["silent_seconds"], float):
+    if row["is_stalled"]:
         return f"no step for {counted(int(row['silent_seconds'] // 60), 'minute')}"
-    return EVIDENCE.get(str(row["evidence"]), str(row["evidence"]))
+    return EVIDENCE[row["evidence"]]
 
 
 def render(
@@ -240,33 +229,29 @@ def _facts(rows: Sequence[Row], number: int, is_plain: bool) -> Iterator[Text]:
     row, head = rows[number], Text(no_wrap=True, overflow="crop")
     if len(rows) > 1:
         head.append(f"{MARKS[number] if is_plain else '●'} ", style=COLORS[number])
-    head.append(one_line(str(row["name"])), style="bold")
-    head.append(f"  {row['state']}", style=STATES.get(str(row["state"]), ""))
+    head.append(one_line(row["name"]), style="bold")
+    head.append(f"  {row['state']}", style=STATES.get(row["state"], ""))
     parts = list(_parts(row))
     if len(rows) > 1:
         yield head.append("".join(f"  {part}" for part in parts[:5]))
         return
-    because = row.get("because")
-    yield head.append(f" ({one_line(str(because))})" if because else "", style="dim")
-    if row.get("metrics_problem"):
-        yield Text(one_line(str(row["metrics_problem"])), "red", no_wrap=True, overflow="crop")
+    because, problem = row.get("because"), row.get("metrics_problem")
+    yield head.append(f" ({one_line(because)})" if because else "", style="dim")
+    if problem:
+        yield Text(one_line(problem), "red", no_wrap=True, overflow="crop")
     yield Text("  ".join(parts))
 
 
 def _parts(row: Row) -> Iterator[str]:
     step, most = row.get("step"), row.get("max_steps")
-    if isinstance(step, int):
-        share = f"/{most:,} ({100 * step / most:.0f} %)" if isinstance(most, int) and most else ""
-        yield f"step {step:,}{share}"
-    if isinstance(left := row.get("seconds_left"), float):
+    if step is not None:
+        yield f"step {step:,}" + (f"/{most:,} ({100 * step / most:.0f} %)" if most else "")
+    if (left := row.get("seconds_left")) is not None:
         yield f"left {duration(left)}"
-    forms = {"loss": "loss {:.4f}", "eval_loss": "eval_loss {:.4f}", "speed": "{:,.0f} tok/s"}
-    forms |= {"learning_rate": "learning_rate {:.3g}", "grad_norm": "grad_norm {:.3g}"}
-    yield from (form.format(row[name]) for name, form in forms.items() if row.get(name) is not None)
-    if isinstance(memory := row.get("peak_memory"), int):
+    yield from (form.format(row[name]) for name, form in FORMS.items() if row.get(name) is not None)
+    if memory := row.get("peak_memory"):
         yield f"memory {memory / 2**30:.1f} GiB"
-    saved = row.get("checkpoints")
-    if isinstance(saved, list) and saved:
+    if saved := row.get("checkpoints"):
         yield f"checkpoints {'... ' * (len(saved) > 4)}{', '.join(map(str, saved[-4:]))}"
 
 

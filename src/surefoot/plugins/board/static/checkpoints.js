@@ -1,9 +1,10 @@
 // Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
-import { finished, get, post } from "./api.js";
+import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { ask, h, redraw, replace, toast } from "./dom.js";
 import { bytes, integer, moment, number } from "./format.js";
 import { t } from "./i18n.js";
+import { run as command } from "./job.js";
 
 export async function checkpoints(content, run, now) {
   const view = { chosen: [], all: [], pinned: new Set(), isBusy: false };
@@ -65,40 +66,29 @@ export async function checkpoints(content, run, now) {
     // listeners are of these checkpoints, so others need other buttons
     const act = (label, call, key = label) => h("button", { disabled: view.isBusy, "data-key": key, "data-of": view.chosen.join(), onclick: call }, t(label));
     redraw(actions, h("b", {}, found.map((c) => c.path).join(" → ")), found.length === 2 ? act("Compare", () => diff(one, other)) : [
-      act("Verify", () => command({ command: "verify", checkpoint: one.path }, verified)),
+      act("Verify", () => started({ command: "verify", checkpoint: one.path }, verified)),
       one.step !== null ? act(isPinned ? "Unpin" : "Pin", () => pin(one, !isPinned), "Pin") : null,
       act("Export", () => exported(one)),
       h("a.button", { href: to("chat", { run, a: one.path, b: "base" }) }, t("Chat beside the base model")),
       h("a.button", { href: to("new", { run, checkpoint: one.path }) }, t("New run from here"))]);
   }
 
-  async function command(body, show) {
+  async function started(body, show) {
     view.isBusy = true;
     buttons();
     const panel = h("div.panel");
     replace(result, panel);
-    try {
-      const job = await finished(await post("/api/checkpoints", { run, ...body }), (now) => {
-        const cancel = h("button.small", { onclick: () => post("/api/cancel", {}, { number: now.job }) }, t("Cancel"));
-        replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, now.command), now.code === null ? cancel : null), now.code === null ? h("p.soft", {}, t("Running for {n} s …", { n: Math.round(now.seconds ?? 0) })) : null);
-      });
-      if (job.result === null && job.code !== 0) panel.append(h("div.note.bad", { style: { marginTop: "12px" } }, job.error || job.output));
-      else panel.append(h("div", { style: { marginTop: "12px" } }, show(job)));
-      return job;
-    } catch (error) {
-      replace(panel, h("div.note.bad", {}, error.message));
-      return null;
-    } finally {
-      view.isBusy = false;
-      buttons();
-    }
+    const job = await command(panel, post("/api/checkpoints", { run, ...body }), show);
+    view.isBusy = false;
+    buttons();
+    return job;
   }
 
-  const verified = ({ result: found }) => found.ok
+  const verified = (found) => found.ok
     ? h("div.note", {}, `✓ ${t("Verified: {what}.", { what: found.checked })}`)
     : h("div.note.bad", {}, (found.problems || []).join("\n"));
 
-  const diff = (one, other) => command({ command: "diff", checkpoint: one.path, other: other.path }, ({ result: found }) => {
+  const diff = (one, other) => started({ command: "diff", checkpoint: one.path, other: other.path }, (found) => {
     const changed = (found.tensors || []).filter((x) => x.verdict !== "equal").sort((x, y) => (y.relative ?? 9) - (x.relative ?? 9));
     return [h("p", {}, t("{n} of {all} tensors differ.", { n: changed.length, all: (found.tensors || []).length })),
       h("div.scroll", { tabindex: 0 }, h("table.diff", {}, h("thead", {}, h("tr", {}, ["Tensor", "", "Relative", "max |B−A|"].map((label, i) => h(i > 1 ? "th.num" : "th", {}, t(label))))),
@@ -115,7 +105,7 @@ export async function checkpoints(content, run, now) {
 
   function exported(one) {
     const out = prompt(t("Name of the new folder, below the board's folder:"), `exports/${run.replaceAll("/", "-")}-${one.step}`);
-    if (out) command({ command: "export", checkpoint: one.path, out }, () => h("div.note", {}, `✓ ${t("Exported to {out}.", { out })}`));
+    if (out) started({ command: "export", checkpoint: one.path, out }, () => h("div.note", {}, `✓ ${t("Exported to {out}.", { out })}`));
   }
 
   // Deleting comes after a dry run, and only of what it has listed.
@@ -124,14 +114,14 @@ export async function checkpoints(content, run, now) {
     const keeps = () => Object.fromEntries(["keep", "keep_every", "keep_best"].map((name) => [name, Number(pruning.querySelector(`#p-${name}`).value) || null]));
     const dry = h("button", { onclick: async () => {
       const chosen = keeps();
-      const job = await command({ command: "prune-plan", ...chosen }, () => "");
+      const job = await started({ command: "prune-plan", ...chosen }, () => "");
       replace(listed);
       if (!job?.result) return;
       const going = job.result.checkpoints.filter((c) => !c.stays);
       replace(result);
       const remove = h("button.danger", { disabled: isTraining(), onclick: async () => {
         if (!await ask(t("Delete {n} checkpoints for good?", { n: going.length }), t("Delete"), t("Cancel"))) return;
-        const done = await command({ command: "prune", ...chosen }, ({ result: r }) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
+        const done = await started({ command: "prune", ...chosen }, (r) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
         replace(listed);
         if (done) await load();
       } }, t("Delete {n} checkpoints", { n: going.length }));

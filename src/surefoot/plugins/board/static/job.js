@@ -11,9 +11,11 @@ export async function run(panel, starting, show) {
   };
   try {
     const job = await finished(await starting, seen);
-    const isWrong = job.result === null || job.result === undefined;
+    const isWrong = (job.result ?? null) === null && job.code !== 0;
     panel.append(h("div", { style: { marginTop: "14px" } }, isWrong ? h("div.note.bad", { role: "alert" }, (job.error || job.output || t("cancelled")).trim()) : show(job.result)));
+    return job;
   } catch (error) {
     replace(panel, h("div.note.bad", { role: "alert" }, error.message));
+    return null;
   }
 }
