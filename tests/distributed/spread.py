@@ -11,11 +11,11 @@ import torch
 import ranks
 import small
 import tiny
+from surefoot.checkpoint.background.saver import AsyncSaver
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
-from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
@@ -36,7 +36,6 @@ from surefoot.run.assembly import build_trainer
 from surefoot.run.columns import precompute
 from surefoot.run.policy import frozen_options, options_of
 from surefoot.stages.sft import SFT
-from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
 TRAIN = {"max_steps": 8, "global_batch_size": 6, "micro_batch_size": 3}
@@ -88,14 +87,10 @@ def trainer(
     for head in draft.heads.modules.values():  # which begin at 0
         torch.nn.init.normal_(head.to(inner.dtype).weight, std=0.3)
     network = finish(draft, ON_THE_MESH)
-    saver = Saver(
-        output_dir=folder,
-        section=CheckpointSection(),
-        kind=network.weights.kind,
-        companions={},
-        steps=dict.fromkeys(("log_steps", "eval_steps", "save_steps")),
-        world=world,
+    writers = WriterGroup(
+        "full", world.rank, world.size, world.axes, world.gathered, world.from_main
     )
+    saver = AsyncSaver(folder, kind=network.weights.kind, has_lock=True, writers=writers, keep=3)
     data = TrainingData(in_memory(examples or small.examples()), {})
 
     def opened(role):

@@ -6,39 +6,33 @@ import signal
 from dataclasses import replace
 
 import ranks
+import small
 from spread import learn, resume, trainer
 from spread import save as store
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.reading.verification import verify
-from surefoot.checkpoint.section import CheckpointSection
 from surefoot.training import TrainerCallback
 
 
 def begin(world, folder, layout, **section):
-    made = trainer(world, folder)
-    saver = replace(
-        made.saver,
-        section=CheckpointSection(keep=None, layout=layout, **section),
-        steps={"log_steps": 1, "eval_steps": None, "save_steps": 1},
-    )
-    return replace(made, saver=saver)
+    return small.saving(trainer(world, folder), keep=None, layout=layout, **section)
 
 
 def save(made, *, insist=False):
     learn(made, 1)
-    made.saver.save(made.state, made.states, insist=insist)
+    made.saver.save(made.state.global_step, made.states, insist=insist)
 
 
 def signal_writer(made, world, number, rank):
     if world.rank == rank:
-        os.kill(made.saver.checkpoints._flight.pid, number)
+        os.kill(made.saver._flight.pid, number)
 
 
 def let_write(made, world, size):
     """Files of so many bytes, in the second process."""
     if world.rank == 1:
         limits = (size, resource.RLIM_INFINITY)
-        resource.prlimit(made.saver.checkpoints._flight.pid, resource.RLIMIT_FSIZE, limits)
+        resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, limits)
 
 
 def steps(folder):
@@ -53,7 +47,7 @@ def test_a_save_that_comes_too_soon_is_left_out_by_all(tmp_path):
         made = begin(world, tmp_path, "full", on_save_busy="skip")
         with made.saver:
             save(made)
-            made.saver.collect(wait=True)
+            made.saver.wait()
             signal_writer(made, world, signal.SIGSTOP, rank=0)
             save(made)
             save(made)
@@ -72,7 +66,7 @@ def test_a_writer_that_is_killed_is_replaced_and_the_others_write_again(tmp_path
             made = begin(world, folder, "distributed")
             with made.saver:
                 save(made)
-                made.saver.collect(wait=True)
+                made.saver.wait()
                 signal_writer(made, world, signal.SIGSTOP, rank)  # so that it dies in the middle
                 save(made)
                 signal_writer(made, world, signal.SIGKILL, rank)
@@ -88,10 +82,10 @@ def test_all_go_on_after_a_save_that_failed_if_the_recipe_says_so(tmp_path):
         made = begin(world, tmp_path, "full", on_save_error="continue")
         with made.saver:
             save(made)
-            made.saver.collect(wait=True)
+            made.saver.wait()
             let_write(made, world, 10)
             save(made)
-            made.saver.collect(wait=True)
+            made.saver.wait()
             let_write(made, world, resource.RLIM_INFINITY)
             save(made, insist=True)
 

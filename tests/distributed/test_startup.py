@@ -17,7 +17,8 @@ import small
 import tiny
 from counting import Counting
 from spread import learn, save
-from surefoot.checkpoint.section import CheckpointSection
+from surefoot.checkpoint.background.saver import AsyncSaver
+from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
@@ -39,7 +40,6 @@ from surefoot.run.columns import precompute
 from surefoot.run.policy import open_policy
 from surefoot.stages.sft import SFT
 from surefoot.storage import files
-from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 
 UNEVEN = {"intermediate_size": 130, "num_hidden_layers": 2}  # and 259 tokens
@@ -72,13 +72,11 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         {"policy": folder},
         *(codec, world, lambda needs_start: policy, None),
     )
-    saver = Saver(
-        output_dir=folder / "out",
-        section=CheckpointSection(),
-        kind=policy.weights.kind,
-        companions={},
-        steps={},
-        world=world,
+    writers = WriterGroup(
+        "full", world.rank, world.size, world.axes, world.gathered, world.from_main
+    )
+    saver = AsyncSaver(
+        folder / "out", kind=policy.weights.kind, has_lock=True, writers=writers, keep=3
     )
     made = build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
     may_share = packing and "shifted_attention_group" not in (model or {})

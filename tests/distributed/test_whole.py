@@ -45,7 +45,7 @@ def states_of(made):
 def save_in_background(made, crew, flight, parent=None):
     """As the loop does: a snapshot, and a process beside that writes it."""
     step = made.state.global_step
-    folder, kind = made.saver.output_dir, made.saver.kind
+    folder, kind = made.saver.root, made.saver.kind
     job, live = prepare(folder, step, states_of(made), kind=kind, crew=crew, parent=parent)
     flight.start(job, live)
     return job

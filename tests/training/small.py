@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 import tiny
+from surefoot.checkpoint.background.saver import AsyncSaver
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
@@ -31,7 +32,6 @@ from surefoot.training.control.triggers import IntervalCallback, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner
 from surefoot.training.precompute import NOTHING
-from surefoot.training.saver import Saver
 from surefoot.training.section import TrainSection
 from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
@@ -143,13 +143,8 @@ def trainer(
         windows=Windows(loader, stage, no_context, NOTHING, section.seed, memory),
         evals={"": EvaluationSet(list(evals), NOTHING)} if evals else {},
         evaluation=Evaluation(stage, network, no_context, laid, *sizes, ALONE),
-        saver=Saver(
-            output_dir=folder,
-            section=CheckpointSection(save_steps=save_steps, keep=keep),
-            kind=network.weights.kind,
-            companions={},
-            steps={"log_steps": 1, "eval_steps": section.eval_steps, "save_steps": save_steps},
-        ),
+        saver=AsyncSaver(folder, keep=keep, kind=network.weights.kind, has_lock=True),
+        save_steps=save_steps,
         callbacks=Callbacks(context, state, control, [flow, *members]),
         state=state,
         control=control,
@@ -159,6 +154,21 @@ def trainer(
 
 def no_context(_place):
     """Stages that train on windows as loaded compute nothing."""
+
+
+def saving(built, **section):
+    """The trainer with a saver as this ``checkpoint`` section of a recipe makes it."""
+    found = CheckpointSection(**section)
+    saver = replace(
+        built.saver,
+        keep=found.rule(),
+        share=found.share_unchanged,
+        in_background=found.async_save,
+        on_error=found.on_save_error,
+        on_busy=found.on_save_busy,
+        writers=replace(built.saver.writers, layout=found.layout or "full"),
+    )
+    return replace(built, saver=saver)
 
 
 def resume(built, folder):

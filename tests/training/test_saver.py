@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -18,7 +17,6 @@ from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.reading.verification import verify
-from surefoot.checkpoint.section import CheckpointSection
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.callbacks.early_stop import EarlyStop
@@ -43,8 +41,7 @@ class Steps(TrainerCallback):
 
 def built(folder, *members, **section):
     made = small.trainer(folder, *members, save_steps=section.get("save_steps"))
-    section = CheckpointSection(**{"keep": None, **section})
-    return replace(made, saver=replace(made.saver, section=section))
+    return small.saving(made, **{"keep": None, **section})
 
 
 def steps_in(folder):
@@ -55,8 +52,8 @@ def halt(made):
     """Let the writer stand still, as one on a slow disk does, once it has nothing to do."""
 
     def act():
-        made.saver.collect(wait=True)
-        os.kill(made.saver.checkpoints._flight.pid, signal.SIGSTOP)
+        made.saver.wait()
+        os.kill(made.saver._flight.pid, signal.SIGSTOP)
         timer = threading.Timer(20, go_on(made))  # a test that fails must not hang
         timer.daemon = True
         timer.start()
@@ -66,7 +63,7 @@ def halt(made):
 
 def go_on(made):
     def act():
-        if (pid := made.saver.checkpoints._flight.pid) is not None:
+        if (pid := made.saver._flight.pid) is not None:
             os.kill(pid, signal.SIGCONT)
 
     return act
@@ -112,7 +109,7 @@ def test_a_save_that_comes_too_soon_is_left_out_if_the_recipe_says_so(tmp_path, 
     watch.at = {3: halt(made), 7: go_on(made)}
     made.callbacks.members.append(watch)
     made.fit()
-    assert made.saver.num_left_out == 1
+    assert made.saver.num_skipped == 1
     assert (
         "save of checkpoint-6 skipped (1 so far): checkpoint-4 is still being written"
         in caplog.text
@@ -144,7 +141,7 @@ def test_a_failed_save_is_survived_and_the_next_one_names_the_last_good_one(tmp_
 def test_a_writer_that_is_killed_costs_no_step(tmp_path, caplog):
     made = built(tmp_path, save_steps=2)
     watch = Steps()
-    watch.at = {5: lambda: os.kill(made.saver.checkpoints._flight.pid, signal.SIGKILL)}
+    watch.at = {5: lambda: os.kill(made.saver._flight.pid, signal.SIGKILL)}
     made.callbacks.members.append(watch)
     made.fit()
     assert steps_in(tmp_path) == [2, 4, 6, 8]
@@ -155,8 +152,8 @@ def test_a_disk_that_fills_and_is_freed_again_costs_only_the_saves_in_between(tm
 
     def limit(size):
         def act():
-            made.saver.collect(wait=True)
-            resource.prlimit(made.saver.checkpoints._flight.pid, resource.RLIMIT_FSIZE, (size, -1))
+            made.saver.wait()
+            resource.prlimit(made.saver._flight.pid, resource.RLIMIT_FSIZE, (size, -1))
 
         return act
 
@@ -189,7 +186,7 @@ def test_an_error_of_the_loop_still_waits_for_the_save_in_flight(tmp_path):
     with pytest.raises(RuntimeError, match="a callback of the user"):
         made.fit()
     assert steps_in(tmp_path) == [3]
-    assert made.saver.checkpoints._flight.pid is None
+    assert made.saver._flight.pid is None
 
 
 def test_sigterm_while_a_save_is_in_flight_saves_the_step_after_it(tmp_path):
@@ -215,8 +212,7 @@ def test_the_best_checkpoints_by_the_metric_stay(tmp_path):
     made = small.trainer(
         tmp_path, save_steps=1, evals=small.examples(2, seed=9), eval_steps=1, max_steps=6
     )
-    section = CheckpointSection(save_steps=1, keep=1, keep_best=2)
-    state = replace(made, saver=replace(made.saver, section=section)).fit()
+    state = small.saving(made, keep=1, keep_best=2).fit()
     losses = {r["step"]: r["eval_loss"] for r in state.log_history if "eval_loss" in r}
     best = sorted(losses, key=losses.get)[:2]
     assert steps_in(tmp_path) == sorted({*best, 6})

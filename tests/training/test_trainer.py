@@ -442,8 +442,7 @@ def test_a_failed_save_stops_the_run_or_is_survived_as_the_recipe_says(tmp_path)
         small.trainer(tmp_path / "a").fit()
     (tmp_path / "b" / "checkpoint-3").mkdir(parents=True)
     built = small.trainer(tmp_path / "b")
-    section = replace(built.saver.section, on_save_error="continue")
-    built = replace(built, saver=replace(built.saver, section=section))
+    built = replace(built, saver=replace(built.saver, on_error="continue"))
     built.fit()
     assert {p.name for p in (tmp_path / "b").iterdir()} == {
         "checkpoint-3",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..checkpoint.background.saver import SaveListener
+from ..checkpoint.background.saver import AsyncSaver, SaveListener
 from ..checkpoint.disk.companions import tokenizer_of
 from ..checkpoint.reading.loading import load as load_checkpoint
+from ..checkpoint.saving.writer_group import WriterGroup
 from ..data.text.codec import Codec
 from ..errors import RecipeError
 from ..model.malloc import keep_freed_memory
@@ -42,7 +43,6 @@ from ..training.control.log_accumulator import LogAccumulator
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.control.triggers import IntervalCallback, Trigger
 from ..training.rollouts.kept import KeptRollouts
-from ..training.saver import Saver
 from ..training.section import CALLBACKS
 from ..training.stage import POLICY
 from ..training.state import TrainerControl, TrainerState
@@ -67,6 +67,9 @@ from .policy import (
 from .prepared_model import compare_prepared
 
 logger = logging.getLogger(__name__)
+
+
+NO_CODE: Mapping[str, bytes] = {}
 
 
 @dataclass(frozen=True)
@@ -147,13 +150,7 @@ def build(
         recipe, data, bases.folders, codec, world, opened, beside, is_blank=trial is not None
     )
     policy = networks[POLICY]
-    saver = replace(
-        build_saver(written, policy, codec, bases.policy, world),
-        resumed_from=None if start is None else start.folder,
-        is_foreign=start is not None and start.writer is not None,
-        listeners=listeners,
-    )
-    saver = replace(saver, companions={**saver.companions, **code})
+    saver = build_saver(written, policy, codec, bases.policy, code, start, listeners)
     end_with_responses(policy, codec)  # the files beside the weights have their own
     members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
     trainer = build_trainer(recipe, codec, networks, columns, saver, members, feeder, trial=trial)
@@ -168,27 +165,45 @@ def build(
 
 
 def build_saver(
-    recipe: Recipe, policy: Network, codec: Codec, base: BaseModel, world: World
-) -> Saver:
-    """The saver of a run: the folder of its checkpoints, and their companions."""
+    recipe: Recipe,
+    policy: Network,
+    codec: Codec,
+    base: BaseModel,
+    code: Mapping[str, bytes] = NO_CODE,
+    start: Start | None = None,
+    listeners: Sequence[SaveListener] = (),
+) -> AsyncSaver:
+    """The saver of a run: the folder of its checkpoints, and their companions, ``code`` among
+    them."""
+    world = policy.world
     own = tokenizer_of(Path(codec.tokenizer.name_or_path))
     files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer, own)}
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
-    layout = recipe.checkpoint.layout_in(recipe.train.output_dir)
-    return Saver(
-        output_dir=recipe.train.folder,
-        section=replace(recipe.checkpoint, layout=layout),
-        kind=policy.weights.kind,
-        companions=files,
-        steps={
-            "log_steps": recipe.train.log_steps,
-            "eval_steps": recipe.train.eval_steps,
-            "save_steps": recipe.checkpoint.save_steps,
-        },
-        metric=recipe.train.metric_for_best_model,
-        greater=recipe.train.is_greater_better,
-        world=world,
+    section = recipe.checkpoint
+    return AsyncSaver(
+        recipe.train.folder,
+        keep=section.rule(),
+        resumed_from=None if start is None else start.folder,
+        is_foreign=start is not None and start.writer is not None,
+        share=section.share_unchanged,
+        in_background=section.async_save,
+        max_shard_size=section.max_shard_size,
+        greater_is_better=recipe.train.is_greater_better,
+        on_error=section.on_save_error,
+        has_lock=True,  # the run has locked its folder from the start
+        writers=WriterGroup(
+            section.layout_in(recipe.train.output_dir),
+            world.rank,
+            world.size,
+            world.axes,
+            world.gathered,
+            world.from_main,
+        ),
+        listeners=listeners,
         beside=(METRICS, LAUNCHES, TENSORBOARD),
+        kind=policy.weights.kind,
+        companions={**files, **code},
+        on_busy=section.on_save_busy,
     )
 
 
@@ -224,7 +239,7 @@ def build_trainer(
     codec: Codec,
     networks: Mapping[str, Network],
     columns: RunColumns,
-    saver: Saver,
+    saver: AsyncSaver,
     members: Sequence[TrainerCallback],
     feeder: AbstractContextManager[object],
     *,
@@ -232,7 +247,7 @@ def build_trainer(
 ) -> Trainer:
     """The loop over its parts; ``networks`` are the policy and those that stay beside it."""
     section, stage, policy = recipe.train, recipe.stage, networks[POLICY]
-    world, folder = saver.world, None if trial else section.folder
+    world, folder = policy.world, None if trial else section.folder
     memory = replace(MemoryGuard.of(section, world), folder=folder)
     served = None if trial else served_policy(recipe, policy, saver, world)
     evaluation = replace(
@@ -274,5 +289,6 @@ def build_trainer(
         control=control,
         interval=LogAccumulator(state, policy.num_parameters),
         world=world,
+        save_steps=recipe.checkpoint.save_steps,
         feeder=feeder,
     )

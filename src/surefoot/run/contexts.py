@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..checkpoint.background.saver import AsyncSaver
 from ..data.text.codec import Codec
 from ..model.seeding import derive
 from ..network.network import Network
@@ -15,7 +16,6 @@ from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation
 from ..training.rewards.process import RewardProcess
 from ..training.rollouts.served_policy import ServedPolicy
-from ..training.saver import Saver
 from ..training.stage import POLICY
 from ..training.state import PolicyVersion
 from ..training.windows import Place, StageState
@@ -77,7 +77,7 @@ def build_evaluation(
 
 
 def served_policy(
-    recipe: Recipe, policy: Network, saver: Saver, world: World
+    recipe: Recipe, policy: Network, saver: AsyncSaver, world: World
 ) -> ServedPolicy | None:
     """The policy in the recipe's server; None if it samples itself."""
     if (server := recipe.stage.sampler.server) is None:
@@ -88,7 +88,7 @@ def served_policy(
         recipe.train.folder,
         saver.kind,
         dict(saver.companions),
-        saver.checkpoints.writers,
+        saver.writers,
         world,
         lineage_of(recipe),
     )

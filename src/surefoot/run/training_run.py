@@ -153,7 +153,7 @@ def _run(
             if world.is_main:
                 write_recipe(folder, recipe)
                 if start is not None:  # a smaller keep makes room before a save
-                    trainer.saver.delete_old(trainer.state)
+                    trainer.saver.delete_old(**trainer.ranking)
             with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
                 outcome = launch.ended(_fit(trainer, tries_heaviest=tries_heaviest))
                 if uploads is not None:
@@ -184,7 +184,7 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         trainer.fit()
         _must_be_saved(trainer)
         finish(trainer)
-        trainer.saver.finish_uploads(state)
+        trainer.saver.finish(**trainer.ranking)
     return outcome_of(trainer)
 
 

@@ -128,17 +128,17 @@ class TrainerState:
         self.fitted.load_state_dict(fitted if isinstance(fitted, Mapping) else {})
 
     def for_people(
-        self, section_steps: Mapping[str, int | None], best: str | None
+        self, steps: tuple[int | None, int | None, int | None], best: str | None
     ) -> dict[str, object]:
         """The content of ``trainer_state.json``: only the fields of the Hugging Face Trainer.
-        ``best`` is the path of the best checkpoint; of the recipe are ``log_steps``, ``eval_steps``
-        and ``save_steps``."""
+        ``best`` is the path of the best checkpoint, ``steps`` are the recipe's ``log_steps``,
+        ``eval_steps`` and ``save_steps``."""
         ours = {known.name for known in fields(self) if known.metadata == _OURS}
         return {name: value for name, value in asdict(self).items() if name not in ours} | {
             "best_model_checkpoint": best,
-            "logging_steps": section_steps["log_steps"] or 0,
-            "eval_steps": section_steps["eval_steps"] or 0,
-            "save_steps": section_steps["save_steps"] or 0,
+            "logging_steps": steps[0] or 0,
+            "eval_steps": steps[1] or 0,
+            "save_steps": steps[2] or 0,
             "is_hyper_param_search": False,
             "trial_name": None,
             "trial_params": None,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from signal import Signals
+from typing import Any
 
 from ..batch import Window
+from ..checkpoint.background.saver import AsyncSaver
+from ..checkpoint.disk import retention
+from ..checkpoint.disk.commit import step_of
+from ..checkpoint.disk.trainer_state import finite
 from ..checkpoint.reading.loading import load
 from ..checkpoint.state.protocols import Stateful
 from ..checkpoint.state.roles import MODEL
 from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
+from ..storage.files import exists
 from .callback import Callbacks
 from .control.bad_steps import (
     MAX_ROLLBACKS,
@@ -30,7 +37,6 @@ from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed
 from .learner import Learner
-from .saver import Saver
 from .section import TrainSection
 from .stage import POLICY, Stage
 from .state import TrainerControl, TrainerState
@@ -75,12 +81,13 @@ class Trainer:
     windows: Windows
     evals: Mapping[str, EvaluationSet]
     evaluation: Evaluation
-    saver: Saver
+    saver: AsyncSaver
     callbacks: Callbacks
     state: TrainerState
     control: TrainerControl
     interval: LogAccumulator
     world: World = ALONE
+    save_steps: int | None = None  # of the recipe, for `trainer_state.json`
     feeder: AbstractContextManager[object] = field(default_factory=nullcontext)  # while data comes
     stop: StopSignal = field(default_factory=StopSignal)
     _progress: _Progress = field(default_factory=_Progress, init=False)
@@ -122,7 +129,7 @@ class Trainer:
             for flag in self.state.pending:
                 setattr(self.control, flag, True)
             if self.section.on_nan == "rollback" and self.saver.newest is None:
-                self._save()  # somewhere to go back to
+                self.save()  # somewhere to go back to
             self._act()
             while not self._is_done():
                 self._turn()
@@ -339,7 +346,7 @@ class Trainer:
         control.should_save |= self._is_leaving
         if control.should_save:
             control.should_save = False
-            self._save()
+            self.save()
         self._collect()
 
     def _catch_up(self) -> bool:
@@ -373,17 +380,43 @@ class Trainer:
             setattr(self.control, name, bool(flag))
         self._progress.agreed = Signals(int(number)) if number else None
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Start to save this step. The last one, and a best one to end with, are never skipped."""
         state = self.state
         is_best = (
             self.section.load_best_model_at_end and state.best_global_step == state.global_step
         )
-        self.saver.save(state, self.states, insist=is_best or self._is_done())
+        self.saver.save(
+            state.global_step,
+            self.states,
+            companions={"trainer_state.json": self._state_file()},
+            **self.ranking,
+            insist=is_best or self._is_done(),
+        )
+
+    @property
+    def ranking(self) -> dict[str, Any]:
+        """What decides which checkpoints stay: the metric by step, and the best step."""
+        state = self.state
+        return {
+            "metrics": retention.metrics_in(state.log_history, self.section.metric_for_best_model),
+            "protected": () if state.best_global_step is None else (state.best_global_step,),
+        }
+
+    def _state_file(self) -> bytes:
+        """``trainer_state.json``, for people and the Hugging Face Trainer."""
+        step, best = self.state.best_global_step, None
+        if step is not None:
+            path = self.saver.path_of(step)
+            is_coming = step == self.state.global_step  # not each step is saved
+            best = str(path) if is_coming or exists(path) else None
+        steps = self.section.log_steps, self.section.eval_steps, self.save_steps
+        content = self.state.for_people(steps, best)
+        return (json.dumps(finite(content), indent=2, sort_keys=True) + "\n").encode()
 
     def _collect(self, *, wait: bool = False) -> None:
         """Call the callbacks for saves that have been committed."""
-        for step in self.saver.collect(wait=wait):
+        for path in self.saver.wait() if wait else self.saver.poll():
             self._progress.rollbacks = 0
             if self.world.is_main:  # the others know only of their own part
-                self.callbacks.emit_saved(step)
+                self.callbacks.emit_saved(step_of(path))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from theirs import HALF, STEPS, policy_of, recipe_in, their_trainer
 
 from folders import edit_json
+from surefoot.checkpoint.disk.commit import step_of
 from surefoot.errors import CheckpointError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
@@ -364,8 +365,8 @@ def test_numbers_that_json_has_no_word_for_come_over(full, theirs, tmp_path):
     trainer = load(theirs, trainer_of(full, tmp_path))
     assert trainer.state.best_metric is None
     with trainer.saver:
-        trainer.saver.save(trainer.state, trainer.states, insist=True)
-        assert trainer.saver.collect(wait=True) == [HALF]
+        trainer.save()
+        assert [step_of(path) for path in trainer.saver.wait()] == [HALF]
 
 
 def test_a_best_that_could_not_be_loaded_at_the_end_is_looked_for_anew(full, theirs, tmp_path):

@@ -25,9 +25,9 @@ def elsewhere(recipe, folder):
 
 def save(trainer):
     with trainer.saver:
-        trainer.saver.save(trainer.state, trainer.states, insist=True)
-        (step,) = trainer.saver.collect(wait=True)
-    return trainer.saver.path_of(step)
+        trainer.save()
+        (path,) = trainer.saver.wait()
+    return path
 
 
 def test_a_run_that_began_in_the_trainer_ends_as_if_it_had_never_left(both, tmp_path):

@@ -61,8 +61,8 @@ def test_it_comes_back_as_it_was(both, tmp_path):
     trainer = build(recipe)
     load_trainer_checkpoint(folder, trainer, trust_pickle=True)
     with trainer.saver:
-        trainer.saver.save(trainer.state, trainer.states, insist=True)
-        trainer.saver.collect(wait=True)
+        trainer.save()
+        trainer.saver.wait()
     for name in ("optimizer.safetensors", "state.safetensors"):
         was, now = (load_file(f / name) for f in (both.ours, tmp_path / "run" / both.ours.name))
         assert was.keys() == now.keys()

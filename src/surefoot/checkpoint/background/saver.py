@@ -7,6 +7,7 @@ saves, so that neither this module nor a loop knows of object stores.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -23,11 +24,12 @@ from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
 from ..disk.pins import pinned
 from ..disk.retention import RetentionPolicy, Times
-from ..saving.job import Job, Saved
-from ..saving.preparation import LiveTensors, prepare
+from ..saving.job import Saved
+from ..saving.preparation import prepare
 from ..saving.writer_group import ALONE, WriterGroup
 from ..state.protocols import Stateful
 from .in_flight import end, start_save
+from .snapshot_buffer import lacks_room
 from .writer_process import Background
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,15 @@ class AsyncSaver:
     """What follows the saves; on rank 0 only."""
     beside: Sequence[str] = ()
     """Files in ``root``, such as a log, that are flushed to the disk before each commit."""
+    kind: Kind = "full"
+    """What the weights are of, and ``companions``, files beside the weights of every checkpoint: as
+    for ``checkpoint.save``."""
+    companions: Mapping[str, bytes] = field(default_factory=dict)
+    on_busy: Literal["wait", "skip"] = "wait"
+    """Whether a save waits for one in flight, or is skipped."""
     newest: Path | None = field(init=False, default=None)
+    blocking_seconds: float = field(init=False, default=0.0)  # for which the loop has waited
+    num_skipped: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._root = Path(self.root)
@@ -169,31 +179,69 @@ class AsyncSaver:
             if self._folder is not None:
                 self._folder.close()
 
+    def check_room(self, num_bytes: int) -> None:
+        """Log before the first save if a snapshot of so many bytes will not fit in memory; saves
+        then write the state directly, and the loop waits for them."""
+        if self.in_background and (why := lacks_room(num_bytes)):
+            logger.warning(
+                "a snapshot of the state will not fit in main memory (%s): training will wait for "
+                "every save; free some memory, or set checkpoint.async_save: false",
+                why,
+            )
+
     def save(
         self,
         step: int,
         states: Mapping[str, Stateful],
         *,
-        kind: Kind = "full",
+        kind: Kind | None = None,
         companions: Mapping[str, bytes] | None = None,
         metrics: Mapping[int, float] | None = None,
         protected: Collection[int] = (),
+        insist: bool = True,
     ) -> None:
-        """Take a snapshot of ``states`` and begin to write it; they may change from then on.
+        """Take a snapshot of ``states`` and begin to write it; they may change from then on. It is
+        committed once ``poll`` returns it.
 
-        A save in flight is waited for first.
+        A save in flight is waited for first. Nothing is done for a step that is saved already.
 
         Args:
             step: the number of the checkpoint.
-            states: as for ``checkpoint.save``, and so are ``kind`` and ``companions``.
+            states: as for ``checkpoint.save``.
+            kind: of these weights, if it is not the saver's.
+            companions: files beside those of the saver.
             metrics: the metric by step, for a ``RetentionPolicy`` that keeps the best.
             protected: steps whose checkpoints are kept, whatever the policy says.
+            insist: never skip this one, whatever ``on_busy`` says.
 
         Raises:
             CheckpointError: the last save failed, and this one was not begun; or this one cannot
                 be. No earlier checkpoint was touched.
         """
-        self.update(wait=True)
+        began = time.monotonic()
+        is_spared = not self.writers.rank and self._is_spared(self.path_of(step), insist)
+        if self.writers.from_first(is_spared):  # all ranks do what the first does
+            return
+        try:
+            self.update(wait=True)  # whether a best step was saved is known then
+            self._begin(
+                step,
+                states,
+                kind or self.kind,
+                {**self.companions, **(companions or {})},
+                lambda: self._old(metrics, protected, coming=step),
+            )
+        finally:
+            self.blocking_seconds += time.monotonic() - began
+
+    def _begin(
+        self,
+        step: int,
+        states: Mapping[str, Stateful],
+        kind: Kind,
+        companions: Mapping[str, bytes],
+        old: Callable[[], list[str]],
+    ) -> None:
         parent = self.newest or self._resumed_from
         try:
             self._expect_folder()
@@ -207,12 +255,34 @@ class AsyncSaver:
                 max_shard_size=self.max_shard_size,
                 crew=self.writers,
             )
-            replaces = self._old(metrics, protected, coming=step)
+            replaces = old()
         except CheckpointError as error:
             self._bear(error)
-        else:
-            job = replace(job, forget=replaces, beside=self.beside, **self._sharing())
-            self._start(job, live)
+            return
+        job = replace(job, forget=replaces, beside=self.beside, **self._sharing())
+        self._replaces = job.forget
+        for listener in self.listeners:
+            listener.on_save(job.forget)
+        self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
+
+    def _is_spared(self, target: Path, insist: bool) -> bool:
+        """Whether that state is saved already, or is skipped for one in flight."""
+        if target in (self.newest, self.in_flight):
+            return True
+        if self.in_flight is None or self.on_busy != "skip" or insist:
+            return False
+        self.update()
+        if (writing := self.in_flight) is None:
+            return False
+        self.num_skipped += 1
+        logger.warning(
+            "save of %s skipped (%d so far): %s is still being written; save less often, or "
+            "set checkpoint.on_save_busy: wait",
+            target.name,
+            self.num_skipped,
+            writing.name,
+        )
+        return True
 
     def update(self, *, wait: bool = False) -> None:
         """Bring ``newest`` and ``in_flight`` up to date; raises if the last save failed."""
@@ -228,14 +298,19 @@ class AsyncSaver:
 
     def wait(self) -> list[Path]:
         """The same, once the save in flight has ended."""
+        began = time.monotonic()
         self.update(wait=True)
         self.newest = self.writers.from_first(self.newest)  # the others know of their part only
+        self.blocking_seconds += time.monotonic() - began
         return self.poll()
 
     def delete_old(
         self, metrics: Mapping[int, float] | None = None, protected: Collection[int] = ()
     ) -> None:
-        """Delete now what the retention policy does not keep; otherwise the next save does."""
+        """Delete now what the retention policy does not keep; otherwise the next save does. The
+        first rank deletes for all."""
+        if self.writers.rank:
+            return
         old = self._old(metrics, protected)
         here = {path.name for path in committed(self._root)}
         retention.drop_all([self._root / name for name in old if name in here])
@@ -250,12 +325,6 @@ class AsyncSaver:
             listener.finish()
         if self.listeners:
             self.delete_old(metrics, protected)
-
-    def _start(self, job: Job, live: LiveTensors) -> None:
-        self._replaces = job.forget
-        for listener in self.listeners:
-            listener.on_save(job.forget)
-        self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
 
     def _expect_folder(self) -> None:
         """Raise ``CheckpointError`` if ``root`` is no longer the folder that it was at the start:

@@ -169,7 +169,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         assert self._parts is not None
         there = (self._saver.newest, self._saver.in_flight)
         if state.global_step in [step_of(folder) for folder in there if folder]:
-            return  # this very state lies there already
+            return  # this very state lies there already, perhaps in another folder
         self.trainer.store_flos()
         content = dump(state, self.trainer, self._best_folder(state))
         best = state.best_global_step

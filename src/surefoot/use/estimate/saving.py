@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from ...checkpoint.saving.preparation import prepare
-from ...checkpoint.saving.writer_group import WriterGroup
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...model.pretrained.base_identity import BaseModel
-from ...parallel.world import ALONE
 from ...run.assembly import build_saver
 from ...training.state import TrainerState
 from .dry_run import DryRunModel, optimizer_state
@@ -58,7 +56,7 @@ def size_of_checkpoint(
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
     recipe, state = skeleton.recipe, optimizer_state(skeleton)
-    saver = build_saver(recipe, skeleton.network, codec, BaseModel(recipe.model, base), ALONE)
+    saver = build_saver(recipe, skeleton.network, codec, BaseModel(recipe.model, base))
     job, live = prepare(
         recipe.train.folder,
         0,
@@ -71,7 +69,7 @@ def size_of_checkpoint(
         kind=skeleton.network.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
-        crew=WriterGroup(saver.section.layout or "full"),
+        crew=saver.writers,
     )
     job = replace(job, share=recipe.checkpoint.share_unchanged)
     frozen = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
