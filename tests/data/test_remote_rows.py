@@ -59,6 +59,19 @@ def test_a_signed_address_is_read_without_its_head(hub, tmp_path):
         rows({**entry, "file_name": f"{hub.url}/no.jsonl"}, tmp_path)
 
 
+def test_a_download_that_was_interrupted_is_resumed(hub, tmp_path):
+    many = LINES * 10_000
+    hub.repositories[("files", "rows.jsonl")] = many
+    hub.drops["rows.jsonl"] = 500_000
+    entry = {"file_name": f"{hub.url}/rows.jsonl", "formatting": "alpaca"}
+    with pytest.raises(DataError, match="start again to resume"):
+        rows(entry, tmp_path)
+    assert len(rows(entry, tmp_path)) == 30_000
+    (first, *_), (_, start) = hub.served[0], hub.served[-1]
+    assert first == "rows.jsonl"
+    assert 0 < start <= 500_000
+
+
 def test_what_is_wrong_with_a_remote_file_is_said(hub, tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*/no.jsonl: .*404"):
         rows({"file_name": f"{hub.url}/no.jsonl", "formatting": "alpaca"}, tmp_path)

@@ -139,13 +139,16 @@ def _copy(store: Any, entry: Mapping[str, Any], path: Path) -> None:
     """Download a file, after what an interrupted call has left of it."""
     part, size, name = path.with_name(f"{path.name}.part"), entry["size"], entry["name"]
     try:
-        if size is None or not entry.get("partial", True):  # no part of it can be had
-            store.get_file(name, str(part))
-        else:
+        if size is not None and part.exists() and entry.get("partial", True):
             with part.open("ab") as opened:
                 while (start := opened.tell()) < size:
                     end = min(start + 16 * CHUNK, size)
-                    opened.write(store.cat_file(name, start=start, end=end))
+                    data = store.cat_file(name, start=start, end=end)
+                    if len(data) != end - start:  # a server that always sends all of it
+                        break
+                    opened.write(data)
+        if not part.exists() or part.stat().st_size != size:
+            store.get_file(name, str(part))
         store.invalidate_cache()
         found = store.info(name)
     except Exception as error:  # of any library of a store
