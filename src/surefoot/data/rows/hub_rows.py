@@ -62,7 +62,18 @@ class Hub:
 
     @cached_property
     def _loaded(self) -> _HubDataset:
-        return _load_modelscope(self) if self.hub == "modelscope" else _load_huggingface(self)
+        """The split, as the library of Hugging Face loads it."""
+        import datasets
+
+        try:
+            dataset: _HubDataset = datasets.load_dataset(
+                _downloaded(self), name=self.subset, data_dir=self.folder, split=self.split
+            )
+        except HubError as error:
+            raise DataError(f"cannot load dataset {self}: {error}") from None
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise _not_loaded(self, error) from error
+        return dataset
 
 
 class _HubDataset(Protocol):
@@ -73,61 +84,32 @@ class _HubDataset(Protocol):
     def iter(self, batch_size: int) -> Iterator[pa.Table]: ...
 
 
-def _load_huggingface(source: Hub) -> _HubDataset:
+def _downloaded(source: Hub) -> str:
+    """What the library is to load. Of a dataset that is not prepared yet, the files are downloaded
+    and verified before the library may read them."""
     import datasets
 
+    if source.hub == "modelscope":  # as a folder in the form of a hub
+        inside = f"{source.folder.strip('/')}/*" if source.folder else "*"
+        patterns = (inside, "README.md")
+        return str(
+            HUBS["modelscope"].snapshot(
+                "datasets", source.url, patterns=patterns, ignored=NOT_NEEDED
+            )
+        )
     config = datasets.config
     _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
-    if not Path(source.url).exists():
-        _download(source)
-    return _loaded(source, source.url)
-
-
-def _download(source: Hub) -> None:
-    """Download the files of a dataset that is not prepared yet, and verify them. Only then may the
-    library read them."""
-    import datasets
-
-    try:
-        builder = datasets.load_dataset_builder(
-            source.url, name=source.subset, data_dir=source.folder
-        )
-        named = (builder.config.data_files or {}).values()
-        urls = [unquote(str(url)) for names in named for url in names]
-        places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
-        if places and not Path(builder.cache_dir).exists():
-            name, revision = places[0]["name"], places[0]["revision"]
-            paths = [place["path"] for place in places if place["name"] == name]
-            HUBS["huggingface"].snapshot("datasets", name, revision=revision, patterns=paths)
-    except HubError as error:
-        raise DataError(f"cannot load dataset {source}: {error}") from None
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _not_loaded(source, error) from error
-
-
-def _load_modelscope(source: Hub) -> _HubDataset:
-    """All of its files, or those of its folder, then as a folder in the form of a hub."""
-    inside = f"{source.folder.strip('/')}/*" if source.folder else "*"
-    try:
-        folder = HUBS["modelscope"].snapshot(
-            "datasets", source.url, patterns=(inside, "README.md"), ignored=NOT_NEEDED
-        )
-    except HubError as error:
-        raise DataError(f"cannot load dataset {source}: {error}") from None
-    return _loaded(source, str(folder))
-
-
-def _loaded(source: Hub, path: str) -> _HubDataset:
-    """The split of a dataset that ``path`` names, as the library of Hugging Face loads it."""
-    import datasets
-
-    try:
-        dataset: _HubDataset = datasets.load_dataset(
-            path, name=source.subset, data_dir=source.folder, split=source.split
-        )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise _not_loaded(source, error) from error
-    return dataset
+    if Path(source.url).exists():
+        return source.url
+    builder = datasets.load_dataset_builder(source.url, name=source.subset, data_dir=source.folder)
+    named = (builder.config.data_files or {}).values()
+    urls = [unquote(str(url)) for names in named for url in names]
+    places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
+    if places and not Path(builder.cache_dir).exists():
+        name, revision = places[0]["name"], places[0]["revision"]
+        paths = [place["path"] for place in places if place["name"] == name]
+        HUBS["huggingface"].snapshot("datasets", name, revision=revision, patterns=paths)
+    return source.url
 
 
 def _check_network(source: Hub, hub: str, cache: Path) -> None:

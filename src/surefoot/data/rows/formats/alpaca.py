@@ -8,6 +8,7 @@ from typing import ClassVar
 from ....errors import DataError
 from ...example import Example, Message
 from .fields import Row, as_text, label, missing, shown, structure, text, tools
+from .turns import with_system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Alpaca:
         if prompt is None and query is None:
             raise missing(row, self.prompt)
         question = Message("user", "\n".join(part for part in (prompt, query) if part))
-        before = (*self._system(row), *self._history(row), question)
+        before = with_system(text(row, self.system), (*self._history(row), question))
         functions = tools(row, self.tools)
         if self.ranking:
             chosen, rejected = (self._answer(row, name) for name in (self.chosen, self.rejected))
@@ -62,10 +63,6 @@ class Alpaca:
         if not prompt:
             raise DataError(f"column {self.prompt!r}: the text is empty")
         return Example(before, functions, text=prompt)
-
-    def _system(self, row: Row) -> tuple[Message, ...]:
-        system = text(row, self.system)
-        return (Message("system", system),) if system else ()
 
     def _answer(self, row: Row, column: str | None) -> Message:
         answer = text(row, column)
