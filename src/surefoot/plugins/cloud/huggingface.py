@@ -1,18 +1,15 @@
 """Downloads of huggingface_hub that are resumed after a kill, and verified.
 
-The library begins a file again when its process was killed, and compares lengths alone. So large
-files are downloaded to its cache first, where it finds them; and every file is hashed once: the
-cache names it by the sha256 that the hub announces, or by its hash in git if it is small.
+The library begins a file again when its process was killed, and compares lengths alone. So files
+are downloaded to its cache first, where it finds them. The cache names them by the sha256 that the
+hub announces, or by their hash in git if they are small, and gets none that has another one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
@@ -30,14 +27,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from ...errors import first_line
 from ...storage import files
 from ...storage.address import default_cache
-from ...storage.files import read_json
 from ...storage.hubs import HubError, Kind, digest_of, locked, offline_setting
 
 logger = logging.getLogger(__name__)
 LOST = (ConnectionError, TimeoutError, socket.gaierror)
-LARGE = 1 << 20  # bytes; smaller files are left to the library
 _Chosen = tuple[list[str], list[str]]  # patterns, and those of what is ignored
-_SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 class HuggingFaceHub:
@@ -52,153 +46,82 @@ class HuggingFaceHub:
         patterns: Sequence[str] = ("*",),
         ignored: Sequence[str] = (),
     ) -> Path:
-        """The local folder of a model or a dataset; a damaged file is removed, and downloaded again
-        once."""
+        """The local folder of a model or a dataset; see ``HubClient``."""
         chosen = list(patterns), list(ignored)
-        for is_last in (False, True):
-            try:
-                if offline_setting() is None:
-                    _prefetch(kind, name, revision, chosen)
-                folder = Path(
-                    snapshot_download(
-                        name,
-                        repo_type=kind.removesuffix("s"),
-                        revision=revision,
-                        allow_patterns=chosen[0],
-                        ignore_patterns=chosen[1],
-                    )
+        try:
+            if offline_setting() is None:
+                _prefetch(kind, name, revision, chosen)
+            return Path(
+                snapshot_download(
+                    name,
+                    repo_type=kind.removesuffix("s"),
+                    revision=revision,
+                    allow_patterns=chosen[0],
+                    ignore_patterns=chosen[1],
                 )
-            except HFValidationError:
-                raise HubError("it is not a hub id such as Qwen/Qwen3-0.6B") from None
-            except (HTTPError, LocalEntryNotFoundError, OSError) as error:
-                why = _why_not_reached(error)
-                raise HubError(f"the Hugging Face hub did not return it: {why}") from None
-            damaged = list(_damaged(folder))
-            for path, _ in damaged:
-                blob = path.resolve()
-                path.unlink(missing_ok=True)
-                blob.unlink(missing_ok=True)
-            if not damaged:
-                return folder
-            path, wrong = damaged[0]
-            if not is_last:
-                logger.warning("%s: %s; downloading it again", path.name, wrong)
-        raise HubError(_damaged_text(path.name, wrong))
-
-
-def _damaged_text(name: str, wrong: str) -> str:
-    return (
-        f"{name}: {wrong}; it was removed. The file on the hub, or a proxy on the way, is damaged"
-    )
+            )
+        except HFValidationError:
+            raise HubError("it is not a hub id such as Qwen/Qwen3-0.6B") from None
+        except (HTTPError, LocalEntryNotFoundError, OSError) as error:
+            why = _why_not_reached(error)
+            raise HubError(f"the Hugging Face hub did not return it: {why}") from None
 
 
 def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> None:
-    """Download the large files of a repository to the library's cache. Raises ``HubError``: a file
-    arrives damaged; errors of the library."""
-    repo_type = kind.removesuffix("s")
+    """Download the files of a repository to the library's cache, which names them by their hash.
+    Raises ``HubError``: a file arrives damaged; errors of the library."""
+    api = HfApi(endpoint=constants.ENDPOINT)
+    about = api.model_info if kind == "models" else api.dataset_info
     try:
-        api = HfApi(endpoint=constants.ENDPOINT)
-        about = api.model_info if kind == "models" else api.dataset_info
         found = about(name, revision=revision, files_metadata=True)
     except (HTTPError, OSError):  # what is on this machine may be enough
         return
-    large = {
-        each.rfilename: each.lfs
-        for each in found.siblings or ()
-        if each.lfs is not None and LARGE <= each.lfs.size <= constants.MAX_HTTP_DOWNLOAD_SIZE
-    }
+    listed = {each.rfilename: each for each in found.siblings or ()}
     cache = Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}" / "blobs"
+    wanted = filter_repo_objects(listed, allow_patterns=chosen[0], ignore_patterns=chosen[1])
     with locked(default_cache().with_name("hub") / kind / name):
-        for path in sorted(
-            filter_repo_objects(large, allow_patterns=chosen[0], ignore_patterns=chosen[1])
-        ):
-            size, sha256 = large[path].size, large[path].sha256
-            if (blob := cache / sha256).exists():
+        for path in sorted(wanted):
+            size, lfs, git = listed[path].size, listed[path].lfs, listed[path].blob_id
+            hash_ = lfs.sha256 if lfs is not None else git
+            if hash_ is None or size is None or (cache / hash_).exists():
                 continue
-            url = hf_hub_url(name, path, repo_type=repo_type, revision=found.sha)
-            with files.raising(HubError, f"cannot write to {cache}"):
-                files.make_folder(cache)
+            if size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # which is left to Xet
+                continue
+            url = hf_hub_url(name, path, repo_type=kind.removesuffix("s"), revision=found.sha)
+            logger.info("downloading %s of %s: %d bytes", path, name, size)
+            kind_of_hash = "sha256" if lfs is not None else "hash in git"
             for is_last in (False, True):
-                part = cache / f"{sha256}.part"
-                with part.open("ab") as file:  # what a killed process has begun
-                    logger.info("downloading %s of %s: %d bytes", path, name, size)
-                    http_get(
-                        url,
-                        file,
-                        resume_size=part.stat().st_size,
-                        headers=build_hf_headers(),
-                        expected_size=size,
-                    )
-                if (wrong := digest_of(part)) == sha256:
-                    part.replace(blob)
+                wrong = _load(url, cache / hash_, size, kind_of_hash)
+                if wrong is None:
                     break
-                part.unlink()
+                said = f"{path}: its {kind_of_hash} is {wrong}, expected {hash_}"
                 if is_last:
-                    raise HubError(_damaged_text(path, f"its sha256 is {wrong}, expected {sha256}"))
-                logger.warning("%s arrived damaged; downloading it again", path)
+                    raise HubError(f"{said}; nothing was kept. The file on the hub, or a proxy on "
+                                   "the way, is damaged")  # fmt: skip
+                logger.warning("%s; downloading it again", said)
 
 
-def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Files whose content is not what their name in the cache says. Each is hashed once."""
-    known = _Verified(folder)
-    links = (path for path in folder.rglob("*") if path.is_symlink() and path.is_file())
-    for path in sorted(links):
-        blob = path.resolve()
-        if known.has(blob):
-            continue
-        wrong = _wrong(blob)
-        if wrong is None:
-            known.add(blob)
-        else:
-            yield path, wrong
-    known.write()
-
-
-def _wrong(blob: Path) -> str | None:
-    if _SHA256.fullmatch(blob.name):
-        found = digest_of(blob)
-    elif _GIT.fullmatch(blob.name):
-        found = digest_of(blob, "sha1", f"blob {blob.stat().st_size}\0".encode())
-    else:
+def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
+    """Download a file, or continue what a killed process has begun. The hash that it has, if it is
+    not that of its name; then nothing is kept."""
+    part = blob.with_name(f"{blob.name}.part")
+    with files.raising(HubError, f"cannot write to {blob.parent}"):
+        files.make_folder(blob.parent)
+    with part.open("ab") as file:
+        http_get(
+            url,
+            file,
+            resume_size=part.stat().st_size,
+            headers=build_hf_headers(),
+            expected_size=size,
+            displayed_filename=blob.name,
+        )
+    found = digest_of(part) if kind == "sha256" else digest_of(part, "sha1", b"blob %d\0" % size)
+    if found == blob.name:
+        part.replace(blob)
         return None
-    return None if found == blob.name else f"its hash is {found}, expected {blob.name}"
-
-
-class _Verified:
-    """Names, lengths and times of verified files of a repository, in the cache of Surefoot."""
-
-    def __init__(self, folder: Path) -> None:
-        name = hashlib.sha256(str(folder.resolve().parent).encode()).hexdigest()[:24]
-        self._path = default_cache().with_name("verified") / f"{name}.json"
-        try:
-            self._known = set(read_json(self._path))
-        except (OSError, ValueError, TypeError):
-            self._known = set()
-        self._is_changed = False
-
-    def has(self, blob: Path) -> bool:
-        """Whether a file is as it was when it was verified."""
-        return _trace(blob) in self._known
-
-    def add(self, blob: Path) -> None:
-        """Note that a file is verified."""
-        self._known.add(_trace(blob))
-        self._is_changed = True
-
-    def write(self) -> None:
-        """Keep it. A cache that cannot be written to costs time only: files are hashed again."""
-        if not self._is_changed:
-            return
-        try:
-            files.make_folder(self._path.parent)
-            files.write_aside(self._path, json.dumps(sorted(self._known)).encode())
-        except OSError as error:
-            logger.info("cannot keep which files are verified: %s", error)
-
-
-def _trace(blob: Path) -> str:
-    status = blob.stat()
-    return f"{blob.name}:{status.st_size}:{status.st_mtime_ns}"
+    part.unlink()
+    return found
 
 
 def _why_not_reached(error: Exception) -> str:
