@@ -1,4 +1,4 @@
-"""A child process of ours: how it starts, what it is told and says as lines of JSON, how it ends.
+"""A child process: how it starts, the lines of JSON that it reads and writes, and how it ends.
 
 It has a session of its own, so that Ctrl-C is for the process that has started it, and ends with
 that process at the latest: by its finalizer, or because it asks for that as the number in

@@ -7,7 +7,7 @@ from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.plugins.cloud.checkpoints import DamagedError, download, list_store, verify
+from surefoot.plugins.cloud.checkpoints import StoredDamageError, download, list_store, verify
 from surefoot.plugins.cloud.store import Store
 from surefoot.plugins.cloud.uploader import remove, upload
 from surefoot.storage.address import Address
@@ -48,7 +48,7 @@ def test_whatever_is_damaged_is_found_and_leaves_nothing_here(store, tmp_path):
             store.delete(file)
             if bad is not None:
                 store.write(file, bad)
-            with pytest.raises(DamagedError, match="checkpoint-3"):
+            with pytest.raises(StoredDamageError, match="checkpoint-3"):
                 download(store, "checkpoint-3", tmp_path / "to")
             assert list((tmp_path / "to").iterdir() if (tmp_path / "to").exists() else []) == []
             assert not verify(store, "checkpoint-3", full=True).ok
@@ -74,7 +74,7 @@ def test_damage_on_the_way_is_mended_by_a_second_look(store, tmp_path, memory, m
 
 def test_a_manifest_of_no_size_is_not_even_read(store, tmp_path, monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_BYTES", 10)
-    with pytest.raises(DamagedError, match="too many for a manifest"):
+    with pytest.raises(StoredDamageError, match="too many for a manifest"):
         download(store, "checkpoint-3", tmp_path / "to")
     (line,) = list_store(URL)
     assert "too many" in line.problem
@@ -83,7 +83,7 @@ def test_a_manifest_of_no_size_is_not_even_read(store, tmp_path, monkeypatch):
 def test_hostile_names_in_a_manifest_lead_nowhere(store, tmp_path):
     text = store.read("checkpoint-3/manifest.json")
     store.write("checkpoint-3/manifest.json", text.replace(b'"state.json"', b'"../../x.js"'))
-    with pytest.raises(DamagedError):
+    with pytest.raises(StoredDamageError):
         download(store, "checkpoint-3", tmp_path / "to" / "deep")
     assert not list(tmp_path.rglob("x.js"))
 

@@ -91,14 +91,14 @@ _RANGE = 16 << 20  # bytes asked for at a time
 _TRIES = 2  # a file that arrives damaged may have been damaged on its way
 
 
-class DamagedError(CheckpointError):
+class StoredDamageError(CheckpointError):
     """The checkpoint in the store is incomplete or damaged."""
 
 
 def download(store: Store, name: str, root: Path) -> Path:
     """Download the checkpoint ``name`` of the run to ``root/name``, and return that.
 
-    Raises ``DamagedError`` if it is incomplete, or its hashes do not match.
+    Raises ``StoredDamageError`` if it is incomplete, or its hashes do not match.
     """
     text, manifest = _manifest(store, name)
     size = sum(manifest.files.values())
@@ -120,15 +120,15 @@ def _manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
     """The manifest, which must match the listed files."""
     there = Contents(store.list(name))
     if MANIFEST not in there.inside(name):
-        raise DamagedError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
+        raise StoredDamageError(f"{store.address.inside(name)} was never committed: no {MANIFEST}")
     try:
         text, manifest = read_manifest(store, there, name)
     except StoreError:
         raise
     except CheckpointError as error:
-        raise DamagedError(str(error)) from error
+        raise StoredDamageError(str(error)) from error
     if wrong := wrong_length(manifest, there, name):
-        raise DamagedError(f"{store.address.inside(name)}/{wrong}")
+        raise StoredDamageError(f"{store.address.inside(name)}/{wrong}")
     return text, manifest
 
 
@@ -141,7 +141,7 @@ def verify(store: Store, name: str, *, full: bool) -> Report:
             return report
         with tempfile.TemporaryDirectory(prefix="surefoot-verify-") as folder:
             download(store, name, Path(folder))
-    except DamagedError as error:
+    except StoredDamageError as error:
         report.problems.append(str(error))
     return report
 
@@ -157,7 +157,7 @@ def _fetch_sound(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
             return
     first = next(found[0] for found in problems.values() if found)
     said = first.replace(str(checkpoint.path), str(store.address.inside(name)))
-    raise DamagedError(said)
+    raise StoredDamageError(said)
 
 
 def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, wanted: set[str]) -> None:
@@ -178,7 +178,7 @@ def _fetch(store: Store, name: str, checkpoint: CheckpointFolder, wanted: set[st
         for file in opened.values():
             file.sync()
     except MissingError as error:
-        raise DamagedError(str(error)) from error
+        raise StoredDamageError(str(error)) from error
     finally:
         for file in opened.values():
             file.close()

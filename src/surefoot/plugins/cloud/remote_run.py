@@ -20,7 +20,7 @@ from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.address import Address, default_cache
 from .checkpoints import (
-    DamagedError,
+    StoredDamageError,
     download,
     list_store,
     verified_line,
@@ -118,7 +118,7 @@ class StoredRun:
         name = self.there.committed[step]
         try:
             found = download(self.store, name, self.folder)
-        except DamagedError as error:
+        except StoredDamageError as error:
             self.damaged.add(step)
             lost.append((Path(name), str(error)))
             logger.warning("checkpoint-%d is skipped: %s", step, error)
