@@ -96,7 +96,7 @@ def test_a_run_that_takes_more_than_there_is_is_told_so(recipe, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", Little)
     out = run(recipe, "--device", "cpu").stdout
     assert "more than the available 1 kB" in out
-    assert "`surefoot plan --memory 1e-06GB` looks for settings that fit" in out
+    assert "add --memory 1e-06GB to look for settings that fit" in out
 
 
 def test_saves_by_the_clock_are_said_not_to_be_counted(recipe):

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..errors import counted
 from ..terminal_text import one_line
+from .loading import resolved_recipe
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ def bench(
 
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
-    from ..recipe.recipe import load
-    from ..run.resolving import resolved
-
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     from ..use.bench.fastest import as_data, find_fastest, settings
     from ..use.bench.single_rank import alone
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..terminal_text import visible
-from .loading import loading
+from .loading import loading, resolved_recipe
 
 
 @click.command()
@@ -22,11 +22,7 @@ def download(recipe: Path, overrides: tuple[str, ...]) -> None:
 
     OVERRIDES are dotted fields such as model.hub=modelscope.
     """
-    from ..recipe.recipe import load
-    from ..run.resolving import resolved
-
-    # What is wrong with it is said before the slow imports.
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..data.rows.catalog import Catalog
         from ..recipe.recipe_data import find_base

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from ..terminal_text import visible
+from .loading import resolved_recipe
 
 
 @click.command()
@@ -21,12 +22,10 @@ def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    from ..recipe.recipe import load
     from ..recipe.recipe_data import encode_datasets, find_base
     from ..run.policy import build_codec
-    from ..run.resolving import resolved
 
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     codec = build_codec(loaded, find_base(loaded, weights=False))
     for line in encode_datasets(loaded, codec).lines():
         click.echo(visible(line))

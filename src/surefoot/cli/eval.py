@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RecipeError, RunError
-from .loading import loading, start_ranks
+from .loading import loading, resolved_recipe, start_ranks
 from .table import cell, progress
 from .tasks import TaskCommand, run_tasks
 
@@ -140,14 +140,11 @@ def _of_recipe(
     """Evaluate the model of a recipe on held-out data."""
     from ..recipe.files import is_checkpoint
     from ..recipe.prediction import parallel_of
-    from ..recipe.recipe import load
-    from ..run.resolving import resolved
 
     if options["model"] is None and is_checkpoint(recipe):
         options["model"] = str(recipe)
     parallel, others = parallel_of(overrides)
-    # What is wrong with it is said before the slow imports.
-    loaded = resolved(load(recipe, others))
+    loaded = resolved_recipe(recipe, others)
     with loading():
         from ..parallel.section import ParallelSection
         from ..parallel.world import joined

@@ -112,9 +112,7 @@ def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
             err=True,
         )
         return
-    if cost.seconds > 20:
-        minutes = max(1, round(cost.seconds / 60))
-        click.echo(f"verifying, about {minutes} min (--no-verify skips it)", err=True)
+    click.echo("verifying (--no-verify skips it)", err=True)
     try:
         _verify(out, None, base)
     except ModelError as error:

@@ -6,10 +6,12 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..parallel.section import ParallelSection
+    from ..recipe.recipe import Recipe
 
 
 @contextmanager
@@ -45,3 +47,12 @@ def start_ranks(
         raise SystemExit(
             launch(rerun_command([*sys.argv[1:], *more]), count, parallel.max_restarts)
         )
+
+
+def resolved_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe at ``path``, with what it names found. What is wrong with it is said before the
+    slow imports."""
+    from ..recipe.recipe import load
+    from ..run.resolving import resolved
+
+    return resolved(load(path, overrides))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..errors import counted
 from ..schema.named_values import ByteSize
-from .loading import loading
+from .loading import loading, resolved_recipe
 from .table import console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
@@ -90,12 +90,10 @@ def plan(
 
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
-    from ..recipe.recipe import load
-    from ..run.resolving import resolved
 
     if num_processes is not None:
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..use.estimate.memory_estimate import as_data, make_plan
         from ..use.estimate.rank_memory import machine_for
@@ -214,14 +212,15 @@ def _memory_table(found: Plan) -> Table:
     for name, size in found.memory.parts().items():
         if size or name in ("weights", "gradients", "optimizer"):
             made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
-    has_more = found.total > found.memory.peak
-    made.add_row(
-        "at its peak", in_bytes(found.memory.peak), _peak_note(found, has_more), style="bold"
-    )
-    if has_more:
-        made.add_row("imports", in_bytes(found.imports), Text("Python and packages", style="dim"))
-        made.add_row("snapshot", in_bytes(found.snapshot), Text(SNAPSHOT, style="dim"))
-        made.add_row("in total", in_bytes(found.total), _capacity_note(found), style="bold")
+    unknown = Text("without activations and logits", style="red") if found.not_known else None
+    if found.total == found.memory.peak:
+        note = unknown or _capacity_note(found)
+        made.add_row("at its peak", in_bytes(found.memory.peak), note, style="bold")
+        return made
+    made.add_row("at its peak", in_bytes(found.memory.peak), unknown, style="bold")
+    made.add_row("imports", in_bytes(found.imports), Text("Python and packages", style="dim"))
+    made.add_row("snapshot", in_bytes(found.snapshot), Text(SNAPSHOT, style="dim"))
+    made.add_row("in total", in_bytes(found.total), _capacity_note(found), style="bold")
     return made
 
 
@@ -232,27 +231,10 @@ def _capacity_note(found: Plan) -> Text:
     return Text("" if capacity is None else f"of {in_bytes(capacity)}", style="dim")
 
 
-def _peak_note(found: Plan, has_more: bool) -> Text:
-    memory, capacity = found.memory, None if has_more else found.machine.capacity
-    if found.not_known is not None:
-        return Text("without activations and logits", style="red")
-    if capacity is not None and memory.peak > capacity:
-        return Text(f"more than the available {in_bytes(capacity)}", style="red")
-    is_less = memory.peak < sum(memory.parts().values())
-    why = (
-        "gradients are allocated while activations are freed"
-        if found.machine.num_processes == 1
-        else "not all at once"
-    )
-    note = why if is_less else ""
-    room = f"of {in_bytes(capacity)}" if capacity is not None else ""
-    return Text("; ".join(text for text in (room, note) if text), style="dim")
-
-
 def _verdict(found: Plan) -> Iterator[Text]:
     capacity = found.machine.capacity
     if capacity is not None and found.total > capacity:
-        yield Text(f"`surefoot plan --memory {capacity / 1e9:.3g}GB` looks for settings that fit")
+        yield Text(f"add --memory {capacity / 1e9:.3g}GB to look for settings that fit")
     if found.not_known is not None:
         yield Text(f"activations are not known: {found.not_known}", style="red")
     if found.rows_read is not None:

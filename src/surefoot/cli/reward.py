@@ -12,7 +12,7 @@ import click
 
 from ..errors import counted
 from ..terminal_text import one_line, visible
-from .loading import loading
+from .loading import loading, resolved_recipe
 
 if TYPE_CHECKING:
     from ..use.reward_check import RewardCheck, RewardReport
@@ -41,11 +41,7 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
 
     OVERRIDES are dotted fields such as stage.grpo.group_size=4.
     """
-    from ..recipe.recipe import load
-    from ..run.resolving import resolved
-
-    # What is wrong with it is said before the slow imports.
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..use.reward_check import check_rewards
     found = check_rewards(loaded, samples)

@@ -9,6 +9,6 @@ dtype_option = click.option(
     show_default=True,
     help="Type of the weights.",
 )
-_TRUST = "Run code that comes with the model."
-trust_remote_code_option = click.option("--trust-remote-code", is_flag=True, help=_TRUST)
-TRUST_REMOTE_CODE = click.Option(["--trust-remote-code"], is_flag=True, help=_TRUST)
+trust_remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run code that comes with the model."
+)

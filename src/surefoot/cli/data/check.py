@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...errors import counted
 from ...terminal_text import one_line, visible
-from ..loading import loading
+from ..loading import loading, resolved_recipe
 from ..preview import histogram
 
 if TYPE_CHECKING:
@@ -45,11 +45,7 @@ def check(
 
     OVERRIDES are dotted fields such as data.cutoff_len=512.
     """
-    from ...recipe.recipe import load
-    from ...run.resolving import resolved
-
-    # What is wrong with it is said before the slow imports.
-    loaded = resolved(load(recipe, overrides))
+    loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ...recipe.recipe_data import find_base
         from ...run.policy import build_codec

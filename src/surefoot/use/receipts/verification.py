@@ -38,7 +38,6 @@ from .receipt import Artefact, ExportOrigin, changed_files, origin_of, read_rece
 PACKAGES = {"compressed-tensors": "compressed_tensors", "gguf": "gguf"}
 _BYTES = 4  # of a weight in float32
 _BESIDE = 1.2  # what else is in memory
-_SPEED = 0.5e9  # bytes per second that load and compute together, on a laptop
 _OF_LOADERS = (
     *(ValueError, OSError, ImportError, LookupError, RuntimeError),
     *(TypeError, AttributeError, AssertionError),
@@ -57,18 +56,13 @@ class Cost:
     available: int
 
     @property
-    def seconds(self) -> float:
-        """A rough estimate on a CPU."""
-        return 2 * self.num_bytes / _SPEED
-
-    @property
     def fits(self) -> bool:
         """Whether the memory is there now."""
         return self.num_bytes <= self.available
 
 
 def verification_cost(target: Path) -> Cost:
-    """The memory and time that ``verify_export`` takes."""
+    """The memory that ``verify_export`` takes."""
     size = read_receipt(target).artefact.num_weights * _BYTES * _BESIDE
     memory = psutil.virtual_memory().available
     if torch.cuda.is_available():
