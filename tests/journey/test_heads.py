@@ -25,7 +25,6 @@ from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
 from surefoot.network.network import Network
 from surefoot.parallel.mesh import Mesh
-from surefoot.plugins.trainers.target import sections_of
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES
@@ -224,7 +223,7 @@ def test_commands_list_it_and_other_tools_never_see_it(whole, tmp_path):
             tmp_path / name / "model.safetensors"
         }
     args = save_trainer_checkpoint(
-        saved["full"], tmp_path / "trainer", run=sections_of(load(whole["full"].recipe))
+        saved["full"], tmp_path / "trainer", run=load(whole["full"].recipe)
     )
     assert args
     moments = torch.load(tmp_path / "trainer" / "optimizer.pt", weights_only=True)

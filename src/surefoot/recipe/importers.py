@@ -24,7 +24,8 @@ def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile |
         return None
     document = parse(read_text(path), words[0])
     if program is not None and program not in IMPORTERS:
-        raise RecipeError(f"--from {program}: expected one of {', '.join(IMPORTERS)}")
+        known = ", ".join(name for name, importer in IMPORTERS.items() if importer.title)
+        raise RecipeError(f"--from {program}: expected one of {known}")
     importer = IMPORTERS[program] if program is not None else importer_of(document)
     return None if importer is None else importer.convert(document, words[1:])
 
@@ -35,6 +36,6 @@ def unknown(path: Path) -> RecipeError:
     if isinstance(document.data, Mapping) and {"model", "data"} <= document.data.keys():
         message = "this is a recipe already; `surefoot recipe show` prints all its settings"
     else:
-        titles = dict.fromkeys(importer.title for importer in IMPORTERS.values())
-        message = f"this is a file of none of {', '.join(titles)}; --from NAME says whose it is"
+        titles = ", ".join(each.title for each in IMPORTERS.values() if each.title)
+        message = f"this is a file of none of {titles}; --from NAME says whose it is"
     return document.error([Problem((), message)])

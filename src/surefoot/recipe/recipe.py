@@ -111,7 +111,7 @@ class Importer:
     """A program whose files can be converted."""
 
     title: ClassVar[str]
-    """The program, for people."""
+    """The program, for people; empty for one whose files are refused."""
 
     def recognise(self, data: Mapping[str, object]) -> bool:
         """Whether a file with this content is the program's."""

@@ -8,7 +8,6 @@ from transformers import Trainer, TrainingArguments
 
 from surefoot.optim.adamw import AdamW
 from surefoot.plugins.trainers.arguments import training_arguments
-from surefoot.plugins.trainers.target import sections_of
 from surefoot.recipe.recipe import read
 from surefoot.stages.sft import SFT
 
@@ -40,7 +39,7 @@ RECIPE = read(
 )
 def test_the_schedules_agree_after_the_warm_up(settings, warmup, tmp_path):
     optim = AdamW(learning_rate=0.01, warmup_steps=warmup, **settings)
-    arguments = training_arguments(sections_of(replace(RECIPE, optim=optim)), TOTAL)
+    arguments = training_arguments(replace(RECIPE, optim=optim), TOTAL)
     trainer = Trainer(
         model=torch.nn.Linear(2, 2),
         args=TrainingArguments(
@@ -62,7 +61,7 @@ def test_batches_precision_and_optimizer_are_the_recipes(tmp_path):
     train = replace(RECIPE.train, precision="bf16", max_grad_norm=0.5)
     recipe = replace(RECIPE, optim=optim, train=train)
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, **training_arguments(sections_of(recipe), TOTAL)
+        output_dir=str(tmp_path), use_cpu=True, **training_arguments(recipe, TOTAL)
     )
     assert arguments.max_steps == TOTAL
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 4)
@@ -75,4 +74,4 @@ def test_batches_precision_and_optimizer_are_the_recipes(tmp_path):
 
 def test_smoothed_labels_are_the_trainers():
     recipe = replace(RECIPE, stage=SFT(label_smoothing_factor=0.1))
-    assert training_arguments(sections_of(recipe), TOTAL)["label_smoothing_factor"] == 0.1
+    assert training_arguments(recipe, TOTAL)["label_smoothing_factor"] == 0.1

@@ -12,7 +12,6 @@ import torch
 from theirs import HALF, Losses, furthest, their_trainer, weights_of
 
 from surefoot.plugins.trainers.from_trainer import load_trainer_checkpoint
-from surefoot.plugins.trainers.target import sections_of
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
 
@@ -42,9 +41,7 @@ def test_a_run_that_began_in_the_trainer_ends_as_if_it_had_never_left(both, tmp_
 
 
 def test_a_run_that_went_over_to_the_trainer_ends_as_if_it_had_stayed(both, tmp_path):
-    save_trainer_checkpoint(
-        both.ours, tmp_path / "over", run=sections_of(both.recipe), base=both.base
-    )
+    save_trainer_checkpoint(both.ours, tmp_path / "over", run=both.recipe, base=both.base)
     losses = Losses()
     theirs = their_trainer(both.recipe, tmp_path / "theirs", losses, model=both.start())
     theirs.train(resume_from_checkpoint=str(tmp_path / "over"))
@@ -61,7 +58,7 @@ def test_moments_come_over_to_the_bit_and_go_back_to_the_bit(both, tmp_path):
     ours = build(elsewhere(both.recipe, tmp_path / "ours"))
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
     saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", run=sections_of(both.recipe), base=both.base)
+    save_trainer_checkpoint(saved, tmp_path / "back", run=both.recipe, base=both.base)
     there, back = (
         torch.load(folder / "optimizer.pt", weights_only=True)
         for folder in (both.theirs, tmp_path / "back")
@@ -79,7 +76,7 @@ def test_position_and_generators_come_back_as_the_trainer_wrote_them(both, tmp_p
     ours = build(elsewhere(both.recipe, tmp_path / "ours"))
     load_trainer_checkpoint(both.theirs, ours, trust_pickle=True)
     saved = save(ours)
-    save_trainer_checkpoint(saved, tmp_path / "back", run=sections_of(both.recipe), base=both.base)
+    save_trainer_checkpoint(saved, tmp_path / "back", run=both.recipe, base=both.base)
     there, back = (
         torch.load(folder / "scheduler.pt", weights_only=True)
         for folder in (both.theirs, tmp_path / "back")

@@ -18,14 +18,13 @@ import tiny
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.trainers.from_trainer import load_trainer_checkpoint
-from surefoot.plugins.trainers.target import sections_of
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.run.training_run import build
 
 
 def convert(both, folder, **changes):
     given = {"recipe": both.recipe, "base": both.base, **changes}
-    given["run"] = sections_of(given.pop("recipe"))
+    given["run"] = given.pop("recipe")
     save_trainer_checkpoint(both.ours, folder, **given)
     return folder
 
@@ -87,9 +86,7 @@ def test_early_stopping_goes_on_in_the_trainer(tmp_path):
     recipe = recipe_in(tmp_path, **sections)
     build(recipe).fit()
     best = json.loads((recipe.train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
-    save_trainer_checkpoint(
-        recipe.train.output_dir / "checkpoint-8", tmp_path / "out", run=sections_of(recipe)
-    )
+    save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-8", tmp_path / "out", run=recipe)
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     known = state["stateful_callbacks"]["EarlyStoppingCallback"]
     assert known["args"]["early_stopping_patience"] == 5
@@ -105,7 +102,7 @@ def test_a_master_copy_stays_here_and_is_made_again_on_the_way_back(tmp_path):
     recipe = recipe_in(tmp_path, model={"dtype": "bfloat16"}, optim=optim)
     build(recipe).fit()
     ours = recipe.train.output_dir / f"checkpoint-{HALF}"
-    save_trainer_checkpoint(ours, tmp_path / "out", run=sections_of(recipe))
+    save_trainer_checkpoint(ours, tmp_path / "out", run=recipe)
     written = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
     assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in written.values())
     again = replace(recipe, train=replace(recipe.train, output_dir=tmp_path / "again"))
@@ -163,7 +160,7 @@ def test_dropout_rank_and_bias_of_every_kind_of_adapter_go_over(tmp_path):
     trainer.policy.module.save_pretrained(tmp_path / "start")
     trainer.fit()
     folder, base = recipe.train.output_dir / "checkpoint-2", Path(recipe.model.path)
-    save_trainer_checkpoint(folder, tmp_path / "out", run=sections_of(recipe), base=base)
+    save_trainer_checkpoint(folder, tmp_path / "out", run=recipe, base=base)
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), tmp_path / "start", is_trainable=True
     )
@@ -182,7 +179,7 @@ def test_experts_go_over_although_files_and_modules_name_them_differently(tmp_pa
     ours.fit()
     expected = {n: p.detach().clone() for n, p in ours.policy.module.named_parameters()}
     out = tmp_path / "out"
-    save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-2", out, run=sections_of(recipe))
+    save_trainer_checkpoint(recipe.train.output_dir / "checkpoint-2", out, run=recipe)
     with safe_open(out / "model.safetensors", "pt") as file:
         assert "model.layers.0.mlp.experts.gate_up_proj" in set(file.keys())
     theirs = their_trainer(recipe, tmp_path / "theirs")  # from the pretrained model

@@ -7,7 +7,6 @@ from transformers.trainer_callback import TrainerCallback
 
 from folders import save_data, save_model, save_recipe
 from surefoot.plugins.trainers.arguments import training_arguments
-from surefoot.plugins.trainers.target import sections_of
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
 
@@ -73,7 +72,7 @@ def their_trainer(recipe, folder, *callbacks, model=None, **changes):
         {"input_ids": list(map(int, e["input_ids"])), "labels": list(map(int, e["labels"]))}
         for e in (examples[i] for i in range(len(examples)))
     ]
-    arguments = training_arguments(sections_of(recipe), recipe.train.max_steps)
+    arguments = training_arguments(recipe, recipe.train.max_steps)
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,

@@ -20,7 +20,7 @@ from ...schema import Problem
 from ...schema import settings as sections_of
 from .arguments import ARGUMENTS, RefusedError, near
 from .commands import other_commands
-from .differences import DIFFERENCES, MISTAKES, said
+from .differences import notes as notes_on
 from .given import GivenArguments, Program, RenamedArguments, Settings
 from .programs import LLAMAFACTORY
 from .rules import RULES
@@ -142,8 +142,11 @@ def convert_llamafactory(
     conversion.settle(given)
     notes = [
         "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe):",
-        *(f"  differs: {line}" for line in said(DIFFERENCES, given)),
-        *(f"  LLaMA-Factory: {line}" for line in (*_misread(document), *said(MISTAKES, given))),
+        *(f"  differs: {line}" for line in notes_on("differs", given)),
+        *(
+            f"  LLaMA-Factory: {line}"
+            for line in (*_misread(document), *notes_on("mistakes", given))
+        ),
         *_ignored(given),
     ]
     extras = LlamaFactoryExtras(document, after_training(given), bool(given["do_train"]))
@@ -170,7 +173,7 @@ def convert_trainer(
     conversion.origins = {**names, **conversion.origins}
     notes = [
         f"settings of {program.title} as a recipe:",
-        *(f"  differs: {line}" for line in (*to.notes, *said(DIFFERENCES, named))),
+        *(f"  differs: {line}" for line in (*to.notes, *notes_on("differs", named))),
         *_ignored(given),
     ]
     recipe, is_complete = conversion.recipe(overrides), program.names_data

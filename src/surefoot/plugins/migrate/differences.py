@@ -1,26 +1,30 @@
 """What a run does differently from LLaMA-Factory, and what LLaMA-Factory silently gets wrong.
 
-A note is one line that is printed before a run, and when it is. Names in braces are arguments.
-Figures and versions are those of 0.9.5 with transformers 5.6.
+Most notes are rows of ``notes.yaml``; each function here is one that depends on more than values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import get_args
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from ruamel.yaml import YAML
 
 from ...training.section import TrackerName
 from .given import GivenArguments
 from .rules.train import eval_strategy
 from .templates import masks_line_break, next_roles, same_template, thinks
 
-# A note: the text, or what makes it; and when it holds.
-Note = tuple[str | Callable[[GivenArguments], str | None], Callable[[GivenArguments], object]]
-_TRACKERS = ("none", *get_args(TrackerName))
+Note = Callable[[GivenArguments], str | None]
+_NOTES = Path(__file__).with_name("notes.yaml")
 
 
-def _template(given: GivenArguments) -> str:
+def _template(given: GivenArguments) -> str | None:
     name = given["template"]
+    if name is None or given["stage"] == "pt":
+        return None
     template, system = same_template(name)
     if template == "auto":
         return f"template: {name} is the model's own chat template here, which it is served with"
@@ -50,7 +54,9 @@ def _packs(given: GivenArguments) -> bool:
     return given["stage"] == "sft" and bool(given["packing"] or given["neat_packing"])
 
 
-def _packing(given: GivenArguments) -> str:
+def _packing(given: GivenArguments) -> str | None:
+    if not _packs(given):
+        return None
     here, there = "examples", "packed rows"
     if given["stage"] == "pt":
         here, there = "pieces of texts", "blocks of joined texts"
@@ -69,7 +75,9 @@ _LONG = {
 }
 
 
-def _long(given: GivenArguments) -> str:
+def _long(given: GivenArguments) -> str | None:
+    if not given.program.truncates:
+        return None
     if given["stage"] != "pt":
         return f"long examples: {_LONG[given['stage']]}"
     split = "long texts: they are split into pieces of cutoff_len tokens, and none is lost"
@@ -77,213 +85,111 @@ def _long(given: GivenArguments) -> str:
     return split if _packs(given) else split + lost
 
 
-def _has_other_reference(given: GivenArguments) -> bool:
-    """LLaMA-Factory switches the adapter off, even if it was trained before."""
-    is_free = given["stage"] == "dpo" and given["pref_loss"] in ("orpo", "simpo")
-    is_compared = given["stage"] in ("dpo", "kto", "ppo") and not is_free and not given["ref_model"]
-    return is_compared and _trains_adapter_further(given)
-
-
-def _trains_adapter_further(given: GivenArguments) -> bool:
-    return bool(given["adapter_name_or_path"]) and not given["create_new_adapter"]
-
-
-def _reference(given: GivenArguments) -> str:
-    return (
-        f"{given['stage']}: the reference is the model with {given['adapter_name_or_path'][-1]}, "
-        "as it is before the first step; there it is the model without that adapter"
-    )
-
-
 def _trackers(given: GivenArguments) -> str | None:
     if "all" in given["report_to"]:
         return "report_to: all is none of them here; name those that you want"
-    others = [name for name in given["report_to"] if name not in _TRACKERS]
+    others = [n for n in given["report_to"] if n not in ("none", *get_args(TrackerName))]
     return f"report_to: {', '.join(others)} is not written; metrics.jsonl is" if others else None
 
 
 def _at_the_end(given: GivenArguments) -> str | None:
     names = [name for name in ("do_eval", "do_predict") if given[name]]
     is_logged = names == ["do_eval"] and eval_strategy(given) != "no"
-    if not names or is_logged:
+    if not given["do_train"] or not names or is_logged or given["stage"] == "sft":
         return None
     return f"{', '.join(names)}: run `surefoot eval RUN` after training"
 
 
-def _first_block(given: GivenArguments) -> str:
+def _reference(given: GivenArguments) -> str | None:
+    """LLaMA-Factory switches the adapter off, even if it was trained before."""
+    is_free = given["stage"] == "dpo" and given["pref_loss"] in ("orpo", "simpo")
+    if given["stage"] not in ("dpo", "kto", "ppo") or is_free or given["ref_model"]:
+        return None
+    if not given["adapter_name_or_path"] or given["create_new_adapter"]:
+        return None
+    return (
+        f"{given['stage']}: the reference is the model with {given['adapter_name_or_path'][-1]}, "
+        "as it is before the first step; there it is the model without that adapter"
+    )
+
+
+def _first_block(given: GivenArguments) -> str | None:
     interval = given["badam_switch_interval"]
+    is_layer = given["use_badam"] and given["badam_mode"] == "layer"
+    if not is_layer or interval < 2 or given["badam_switch_mode"] == "fixed":
+        return None
     return f"BAdam: the first block has {interval} steps, as the others; there {interval - 1}"
 
 
-def _warms(given: GivenArguments) -> bool:
-    return bool(given["warmup_steps"] or given["warmup_ratio"])
+def _line_breaks(given: GivenArguments) -> str | None:
+    if not given["predict_with_generate"] or not masks_line_break(given["template"] or ""):
+        return None
+    return "BLEU-4 compares responses with labels that end in the template's line break"
 
 
-def _has_layer_badam(given: GivenArguments) -> bool:
-    return bool(given["use_badam"]) and given["badam_mode"] == "layer"
-
-
-def _always(_given: GivenArguments) -> bool:
-    return True
-
-
-def _answers(given: GivenArguments) -> bool:
-    return bool(given["stage"] != "pt")
-
-
-DIFFERENCES: tuple[Note, ...] = (
-    (_template, lambda a: a["template"] is not None and _answers(a)),
-    (
-        "warmup: it is one step ahead, as the first step there has a learning rate of 0",
-        lambda a: _warms(a) and a["lr_scheduler_type"] != "constant",
-    ),
-    (_order, _always),
-    (_packing, _packs),
-    (_long, lambda a: a.program.truncates),
-    (
-        "overwrite_output_dir: a run in output_dir is resumed; checkpoint.resume=none does not",
-        lambda a: a["overwrite_output_dir"],
-    ),
-    (_trackers, _always),
-    (
-        "swanlab_api_key: no recipe has a key; set SWANLAB_API_KEY, or use `swanlab login`",
-        lambda a: a["use_swanlab"] and a["swanlab_api_key"],
-    ),
-    (
-        "lora_rank, lora_alpha, lora_target: those of the adapter count, as there",
-        lambda a: _trains_adapter_further(a) and a.sets("lora_rank", "lora_alpha", "lora_target"),
-    ),
-    (
-        "fp16 with BAdam: weights are float32 in memory, and computed in float16",
-        lambda a: a["use_badam"] and a["fp16"],
-    ),
-    (
-        "ppo: responses are sampled at the temperature, without top_p and top_k, as they train",
-        lambda a: a["stage"] == "ppo",
-    ),
-    (_at_the_end, lambda a: a["do_train"] and a["stage"] != "sft"),
-    (
-        "compute_accuracy: eval_token_accuracy is the share of all tokens, and not a mean over "
-        "rows",
-        lambda a: a["compute_accuracy"] and a["do_train"],
-    ),
-    (_reference, _has_other_reference),
-    (
-        "eval_loss is a mean over tokens; there it is one over batches, whatever their tokens",
-        lambda a: (a["do_eval"] or eval_strategy(a) != "no") and a["stage"] in ("pt", "sft"),
-    ),
-    (
-        "kto: the baseline is a mean over the global batch, of prompts with the response of the "
-        "example before; there over a micro-batch, with the response of the row before in the file",
-        lambda a: a["stage"] == "kto",
-    ),
-    (
-        "rm: a new head begins at 0, so the loss begins at 0.693; there at random numbers",
-        lambda a: a["stage"] == "rm",
-    ),
-    (
-        _first_block,
-        lambda a: (
-            _has_layer_badam(a)
-            and a["badam_switch_interval"] >= 2
-            and a["badam_switch_mode"] != "fixed"
-        ),
-    ),
-    (
-        "asft: its means are over the tokens of a step; there over those of a micro-batch",
-        lambda a: a["use_asft_loss"] and not a["use_dft_loss"] and not a["use_eaft_loss"],
-    ),
-)
-MISTAKES: tuple[Note, ...] = (
-    (
-        "BLEU-4 compares responses with labels that end in the template's line break",
-        lambda a: a["predict_with_generate"] and masks_line_break(a["template"] or ""),
-    ),
-    (
-        "weight_decay {weight_decay:g} is ignored with BAdam: 0.01 is applied, to norms and "
-        "biases, too",
-        lambda a: _has_layer_badam(a) and a["weight_decay"] != 0.01,
-    ),
-    (
-        "a resumed BAdam run starts at block 0 with the moments of another block",
-        lambda a: a["use_badam"],
-    ),
-    (
-        "badam_switch_interval: -1 switches at every step",
-        lambda a: a["use_badam"] and a["badam_switch_interval"] == -1,
-    ),
-    (
-        "badam_switch_interval is ignored in ratio mode, where it is 100",
-        lambda a: a["use_badam"] and not _has_layer_badam(a) and a.sets("badam_switch_interval"),
-    ),
-    (
-        "pref_loss: {pref_loss} computes sigmoid, with trl 0.24",
-        lambda a: a["stage"] == "dpo" and a["pref_loss"] in ("hinge", "ipo"),
-    ),
-    (
-        "lr_scheduler_type: constant has no warmup; constant_with_warmup has (so it is here)",
-        lambda a: a["lr_scheduler_type"] == "constant" and _warms(a),
-    ),
-    (
-        "ld_alpha weighs the tokens of the policy and not those of the reference, so the rewards "
-        "of an untrained model are not 0",
-        lambda a: a["stage"] == "dpo" and a["ld_alpha"] is not None,
-    ),
-    ("shift_attn is ignored with transformers 4.48 and later", lambda a: a["shift_attn"]),
-    (
-        "packing lets examples of one row attend to each other",
-        lambda a: a["stage"] == "sft" and a["packing"] and not a["neat_packing"],
-    ),
-    (
-        "pure_bf16 rounds to the nearest weight, so updates below 0.2 % of a weight are lost",
-        lambda a: a["pure_bf16"] and not a["use_badam"],
-    ),
-    (
-        "Muon orthogonalizes the two factors of LoRA, too",
-        lambda a: a["use_muon"] and a["finetuning_type"] == "lora",
-    ),
-    (
-        "tokenized_path, once written, hides changes of dataset, template and cutoff_len",
-        lambda a: a["tokenized_path"],
-    ),
-    (
-        "responses without thoughts are trained to begin with empty ones; enable_thinking: false "
-        "puts them into the prompt",
-        lambda a: thinks(a["template"]) and a["enable_thinking"] and _answers(a),
-    ),
-    (
+def _repeated(given: GivenArguments) -> str | None:
+    repeats = given["mix_strategy"] == "interleave_over" and len(given["dataset"] or ()) > 1
+    if not repeats or not given["val_size"]:
+        return None
+    return (
         "val_size with interleave_over evaluates on rows that are trained on, as rows are repeated "
-        "before some are held out",
-        lambda a: (
-            a["mix_strategy"] == "interleave_over" and len(a["dataset"] or ()) > 1 and a["val_size"]
-        ),
-    ),
-    (
+        "before some are held out"
+    )
+
+
+def _thoughts(given: GivenArguments) -> str | None:
+    if not thinks(given["template"]) or given["stage"] == "pt" or not given["enable_thinking"]:
+        return None
+    return (
+        "responses without thoughts are trained to begin with empty ones; enable_thinking: false "
+        "puts them into the prompt"
+    )
+
+
+def _earlier_thoughts(given: GivenArguments) -> str | None:
+    if not thinks(given["template"]) or given["stage"] == "pt":
+        return None
+    if given["mask_history"] or given["preserve_thinking"]:
+        return None
+    return (
         "thoughts of earlier turns are trained on with preserve_thinking: false, too, but chat "
-        "removes them; data.preserve_thinking: false trains on the prompts of chat",
-        lambda a: (
-            thinks(a["template"])
-            and _answers(a)
-            and not a["mask_history"]
-            and not a["preserve_thinking"]
-        ),
-    ),
-    (
-        "the loss and its gradient are divided by a token a row too many: the first one, which "
-        "nothing predicts",
-        lambda a: a["stage"] == "pt" or (a["stage"] == "sft" and a["train_on_prompt"]),
-    ),
-    (
-        "label_smoothing_factor: the loss and its gradient are {gradient_accumulation_steps} times "
-        "too large",
-        lambda a: a["label_smoothing_factor"] and a["gradient_accumulation_steps"] > 1,
-    ),
-)
+        "removes them; data.preserve_thinking: false trains on the prompts of chat"
+    )
 
 
-def said(notes: tuple[Note, ...], given: GivenArguments) -> Iterator[str]:
-    """The lines that hold for these arguments."""
-    for text, holds in notes:
-        if holds(given):
-            line = text(given) if callable(text) else text.format_map(given)
-            yield from () if line is None else (line,)
+_FUNCTIONS: dict[str, tuple[Note, ...]] = {
+    "differs": (
+        *(_template, _order, _packing, _long, _trackers, _at_the_end, _reference, _first_block),
+    ),
+    "mistakes": (_line_breaks, _repeated, _thoughts, _earlier_thoughts),
+}
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = YAML(typ="safe").load(_NOTES)
+    return rows
+
+
+def notes(kind: str, given: GivenArguments) -> Iterator[str]:
+    """The lines that hold for these arguments, of what ``differs``, or of the ``mistakes``."""
+    for note in _FUNCTIONS[kind]:
+        if (line := note(given)) is not None:
+            yield line
+    for text, condition in _rows()[kind].items():
+        if _holds(given, condition):
+            yield text.format_map(given)
+
+
+def _holds(given: GivenArguments, condition: Any) -> bool:
+    if isinstance(condition, list):
+        return any(_holds(given, one) for one in condition)
+    return all(_fits(given, name, wanted) for name, wanted in condition.items())
+
+
+def _fits(given: GivenArguments, name: str, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return given.sets(name) if "set" in wanted else not _fits(given, name, wanted["not"])
+    if isinstance(wanted, bool):
+        return bool(given[name]) == wanted
+    return given[name] in (wanted if isinstance(wanted, list) else [wanted])

@@ -108,7 +108,7 @@ class LlamaFactory(Importer):
 class Unconverted(Importer):
     """Files that are not converted: what to do instead."""
 
-    title = "verl, DeepSpeed, Accelerate or torchtune"
+    title = ""  # of none that can be named
 
     def recognise(self, data: Mapping[str, object]) -> bool:
         """By keys that only these files have."""
@@ -267,7 +267,8 @@ def find_command(
         own = [*others, *words[count:]]
     else:
         return None
-    if not isinstance(document.data, Mapping) or not has_signs(document.data):
+    data = document.data if isinstance(document.data, Mapping) else {}
+    if not has_signs(data) or len(programs_of(data)) == 1:
         return None
     conversion = Conversion(document)
     given = conversion.read(LLAMAFACTORY_PROGRAM, environment)

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...checkpoint.section import CheckpointSection
 from ...errors import CheckpointError
-from ...model.section import ModelSection
-from ...network.method import Method
 from ...optim.optimizer import Optimizer
-from ...training.section import TrainSection
-from ...training.stage import Stage
+from ...recipe.recipe import Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSections:
-    """The sections of a run's recipe that have a counterpart in the Trainer."""
-
-    model: ModelSection
-    method: Method
-    stage: Stage
-    train: TrainSection
-    optim: Optimizer
-    checkpoint: CheckpointSection
-
-
-def training_arguments(run: RunSections, max_steps: int) -> dict[str, object]:
+def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
     """Keywords of ``TrainingArguments`` to resume the run; in the warmup it is one step behind."""
     section = run.train
     found: dict[str, object] = {

@@ -10,8 +10,7 @@ from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.sources.copying import Progress
 from ...errors import CheckpointError
 from ...recipe.files import RUN_RECIPE
-from ...recipe.recipe import Recipe, load
-from .arguments import RunSections
+from ...recipe.recipe import load
 from .to_trainer import save_trainer_checkpoint
 
 
@@ -37,21 +36,8 @@ class TrainerCheckpoint(Target):
                 "of its optimizer"
             )
         recipe = load(origin.folder / RUN_RECIPE)
-        run = sections_of(recipe)
-        arguments = save_trainer_checkpoint(origin.folder, target, run=run, base=base)
+        arguments = save_trainer_checkpoint(origin.folder, target, run=recipe, base=base)
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         words = f"resume with TrainingArguments(output_dir=..., {given})\n"
         words += f"and trainer.train(resume_from_checkpoint={str(target)!r})"
         return Done({"training_arguments": arguments}, words)
-
-
-def sections_of(recipe: Recipe) -> RunSections:
-    """What of a recipe has a counterpart in the Trainer."""
-    return RunSections(
-        model=recipe.model,
-        method=recipe.method,
-        stage=recipe.stage,
-        train=recipe.train,
-        optim=recipe.optim,
-        checkpoint=recipe.checkpoint,
-    )

@@ -37,9 +37,10 @@ from ...network.open import open_network
 from ...network.tensors import MetaTensors
 from ...optim.bf16_weights import MASTER
 from ...parallel.world import ALONE
+from ...recipe.recipe import Recipe
 from ...storage import files
 from ...training.callbacks.early_stop import EarlyStop
-from .arguments import RunSections, group_settings, training_arguments
+from .arguments import group_settings, training_arguments
 from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
 from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
@@ -49,7 +50,7 @@ LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides b
 
 
 def save_trainer_checkpoint(
-    checkpoint: Path, target: Path, *, run: RunSections, base: Path | None = None
+    checkpoint: Path, target: Path, *, run: Recipe, base: Path | None = None
 ) -> dict[str, object]:
     """Write ``checkpoint``, which ``run`` saved, into the new folder ``target``, which appears when
     all of it is written. ``base`` is the model below an adapter.
@@ -186,7 +187,7 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _state(
-    opened: CheckpointFolder, run: RunSections, progress: Mapping[str, Any], callbacks: Any
+    opened: CheckpointFolder, run: Recipe, progress: Mapping[str, Any], callbacks: Any
 ) -> bytes:
     """``trainer_state.json`` as the Trainer needs it: it takes its intervals from here, and
     fails at its next save if its own flags are not among the callbacks.
