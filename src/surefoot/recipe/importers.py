@@ -33,9 +33,8 @@ def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile |
 def unknown(path: Path) -> RecipeError:
     """The error for the file ``path``, which no program is known to have written."""
     document = parse(read_text(path), str(path))
-    if isinstance(document.data, Mapping) and {"model", "data"} <= document.data.keys():
-        message = "this is a recipe already; `surefoot recipe show` prints all its settings"
-    else:
+    message = "this is a recipe already; `surefoot recipe show` prints all its settings"
+    if not isinstance(document.data, Mapping) or not {"model", "data"} <= document.data.keys():
         titles = ", ".join(each.title for each in IMPORTERS.values() if each.title)
         message = f"this is a file of none of {titles}; --from NAME says whose it is"
     return document.error([Problem((), message)])
