@@ -21,8 +21,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.converting.targets.dcp import write_dcp
-from surefoot.checkpoint.disk.dcp_metadata import explain
-from surefoot.checkpoint.layouts.dcp_boxes import file_name
+from surefoot.checkpoint.disk.file_plan import explain
+from surefoot.checkpoint.layouts.dcp import file_name
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save

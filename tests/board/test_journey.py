@@ -13,7 +13,7 @@ from board import browser
 from board.serving import Server
 from project import Project, losses
 from surefoot.checkpoint.disk.commit import committed, step_of
-from surefoot.checkpoint.disk.pins import pinned
+from surefoot.checkpoint.disk.retention import pinned
 from surefoot.training.callbacks.launches import is_alive
 
 pytestmark = [

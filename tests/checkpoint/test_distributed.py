@@ -19,9 +19,8 @@ from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.reading.concurrent_check import ConcurrentCheck
 from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.reading.verification import ConcurrentCheck, verify
 from surefoot.checkpoint.saving.job import Shard
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.writer_group import WriterGroup

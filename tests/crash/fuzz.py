@@ -14,8 +14,9 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["surefoot"]):
-    from surefoot.checkpoint.disk import header, strict_json
     from surefoot.checkpoint.disk import manifest as index
+    from surefoot.checkpoint.disk import strict_json
+    from surefoot.checkpoint.disk import tensorfile as header
     from surefoot.checkpoint.layouts.detection import open_weights
     from surefoot.checkpoint.reading.verification import verify
     from surefoot.checkpoint.sources.weights import MODEL_INDEX

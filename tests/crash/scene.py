@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot.checkpoint.background.snapshot import take
 from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.background.writer_process import take
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.retention import drop_all
 from surefoot.checkpoint.reading.loading import load

@@ -9,8 +9,7 @@ import folders
 import ranks
 from spread import learn, save, trainer
 from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.sources.joined import JoinedSource
-from surefoot.checkpoint.sources.source import TensorsInMemory
+from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.model.fused_parameters import places
 from surefoot.parallel.world import ALONE

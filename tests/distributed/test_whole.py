@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.background.in_flight import start_save
+from surefoot.checkpoint.background.saver import start_save
 from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.reading.verification import verify

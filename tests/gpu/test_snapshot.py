@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoint.sample import Holder
-from surefoot.checkpoint.background import snapshot
+from surefoot.checkpoint.background import writer_process as snapshot
 from surefoot.checkpoint.background.saver import AsyncSaver
 from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.reading.loading import load

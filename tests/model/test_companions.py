@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from folders import CHATML, save_model, save_tokenizer, tokenizer
-from surefoot.checkpoint.disk.companions import tokenizer_of
+from surefoot.checkpoint.disk.folder import tokenizer_of
 from surefoot.model.pretrained.companions import model_files, tokenizer_files
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.use.exporting.exported import whole_model

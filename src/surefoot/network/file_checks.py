@@ -10,8 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.layouts.detection import has_manifest
-from ..checkpoint.reading.concurrent_check import ConcurrentCheck
-from ..checkpoint.reading.verification import verify_weights
+from ..checkpoint.reading.verification import ConcurrentCheck, verify_weights
 from ..errors import DamagedFileError, ModelError, SurefootError
 from ..log import silenced
 from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.layouts.detection import is_sequence_classification
-from ..checkpoint.layouts.opening import open_folder, open_role
-from ..checkpoint.layouts.sequence_classification import SCORE
+from ..checkpoint.layouts.opening import SCORE, open_folder, open_role
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
 from ..parallel.sharding import Cuts

@@ -20,9 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import open_named
-from ..checkpoint.sources.computed import ComputedSource
 from ..checkpoint.sources.lora import same_values
-from ..checkpoint.sources.source import TensorSource, read_whole
+from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters.dora import has_exact_lengths, lengths

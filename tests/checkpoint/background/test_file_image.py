@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.background.file_image import image_of
+from surefoot.checkpoint.background.snapshot_buffer import image_of
 from surefoot.checkpoint.disk.file_plan import plan_save
-from surefoot.checkpoint.disk.header import ranges_of
+from surefoot.checkpoint.disk.tensorfile import ranges_of
 from surefoot.checkpoint.saving.job import Shard, WriteShare
 from surefoot.parallel.box import Box
 from surefoot.storage.files import PAGE

@@ -24,7 +24,7 @@ from surefoot.checkpoint import (
     recover_latest,
     verify,
 )
-from surefoot.checkpoint.background import in_flight as flight
+from surefoot.checkpoint.background import saver as flight
 from surefoot.checkpoint.background import snapshot_buffer, writer_process
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint

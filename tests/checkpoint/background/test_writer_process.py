@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import warm
-from surefoot.checkpoint.background.in_flight import start_save
-from surefoot.checkpoint.background.snapshot import take
+from surefoot.checkpoint.background.saver import start_save
 from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
-from surefoot.checkpoint.background.writer_process import Background, describe
+from surefoot.checkpoint.background.writer_process import Background, describe, take
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import verify

@@ -8,15 +8,14 @@ import threading
 
 import pytest
 
-from surefoot.checkpoint.disk.atomic_folder import new_folder
-from surefoot.checkpoint.disk.commit import clean, clean_leftovers
+from surefoot.checkpoint.disk.commit import clean, clean_leftovers, new_folder
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
 KILLED = """
 import sys
 from pathlib import Path
-from surefoot.checkpoint.disk.atomic_folder import new_folder
+from surefoot.checkpoint.disk.commit import new_folder
 with new_folder(Path(sys.argv[1])) as folder:
     (folder / "a").mkdir()
     (folder / "a" / "b").write_text("c")

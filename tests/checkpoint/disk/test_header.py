@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from surefoot.checkpoint.disk.bytes import DTYPES
-from surefoot.checkpoint.disk.header import ALIGNMENT, ITEM_SIZES, build, header_length, parse
+from surefoot.checkpoint.disk.tensorfile import ALIGNMENT, ITEM_SIZES, build, header_length, parse
 from surefoot.errors import CheckpointError
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
@@ -132,7 +132,7 @@ def test_names_that_safetensors_cannot_hold_are_refused():
 
 
 def test_a_header_too_long_for_safetensors_is_refused(monkeypatch):
-    monkeypatch.setattr("surefoot.checkpoint.disk.header.MAX_HEADER", 200)
+    monkeypatch.setattr("surefoot.checkpoint.disk.tensorfile.MAX_HEADER", 200)
     with pytest.raises(CheckpointError, match="choose a smaller max_shard_size"):
         build({f"tensor {i}": ("F32", (1,)) for i in range(5)})
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from project import Project, checkpoints, surefoot
-from surefoot.checkpoint.disk.pins import NAME, pin, pinned
+from surefoot.checkpoint.disk.retention import NAME, pin, pinned
 from surefoot.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.looking.tensor_excerpt import EDGE, MAX_READ, excerpt
+from surefoot.checkpoint.looking.tensor_stats import EDGE, MAX_READ, excerpt
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.parallel.slices import select

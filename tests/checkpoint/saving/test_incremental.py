@@ -8,9 +8,13 @@ import traceback
 import pytest
 import torch
 
-from surefoot.checkpoint.background.file_image import image_of
-from surefoot.checkpoint.background.snapshot import take
-from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.background.snapshot_buffer import (
+    FileImages,
+    SnapshotBuffer,
+    image_of,
+    places,
+)
+from surefoot.checkpoint.background.writer_process import take
 from surefoot.checkpoint.disk.bytes import describe
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.file_plan import plan_save

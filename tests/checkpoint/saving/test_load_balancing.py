@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.disk.header import ITEM_SIZES, num_bytes
+from surefoot.checkpoint.disk.tensorfile import ITEM_SIZES, num_bytes
 from surefoot.checkpoint.saving.load_balancing import LocalTensor, balance
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box

@@ -1,7 +1,6 @@
 import torch
 
-from surefoot.checkpoint.sources.joined import JoinedSource
-from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory, read_whole
 
 
 def test_sources_stand_beside_each_other_with_what_tells_their_names_apart():

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.state.tensors import join, pointers, split
+from surefoot.checkpoint.state.states import join, pointers, split
 from surefoot.errors import CheckpointError
 
 from ..sample import same

@@ -1,7 +1,8 @@
 """Asynchronous saves of any training loop: the loop waits for one copy in memory.
 
 At most one save is in flight, and its errors are raised at the next call. Listeners follow the
-saves, so that neither this module nor a loop knows of object stores.
+saves, so that neither this module nor a loop knows of object stores. Where the system supports no
+asynchronous save, the loop waits for each.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from ...storage.folder_lock import FolderIdentity, FolderLock, lock
 from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
-from ..disk.pins import pinned
-from ..disk.retention import RetentionPolicy, Times
-from ..saving.job import Saved
-from ..saving.preparation import prepare
+from ..disk.retention import RetentionPolicy, Times, pinned
+from ..saving.job import MOST_ATTEMPTS, Job, Saved
+from ..saving.preparation import LiveTensors, prepare
 from ..saving.writer_group import ALONE, WriterGroup
+from ..saving.writing import write
 from ..state.protocols import Stateful
-from .in_flight import end, start_save
-from .snapshot_buffer import lacks_room
+from .snapshot_buffer import is_available, lacks_room
 from .writer_process import Background
 
 logger = logging.getLogger(__name__)
@@ -403,3 +403,47 @@ class AsyncSaver:
             protected=kept,
         )
         return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]
+
+
+def start_save(
+    background: Background, job: Job, live: LiveTensors, *, in_background: bool = True
+) -> Saved | None:
+    """Start to write ``job``, or write it now; what was saved in that case."""
+    if in_background and not background.is_off:
+        why = "this system does not support the shared memory that is needed"
+        if is_available():
+            try:
+                background.start(job, live)
+                return None
+            except MemoryError as error:
+                why = f"no room for a snapshot of the state ({error})"
+            except CheckpointError as error:
+                why = str(error)
+        logger.warning("asynchronous saves are off (%s): training waits for every save", why)
+        background.is_off = True
+    return _write(job, live)
+
+
+def end(close: Callable[[], None], error: BaseException | None) -> None:
+    """Run ``close`` at the end of a block; its error is only logged if there is an ``error``."""
+    try:
+        close()
+    except CheckpointError as failure:
+        if error is None:
+            raise
+        logger.error("%s", failure)
+
+
+def _write(job: Job, live: LiveTensors) -> Saved:
+    """Write synchronously; again, if ranks of a joint save have failed."""
+    while True:
+        is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
+        try:
+            saved = write(job, live)
+        except CheckpointError:
+            if is_last:
+                raise
+        else:
+            if is_last or saved.is_committed:
+                return saved
+        job = replace(job, attempt=job.attempt + 1)

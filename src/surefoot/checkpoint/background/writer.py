@@ -22,7 +22,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ..disk.file_plan import FilePlan
-from ..disk.header import parse
+from ..disk.tensorfile import parse
 from ..saving.job import Job, Shard, WriteShare
 from ..saving.writing import write
 from .snapshot_buffer import FileImages, SnapshotBuffer

@@ -2,6 +2,7 @@
 
 At most one save is in flight, and its errors are raised by the next call. The writer process has
 the complete snapshot, so it finishes and commits even if the training process dies; it then ends.
+The copy of live tensors into the snapshot buffer is all that a save costs the training thread.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import torch
 
 import surefoot
 
@@ -27,9 +30,7 @@ from ...storage.stalls import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ..saving.job import MOST_ATTEMPTS, Job, Saved, Shard
 from ..saving.preparation import LiveTensors
-from . import snapshot
-from .file_image import image_of
-from .snapshot_buffer import FileImages, SnapshotBuffer, places
+from .snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
 
 logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
@@ -64,7 +65,7 @@ class Background:
         starts, size = places([*sizes, *blobs])
         arena = self._room(size, size + sum(blobs) + _SLACK, live)
         images = FileImages(arena, starts[: len(sizes)], job.shards)
-        snapshot.take(images, live.groups)
+        take(images, live.groups)
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
@@ -94,7 +95,7 @@ class Background:
                 self._writer.close()
             if self._arena is not None:
                 if self._is_pinned:
-                    snapshot.unpin(self._arena)
+                    unpin(self._arena)
                 self._arena.close()
             self._writer, self._arena, self._is_pinned = None, None, False
 
@@ -131,7 +132,7 @@ class Background:
             self.close()
             self._arena = SnapshotBuffer.create(ample)
             if any(t.is_cuda for tensors in live.groups.values() for t in tensors.values()):
-                self._is_pinned = snapshot.pin(self._arena)
+                self._is_pinned = pin(self._arena)
         return self._arena
 
     def _send(self, arena: SnapshotBuffer) -> None:
@@ -267,3 +268,55 @@ def _share(shard: Shard) -> dict[str, object] | None:
         return None
     boxes = {name: (box.start, box.shape) for name, box in shard.share.boxes.items()}
     return {"boxes": boxes, "has_head": shard.share.has_head}
+
+
+Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
+
+
+def take(images: FileImages, groups: Groups) -> None:
+    """Fill the image of every file: its header, and the current values of the tensors."""
+    with _overlapping(groups):
+        for shard in images.shards:
+            image = images.of(shard)
+            image[: len(shard.plan.head)] = shard.plan.head
+            for name in images.names(shard):
+                _copy(groups[shard.role][name], images.tensor(shard, name))
+
+
+@torch.no_grad()
+def _copy(tensor: torch.Tensor, into: memoryview) -> None:
+    if tensor.numel():
+        place = torch.frombuffer(into, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach(), non_blocking=True)
+
+
+@contextlib.contextmanager
+def _overlapping(groups: Groups) -> Iterator[None]:
+    """Copies from a GPU overlap with its other work, and are complete at the end of the block."""
+    devices = {t.device for tensors in groups.values() for t in tensors.values() if t.is_cuda}
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            stack.callback(stream.synchronize)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def pin(arena: SnapshotBuffer) -> bool:
+    """Pin the buffer's pages for direct copies from GPUs; if that fails, copies are slower."""
+    status = _runtime().cudaHostRegister(_address(arena), arena.size, 0)
+    return int(status) == 0
+
+
+def unpin(arena: SnapshotBuffer) -> None:
+    """Unpin the pages, before the buffer is freed."""
+    _runtime().cudaHostUnregister(_address(arena))
+
+
+def _address(arena: SnapshotBuffer) -> int:
+    return torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

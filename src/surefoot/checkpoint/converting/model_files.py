@@ -14,8 +14,7 @@ from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
 from ...storage.files import read_json
 from ...storage.tensor_names import is_adapted
-from ..disk.companions import companions_of
-from ..disk.folder import open_checkpoint
+from ..disk.folder import companions_of, open_checkpoint
 from ..disk.manifest import is_safetensors
 from ..layouts.detection import has_manifest
 from ..layouts.opening import open_folder

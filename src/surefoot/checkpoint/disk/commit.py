@@ -3,8 +3,8 @@
 The temporary folder, ``.checkpoint-N.<nonce>.part``, contains a manifest from the beginning: empty,
 and locked by the writer. The lock ends with the process, however it ends, also across machines and
 containers, where process ids say nothing. So a folder whose manifest can be locked has no living
-writer, and may be deleted. A foreign folder has no manifest: its writer (``atomic_folder``) locks
-the folder itself.
+writer, and may be deleted. A foreign folder, such as a conversion writes, has no manifest: its
+writer locks the folder itself (``new_folder``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import errno
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,3 +256,44 @@ def delete(folder: Path) -> None:
     files.rename(folder, gone)
     files.sync_folder(folder.parent)
     files.remove_tree(gone)
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
+    """A temporary folder, which becomes ``target`` when the block ends; deleted if it fails.
+
+    Leftovers of killed processes that wrote to ``target`` are deleted first. Raises
+    ``CheckpointError`` if ``target`` exists (with ``may_be_empty``: and is not an empty folder), or
+    the disk fails.
+    """
+    said = f"cannot write {target}"
+    with files.raising(CheckpointError, said):
+        if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
+            refuse_taken(target)
+        files.make_folder(target.parent)
+        clean_leftovers(target)
+        held = claim(target, files.open_folder)
+        folder = held.path
+        with held:
+            try:
+                with files.raising(CheckpointError, said):  # while the disk is as it was found
+                    yield folder
+                    files.sync_folder(folder)
+                    files.rename(folder, target)
+                    files.sync_folder(target.parent)
+            except BaseException:
+                files.remove_tree(folder)
+                raise
+
+
+def write_small(folder: Path, small: Mapping[str, bytes]) -> None:
+    """Companion files, which may be in subfolders."""
+    for name, data in small.items():
+        files.make_folder((folder / name).parent)
+        files.write_new(folder / name, data)
+
+
+def refuse_taken(target: Path) -> None:
+    """Raise ``CheckpointError`` if the name exists."""
+    if files.exists(target):
+        raise CheckpointError(f"{target}: it exists already; choose another folder")

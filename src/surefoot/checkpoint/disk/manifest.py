@@ -18,7 +18,7 @@ from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
 from ...storage import files
 from . import strict_json
-from .header import ITEM_SIZES, integers, is_size, num_bytes, sizes
+from .tensorfile import ITEM_SIZES, integers, is_size, num_bytes, sizes
 
 MANIFEST = "manifest.json"
 STATE = "state.json"

@@ -1,14 +1,23 @@
-"""A safetensors file open for ranged reads, its header checked first. No torch."""
+"""Safetensors files: the header, and a file open for ranged reads, its header checked first.
+
+A file is 8 bytes of header length (little-endian), the header (JSON, padded with spaces), then the
+tensors' bytes without holes. Tensors of wider dtypes come first, so that each is aligned. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
-from .header import Header, TensorEntry, header_length, num_bytes, parse, ranges_of
+from . import strict_json
 
 
 class TensorFile:
@@ -99,3 +108,164 @@ def opened(file: files.File) -> TensorFile:
     except (OSError, CheckpointError):
         file.close()
         raise
+
+
+MAX_HEADER = 100_000_000  # bytes; what the reference implementation allows
+ALIGNMENT = 64  # bytes; tensor data starts on a cache line, so that a mapped file is aligned too
+
+ITEM_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a file: its dtype, its shape and its first byte, from the file's start."""
+
+    dtype: str  # a key of ITEM_SIZES
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the tensor's data."""
+        return prod(self.shape) * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """All tensors of a file, and its free-text metadata."""
+
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    data_start: int  # bytes before the first tensor
+    file_size: int
+
+
+def ranges_of(entry: TensorEntry, box: Box) -> Iterator[tuple[int, int]]:
+    """The first byte and the length of every range of ``box`` of a stored tensor in its file."""
+    item = ITEM_SIZES[entry.dtype]
+    for first, count in box.runs_in(Box.whole(entry.shape)):
+        yield entry.offset + first * item, count * item
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return prod(shape) * ITEM_SIZES[dtype]
+
+
+def build(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Header]:
+    """Lay out a file for ``tensors`` (name -> dtype, shape): its first bytes, and the positions."""
+    order = sorted(tensors, key=lambda name: (-ITEM_SIZES[tensors[name][0]], name))
+    text: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    begins, end = {}, 0
+    for name in order:
+        if name == _METADATA:
+            raise CheckpointError(
+                f"a tensor cannot have the name {_METADATA!r}; safetensors reserves it"
+            )
+        dtype, shape = tensors[name]
+        begins[name], end = end, end + num_bytes(dtype, shape)
+        text[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[name], end]}
+    try:
+        body = json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"a tensor's name is not valid Unicode: {error.object!r:.200}"
+        ) from error
+    if len(body) + ALIGNMENT > MAX_HEADER:
+        raise CheckpointError(
+            f"{len(tensors)} tensors need a header of {len(body)} bytes, more than the "
+            f"{MAX_HEADER} that safetensors allows; choose a smaller max_shard_size"
+        )
+    start = -(-(8 + len(body)) // ALIGNMENT) * ALIGNMENT
+    head = (start - 8).to_bytes(8, "little") + body.ljust(start - 8)
+    entries = {n: TensorEntry(*tensors[n], start + begins[n]) for n in order}
+    return head, Header(entries, text[_METADATA], start, start + end)
+
+
+def header_length(first: bytes, file_size: int, where: str) -> int:
+    """The header's length in the ``first`` 8 bytes, after a check that it is possible."""
+    if len(first) < 8:
+        raise CheckpointError(f"{where}: {file_size} bytes are too few for a safetensors file")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER or 8 + length > file_size:
+        raise CheckpointError(
+            f"{where}: the header has {length} bytes according to the file, which has "
+            f"{file_size}: it is truncated, damaged, or not a safetensors file"
+        )
+    return length
+
+
+def parse(text: bytes, file_size: int, where: str) -> Header:
+    """Parse a header (without its 8 length bytes); it must describe the file to the last byte."""
+    if text[:1] != b"{":
+        raise CheckpointError(
+            f"{where}: the header does not start with '{{'; not a safetensors file"
+        )
+    raw = strict_json.parse_object(text, f"{where}: header")
+    metadata = raw.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{where}: {_METADATA} must map names to text")
+    start = 8 + len(text)
+    entries = {
+        name: _entry(value, start, f"{where}: tensor {name[:200]!r}") for name, value in raw.items()
+    }
+    end = start
+    for name, entry in sorted(
+        entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
+    ):
+        if entry.offset != end:
+            kind = "overlaps the one before" if entry.offset < end else "leaves a hole before it"
+            raise CheckpointError(f"{where}: tensor {name[:200]!r} {kind}")
+        end += entry.num_bytes
+    if end != file_size:
+        raise CheckpointError(
+            f"{where}: the header describes {end} bytes, the file has {file_size}: "
+            f"it is {'truncated' if end > file_size else 'followed by something else'}"
+        )
+    return Header(entries, metadata, start, file_size)
+
+
+def _entry(value: Any, start: int, where: str) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        known = ", ".join(sorted(ITEM_SIZES))
+        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {known}")
+    begin, end = integers(offsets, 2, f"{where}: data_offsets")
+    entry = TensorEntry(dtype, sizes(shape, f"{where}: shape"), start + begin)
+    if end - begin != entry.num_bytes:
+        raise CheckpointError(
+            f"{where}: {end - begin} bytes, but {dtype} {list(entry.shape)} takes {entry.num_bytes}"
+        )
+    return entry
+
+
+def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
+    """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
+    found = value if isinstance(value, list) and len(value) <= 64 else [None]
+    if (count is not None and len(found) != count) or not all(map(is_size, found)):
+        raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
+    return tuple(found)
+
+
+def sizes(value: object, where: str) -> tuple[int, ...]:
+    """``value`` as a shape whose elements can be counted, even without its empty dimensions."""
+    shape = integers(value, None, where)
+    if prod(max(n, 1) for n in shape) >= 1 << 60:
+        raise CheckpointError(f"{where}: {reprlib.repr(value)} is larger than any memory")
+    return shape
+
+
+def is_size(value: object) -> bool:
+    """Whether ``value`` is an integer of 0 to 2^63 - 1."""
+    return type(value) is int and 0 <= value < 1 << 63

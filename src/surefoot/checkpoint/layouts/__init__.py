@@ -6,10 +6,9 @@ Looking into a folder needs no torch. ``opening`` opens its weights as tensor so
 
 from ...extensions import Extended
 from .dcp import DCP
-from .huggingface import HuggingFace
+from .huggingface import PEFT, HuggingFace
 from .layout import Layout
 from .native import Native
-from .peft import PEFT
 
 LAYOUTS: Extended[Layout] = Extended(
     "layouts", {layout.name: layout for layout in (Native(), PEFT(), HuggingFace(), DCP())}

@@ -1,4 +1,5 @@
-"""Folders as transformers writes them: one ``model.safetensors``, or several files and an index."""
+"""Folders as transformers writes them: one ``model.safetensors``, or several files and an index;
+and as PEFT does: ``adapter_model.safetensors`` beside ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from ...errors import CheckpointError
 from ...storage import files
 from ..disk import strict_json, tensorfile
 from ..disk.manifest import is_plain_name
-from ..sources.weights import MODEL, MODEL_INDEX, FolderWeights, TensorLocation, tensors_in
+from ..sources.weights import ADAPTER, MODEL, MODEL_INDEX, FolderWeights, TensorLocation, tensors_in
 from .layout import Layout
 from .native import Native
 
@@ -60,3 +61,25 @@ class HuggingFace(Layout):
             return FolderWeights(
                 self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)])
             )
+
+
+@dataclass(frozen=True)
+class PEFT(Layout):
+    """A PEFT adapter."""
+
+    name = "peft"
+    title = "PEFT adapter"
+    is_adapter = True
+    has_adapter_config = True
+    is_whole_model = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has an adapter, and neither a model nor a manifest."""
+        is_taken = any(other.recognise(folder) for other in (Native(), HuggingFace()))
+        return files.exists(folder / ADAPTER) and not is_taken
+
+    def open(self, folder: Path) -> FolderWeights:
+        """The adapter's tensors under PEFT's names."""
+        with files.raising(CheckpointError):
+            file = tensorfile.open_path(folder / ADAPTER)
+        return FolderWeights(self.name, folder, tensors_in([file]))

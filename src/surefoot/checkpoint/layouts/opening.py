@@ -1,4 +1,8 @@
-"""Open the weights of a folder of any layout as tensor sources."""
+"""Open the weights of a folder of any layout as tensor sources.
+
+Reward models are stored as transformers' sequence classification stores them: a language model's
+weights with the head ``score`` in place of its output embeddings.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ModelError
 from ...extensions import Extended
 from ...storage import files
 from ..disk import tensorfile
 from ..disk.folder import open_checkpoint
-from ..sources.source import FolderSource, TensorSource, read_whole
+from ..sources.source import FolderSource, Renamed, TensorSource, read_whole
 from ..sources.weights import FolderWeights, TensorLocation, places, tensors_in
 from .detection import (
     detect_layout,
@@ -23,7 +27,6 @@ from .detection import (
     open_weights,
 )
 from .huggingface import has_model
-from .sequence_classification import as_language_model
 
 Options = Mapping[str, object]  # of a layout's ``reading``
 
@@ -124,3 +127,29 @@ def read_named(path: Path, model: Path | None = None) -> dict[str, torch.Tensor]
     """All tensors of ``open_named``, in memory."""
     source = open_named(path, model)
     return {name: read_whole(source, name) for name in source.shapes()}
+
+
+SCORE = "score.weight"
+_OUTPUT, _INPUT = "lm_head.weight", "embed_tokens.weight"
+
+
+def as_language_model(source: TensorSource, folder: Path) -> TensorSource:
+    """The weights under the names of the language model, without ``score``. Its output embeddings,
+    which a reward does not need, are those of the input. Raises ``ModelError`` for a classifier of
+    several classes, or an architecture of other names."""
+    shapes = source.shapes()
+    if shapes.get(SCORE, (0,))[0] != 1:
+        raise ModelError(
+            f"{folder}: a sequence classification without one {SCORE}, so it is no reward model; "
+            "name a language model, or a classifier of one label"
+        )
+    names = {name: name for name in shapes if name != SCORE}
+    if _OUTPUT in names:
+        return Renamed(source, names)
+    found = next((name for name in names if name.endswith(_INPUT)), None)
+    if found is None:
+        raise ModelError(
+            f"{folder}: a sequence classification whose input embeddings have another name than "
+            f"{_INPUT}, which cannot be opened as a reward model"
+        )
+    return Renamed(source, {**names, _OUTPUT: found})

@@ -15,13 +15,13 @@ from ...storage import disk_usage
 from ...storage.folder_lock import lock
 from ..disk.commit import step_of
 from ..disk.folder import open_checkpoint
-from ..disk.pins import pinned
 from ..disk.retention import (
     RetentionDecision,
     RetentionPolicy,
     decide,
     drop_all,
     metrics_in,
+    pinned,
     seconds,
 )
 from .listing import CheckpointLine, has_hashes, list_run, state_of

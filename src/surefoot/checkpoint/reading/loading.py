@@ -24,8 +24,7 @@ from ..disk.tensorfile import TensorFile
 from ..state.local_box import LocalBox, local_box_of
 from ..state.protocols import ShardedState, Stateful
 from ..state.roles import STATE, FileRole
-from ..state.states import UnshardedState, adopted
-from ..state.tensors import join, pointers, split
+from ..state.states import UnshardedState, adopted, join, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
-from ..disk.header import num_bytes
+from ..disk.tensorfile import num_bytes
 
 PASSES = 100  # over all groups, at most; a few suffice unless groups form a ring
 SLACK = 0.01  # of what one process is to write: what a cut may miss to spare a tensor

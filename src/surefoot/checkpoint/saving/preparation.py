@@ -21,14 +21,13 @@ from ..disk import strict_json
 from ..disk.bytes import describe, hash_tensor, write_box, write_file
 from ..disk.file_plan import FilePlan, plan_save
 from ..disk.file_plan import Tensors as Described
-from ..disk.header import num_bytes
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
+from ..disk.tensorfile import num_bytes
 from ..state.local_box import LocalBox, local_box_of
 from ..state.protocols import ShardedState, Stateful
 from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import adopted
-from ..state.tensors import split
+from ..state.states import adopted, split
 from .job import Job, Shard, WriteShare
 from .load_balancing import LocalTensor
 from .writer_group import ALONE, Holding, WriterGroup

@@ -14,10 +14,8 @@ from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
 from ...storage.parallel_work import ahead
-from ..disk.bytes import dtype_name, write_tensor
-from ..disk.dcp_metadata import explained
-from ..disk.file_plan import FilePlan, plan_save
-from ..disk.stream import ByteStream
+from ..disk.bytes import ByteStream, dtype_name, write_tensor
+from ..disk.file_plan import FilePlan, explained, plan_save
 from ..saving.preparation import dump_index
 from .source import CastSource, Shape, TensorSource
 

@@ -234,3 +234,79 @@ class CastSource:
 
     def _target(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+
+class Computed(Protocol):
+    """A tensor that is computed from others."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the result."""
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """The names of the others by role; the result has the dtype of the first one."""
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """Names of tensors that it makes needless, besides the parts."""
+
+    def compute(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The values, from the parts by role."""
+
+
+@dataclass(frozen=True)
+class ComputedSource(ReplacingSource):
+    """A source in which tensors are replaced by others that are computed from them. For any box,
+    all of a tensor is computed, and kept until another one is."""
+
+    computed: Mapping[str, Computed]
+    _last: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
+        """The new tensors."""
+        each = self.computed.items()
+        return {name: (one.shape, [*one.parts.values(), *one.unused]) for name, one in each}
+
+    def read_made(self, name: str, box: Box) -> torch.Tensor:
+        """Computed from its parts, which are read in full."""
+        whole = Box.whole(self.computed[name].shape)
+        found = self._last.get(name)
+        if found is None:
+            found = self._compute(name)
+            self._last.clear()
+            if box != whole:
+                self._last[name] = found
+        return found[box.slices_in(whole)]
+
+    def _compute(self, name: str) -> torch.Tensor:
+        one = self.computed[name]
+        return one.compute({role: read_whole(self.source, n) for role, n in one.parts.items()})
+
+
+@dataclass(frozen=True)
+class JoinedSource:
+    """Sources whose names, with their prefixes, are all different."""
+
+    parts: Sequence[tuple[str, TensorSource]]  # each with what stands before its names
+
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[TensorSource, str]]:
+        return {
+            f"{prefix}{name}": (part, name) for prefix, part in self.parts for name in part.shapes()
+        }
+
+    @once
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of all sources."""
+        return {f"{p}{name}": s for p, part in self.parts for name, s in part.shapes().items()}
+
+    @once
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of all sources."""
+        return {f"{p}{name}": d for p, part in self.parts for name, d in part.dtypes().items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """From the source that contains it."""
+        part, inner = self._places[name]
+        return part.read(inner, box)

@@ -10,8 +10,8 @@ from ...errors import CheckpointError
 from ...parallel.box import Box
 from ..disk import tensorfile
 from ..disk.folder import CheckpointFolder
-from ..disk.header import TensorEntry
 from ..disk.manifest import Piece
+from ..disk.tensorfile import TensorEntry
 
 MODEL = "model.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from .checkpoint_path import PLACE, local
 if TYPE_CHECKING:
     import torch
 
-    from ...checkpoint.looking.tensor_excerpt import Excerpt
+    from ...checkpoint.looking.tensor_stats import Excerpt
 
 _SHOWN = 1000  # values; of more, only the edges are shown
 _MOST = 1_000_000  # values that --all and --json print
@@ -37,7 +37,7 @@ def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_jso
     numpy's syntax: indices, start:stop:step and ...; negative numbers count from the end, a step
     must be positive. No other part of the file is read.
     """
-    from ...checkpoint.looking.tensor_excerpt import excerpt
+    from ...checkpoint.looking.tensor_stats import excerpt
     from ...checkpoint.sources.source import FolderSource
 
     contents = open_contents(local(checkpoint))

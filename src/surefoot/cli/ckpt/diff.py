@@ -35,8 +35,7 @@ from ..table import (
 from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
-    from ...checkpoint.looking.comparison import Comparison
-    from ...checkpoint.looking.diff import TensorChange, TensorDifference, Verdict
+    from ...checkpoint.looking.diff import Comparison, TensorChange, TensorDifference, Verdict
 
 _LARGEST = 5  # tensors of each role, and values of each part, in the summary
 _WIDTH = 60  # characters of a value
@@ -65,7 +64,7 @@ def diff(
     over the larger of the other two. Tensors whose hashes are equal are not read. Exit code 0: all
     is equal; 1: something differs; 2: they cannot be compared.
     """
-    from ...checkpoint.looking.comparison import compare
+    from ...checkpoint.looking.diff import compare
 
     def parsed(text: str, name: str) -> object:
         return parse(text, name).data

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ...checkpoint.disk.commit import step_of
-from ...checkpoint.disk.pins import pin
+from ...checkpoint.disk.retention import pin
 from ...errors import CheckpointError
 from ..table import FOLDER, JSON, print_json
 

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import Field, PlainSerializer
 
-from ...checkpoint.disk.pins import pin, pinned
+from ...checkpoint.disk.retention import pin, pinned
 from ...checkpoint.looking.listing import list_run
 from ...errors import RunError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text

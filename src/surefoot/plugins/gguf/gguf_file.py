@@ -20,8 +20,8 @@ from gguf import (
 )
 from gguf.quants import quantize
 
+from ...checkpoint.disk.bytes import ByteStream
 from ...checkpoint.disk.commit import claim, clean_leftovers
-from ...checkpoint.disk.stream import ByteStream
 from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import TensorSource
 from ...errors import CheckpointError, ModelError

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.layouts.dcp import DCP
-from ...checkpoint.layouts.dcp_boxes import locations
-from ...checkpoint.layouts.huggingface import HuggingFace
+from ...checkpoint.layouts.dcp import DCP, locations
+from ...checkpoint.layouts.huggingface import PEFT, HuggingFace
 from ...checkpoint.layouts.layout import Layout, Locations, SavedFolder
 from ...checkpoint.layouts.native import Native
-from ...checkpoint.layouts.peft import PEFT
 from ...checkpoint.sources.weights import FolderWeights, TensorLocation
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError

@@ -16,8 +16,13 @@ from ...checkpoint.disk.tensorfile import open_path
 from ...checkpoint.disk.trainer_state import NAME as TRAINER_STATE
 from ...checkpoint.layouts.detection import has_manifest, open_weights
 from ...checkpoint.reading.contents import open_contents
-from ...checkpoint.sources.joined import JoinedSource
-from ...checkpoint.sources.source import FolderSource, Renamed, TensorsInMemory, TensorSource
+from ...checkpoint.sources.source import (
+    FolderSource,
+    JoinedSource,
+    Renamed,
+    TensorsInMemory,
+    TensorSource,
+)
 from ...checkpoint.sources.weights import FolderWeights
 from ...errors import CheckpointError
 from ...storage import files

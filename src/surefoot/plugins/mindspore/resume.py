@@ -18,8 +18,7 @@ from typing import ClassVar
 import torch
 
 from ...checkpoint.layouts.huggingface import HuggingFace
-from ...checkpoint.sources.joined import JoinedSource
-from ...checkpoint.sources.source import TensorSource, read_whole
+from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted

@@ -11,8 +11,7 @@ from ...checkpoint.converting.origin import Done, ModelTarget, Origin
 from ...checkpoint.disk.commit import named
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.sources.copying import Progress, cast
-from ...checkpoint.sources.joined import JoinedSource
-from ...checkpoint.sources.source import TensorsInMemory, TensorSource
+from ...checkpoint.sources.source import JoinedSource, TensorsInMemory, TensorSource
 from ...storage import files
 from .layout import MindSpore
 from .model import as_mindspore, hints_of, moments_of, numbers_of

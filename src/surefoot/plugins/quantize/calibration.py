@@ -15,8 +15,7 @@ from torch import nn
 
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import copy
-from ...checkpoint.sources.joined import JoinedSource
-from ...checkpoint.sources.source import Renamed, TensorsInMemory, TensorSource
+from ...checkpoint.sources.source import JoinedSource, Renamed, TensorsInMemory, TensorSource
 from ...errors import ModelError
 from .gptq import output_error, round_by_gptq, round_to_nearest
 from .inputs import InputStatistics, Place, QuantizedMatrix, matrices_of, statistics_of

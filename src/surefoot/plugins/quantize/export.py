@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from ...checkpoint.converting.targets.huggingface import refuse_taken
-from ...checkpoint.disk.atomic_folder import new_folder, write_small
+from ...checkpoint.disk.commit import new_folder, write_small
 from ...checkpoint.sources.copying import DtypeName, Progress, copy
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError

@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ...checkpoint.disk import strict_json
-from ...checkpoint.disk.atomic_folder import new_folder
+from ...checkpoint.disk.commit import new_folder
 from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.disk.manifest import STATE as OURS
 from ...checkpoint.disk.manifest import is_safetensors
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.reading.concurrent_check import ConcurrentCheck
 from ...checkpoint.reading.loading import load
+from ...checkpoint.reading.verification import ConcurrentCheck
 from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource
 from ...checkpoint.state.roles import FileRole

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from ...checkpoint.disk.companions import tokenizer_of
+from ...checkpoint.disk.folder import tokenizer_of
 from ...checkpoint.state.protocols import Stateful
 from ...checkpoint.state.states import ModuleState, NamedOptimizer
 from ...errors import RunError, counted

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from ...checkpoint.disk.atomic_folder import new_folder, write_small
-from ...checkpoint.disk.companions import TOKENIZER
+from ...checkpoint.disk.commit import new_folder, write_small
+from ...checkpoint.disk.folder import TOKENIZER
 from ...errors import ModelError, RecipeError
 from ...model.pretrained.companions import saved_files
 from ...model.pretrained.loading import resolve

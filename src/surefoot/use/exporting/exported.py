@@ -9,7 +9,7 @@ from math import prod
 
 from ...checkpoint.converting.model_files import configs, read_config
 from ...checkpoint.converting.origin import RewardHead
-from ...checkpoint.disk.companions import companions_of
+from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.sources.copying import DtypeName, cast
 from ...checkpoint.sources.source import TensorSource
 from ...model.pretrained.positions import ROPE, old_layers, old_rope

@@ -13,10 +13,8 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ...checkpoint.converting.origin import RewardHead
-from ...checkpoint.layouts.opening import open_role
-from ...checkpoint.layouts.sequence_classification import SCORE
-from ...checkpoint.sources.joined import JoinedSource
-from ...checkpoint.sources.source import Renamed, TensorSource, read_whole
+from ...checkpoint.layouts.opening import SCORE, open_role
+from ...checkpoint.sources.source import JoinedSource, Renamed, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.attention.packed import one_document
 from ...model.meta_tensors import on_meta

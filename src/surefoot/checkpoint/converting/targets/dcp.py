@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ....parallel.mesh import Mesh
 from ....storage import files
-from ...disk.atomic_folder import new_folder, write_small
+from ...disk.commit import new_folder, write_small
 from ...disk.file_plan import plan_save
-from ...layouts.dcp_boxes import file_name
+from ...layouts.dcp import file_name
 from ...sources.copying import Progress, cast, fill, silent
 from ...sources.source import TensorSource
 from ..model_files import companions

@@ -8,8 +8,7 @@ from pathlib import Path
 from ....errors import ModelError
 from ....schema.named_values import ByteSize
 from ....storage import files
-from ...disk.atomic_folder import new_folder, write_small
-from ...disk.commit import named
+from ...disk.commit import named, new_folder, write_small
 from ...layouts.detection import detect_layout, model_near
 from ...sources.copying import Progress, cast, copy
 from ..model_files import companions, named_as, refuse_adapter

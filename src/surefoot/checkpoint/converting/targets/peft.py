@@ -9,7 +9,7 @@ from ....errors import CheckpointError
 from ....storage import files
 from ....storage.tensor_names import adapter_names, is_adapted
 from ...disk import strict_json
-from ...disk.atomic_folder import new_folder, write_small
+from ...disk.commit import new_folder, write_small
 from ...layouts.detection import detect_layout
 from ...layouts.opening import open_folder
 from ...sources.copying import DtypeName, Progress, cast, copy

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ....checkpoint.disk import strict_json
-from ....checkpoint.sources.joined import JoinedSource
-from ....checkpoint.sources.source import Renamed, Shape, TensorSource
+from ....checkpoint.sources.source import JoinedSource, Renamed, Shape, TensorSource
 from ....errors import CheckpointError
 from ....storage import files
 from ..reading.ranks import root_of

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ....checkpoint.disk.header import ITEM_SIZES
-from ....checkpoint.disk.tensorfile import TensorFile
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.disk.tensorfile import ITEM_SIZES, TensorFile
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....errors import CheckpointError
 from ....parallel.box import Box
 

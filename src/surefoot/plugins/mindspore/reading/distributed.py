@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ....checkpoint.disk import tensorfile
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....errors import CheckpointError, counted
 from ....parallel.box import Box, is_covered_once
 from ....storage import files

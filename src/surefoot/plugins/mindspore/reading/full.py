@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ....checkpoint.disk import strict_json, tensorfile
 from ....checkpoint.disk.manifest import is_plain_name
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....errors import CheckpointError
 from ....parallel.box import Box
 from ....storage import files

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ....checkpoint.disk import strict_json, tensorfile
-from ....checkpoint.disk.header import integers, sizes
 from ....checkpoint.disk.manifest import is_plain_name
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.disk.tensorfile import integers, sizes
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....errors import CheckpointError, counted
 from ....parallel.box import Box, is_covered_once
 from ....storage import files

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ....checkpoint.disk import strict_json, tensorfile
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....checkpoint.layouts.layout import SavedFolder
 from ....errors import CheckpointError
 from ....storage import files

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
 
-from ....checkpoint.disk.header import num_bytes
+from ....checkpoint.disk.tensorfile import num_bytes
 from ....errors import CheckpointError, counted
 from ....schema.named_values import pairs
 from .slicing import ALL_COPIES, TensorLayout

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ....checkpoint.disk.tensorfile import TensorFile
-from ....checkpoint.layouts.dcp_boxes import DcpChunk
+from ....checkpoint.layouts.dcp import DcpChunk
 from ....errors import CheckpointError, counted
 from ....parallel.box import Box
 from ..reading.consistency import Slice, check_fit

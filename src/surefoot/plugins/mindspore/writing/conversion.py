@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ....checkpoint.disk.atomic_folder import refuse_taken
-from ....checkpoint.disk.companions import companions_of
+from ....checkpoint.disk.commit import refuse_taken
+from ....checkpoint.disk.folder import companions_of
 from ....checkpoint.sources.copying import DtypeName, Progress, cast
-from ....checkpoint.sources.joined import JoinedSource
-from ....checkpoint.sources.source import TensorSource
+from ....checkpoint.sources.source import JoinedSource, TensorSource
 from ....errors import CheckpointError
 from ....storage import files
 from ..model import MindSporeHints, as_huggingface, as_mindspore, by_role, naming_of, open_state

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ....checkpoint.disk.atomic_folder import new_folder, write_small
+from ....checkpoint.disk.commit import new_folder, write_small
 from ....checkpoint.sources.copying import Progress
 from ....checkpoint.sources.source import TensorSource, read_whole
 from ....errors import CheckpointError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ....checkpoint.disk.atomic_folder import new_folder, write_small
+from ....checkpoint.disk.commit import new_folder, write_small
 from ....checkpoint.disk.file_plan import FilePlan
-from ....checkpoint.disk.header import build, num_bytes
+from ....checkpoint.disk.tensorfile import build, num_bytes
 from ....checkpoint.sources.copying import Progress, described, fill_boxes, silent
 from ....checkpoint.sources.source import TensorSource
 from ....errors import CheckpointError
