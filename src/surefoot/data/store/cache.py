@@ -37,7 +37,7 @@ from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
-from .checked_file import BlockHash, CheckedFile, DamagedError, Repair, Sums
+from .checked_file import BlockHash, CheckedFile, DamagedCacheError, Repair, Sums
 from .dataset import EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
@@ -79,13 +79,13 @@ def load_or_build(
         load_or_build(root, fingerprint, build, is_checked=True)
 
     with files.raising(DataError, "data.cache_dir"):
-        with contextlib.suppress(DamagedError):
+        with contextlib.suppress(DamagedCacheError):
             return _open(folder, repair, is_checked=is_checked)
         files.make_folder(root)
         with _alone(folder.with_name(f"{fingerprint}.lock")) as is_alone:
             try:
                 return _open(folder, repair, is_checked=is_checked)
-            except DamagedError as error:
+            except DamagedCacheError as error:
                 if files.exists(folder):
                     logger.warning("%s is damaged (%s): encoding it again", folder, error)
             if is_alone:
@@ -96,7 +96,7 @@ def load_or_build(
 def find(root: Path, fingerprint: str, repair: Repair) -> Cached | None:
     """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
     again if it turns out to be damaged while it is read."""
-    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(DamagedError):
+    with files.raising(DataError, "data.cache_dir"), contextlib.suppress(DamagedCacheError):
         return _open(root / fingerprint, repair)
     return None
 
@@ -188,8 +188,8 @@ def _write_index(folder: Path, name: str, index: Index | Sums) -> dict[str, _Wri
 
 
 def _open(folder: Path, repair: Repair, *, is_checked: bool = False) -> Cached:
-    """Open a folder. Raises ``DamagedError`` unless its header, sizes and indexes are as written,
-    and all bytes if that ``is_checked``."""
+    """Open a folder. Raises ``DamagedCacheError`` unless its header, sizes and indexes are as
+    written, and all bytes if that ``is_checked``."""
     try:
         header = _read_header(folder / HEADER)
         parts = {name: _Written(*entry) for name, entry in header["files"].items()}
@@ -204,7 +204,7 @@ def _open(folder: Path, repair: Repair, *, is_checked: bool = False) -> Cached:
                     numbers.check()
                 features[name] = Ragged(numbers, indexes[name + OFFSETS])
     except FileNotFoundError as error:
-        raise DamagedError(f"no {Path(error.filename).name}") from error
+        raise DamagedCacheError(f"no {Path(error.filename).name}") from error
     listed = {name: entry for name, entry in header["files"].items() if not name.endswith(SUMS)}
     content = files.digest(_canonical(listed))  # as it was before blocks had hashes
     return Cached(EncodedStore(features, indexes[ROWS], content), header["report"])
@@ -215,12 +215,12 @@ def _read_header(path: Path) -> dict[str, Any]:
         try:
             header = json.loads(files.read_all(file, MAX_HEADER))
         except ValueError as error:
-            raise DamagedError(f"{HEADER} is not JSON") from error
+            raise DamagedCacheError(f"{HEADER} is not JSON") from error
     check = header.pop("check", None) if isinstance(header, dict) else None
     if check != files.digest(_canonical(header)):
-        raise DamagedError(f"{HEADER} does not match its checksum")
+        raise DamagedCacheError(f"{HEADER} does not match its checksum")
     if header["version"] != VERSION:
-        raise DamagedError(f"version {header['version']} instead of {VERSION}")
+        raise DamagedCacheError(f"version {header['version']} instead of {VERSION}")
     return header  # type: ignore[no-any-return]
 
 
@@ -243,16 +243,16 @@ def _read_index(path: Path, written: _Written) -> bytes:
         try:
             data = file.read(0, written.size)
         except OSError as error:
-            raise DamagedError(f"{path.name}: {error.strerror}") from error
+            raise DamagedCacheError(f"{path.name}: {error.strerror}") from error
     if files.digest(data) != written.digest:
-        raise DamagedError(f"{path.name} does not match its checksum")
+        raise DamagedCacheError(f"{path.name} does not match its checksum")
     return data
 
 
 def _opened(path: Path, written: _Written) -> files.File:
     file = files.open_file(path)
     if file.size != written.size:
-        raise DamagedError(f"{path.name} has {file.size} bytes, not {written.size}")
+        raise DamagedCacheError(f"{path.name} has {file.size} bytes, not {written.size}")
     return file
 
 
@@ -275,7 +275,7 @@ def _commit(aside: Path, folder: Path, repair: Repair) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        with contextlib.suppress(DamagedError):
+        with contextlib.suppress(DamagedCacheError):
             _open(folder, repair, is_checked=True)
             return
         files.remove_tree(folder)

@@ -74,13 +74,13 @@ class CheckedFile:
         start, end = start * width, max(start, stop) * width
         try:
             numbers = self._read(file, start, end)
-        except DamagedError as error:
+        except DamagedCacheError as error:
             numbers = self._read(self._mended(file, error), start, end)
         numbers.flags.writeable = False
         return numbers.view(self.dtype)
 
     def check(self) -> None:
-        """Check all blocks. Raises ``DamagedError``."""
+        """Check all blocks. Raises ``DamagedCacheError``."""
         for start in range(0, self._num_bytes, 64 * BLOCK):
             self._read(self._file, start, min(start + 64 * BLOCK, self._num_bytes))
 
@@ -95,7 +95,7 @@ class CheckedFile:
         for block in range(first, last):
             piece = data[block * BLOCK - low : (block + 1) * BLOCK - low]
             if xxhash.xxh3_64_intdigest(piece.data) != self._sums[block]:
-                raise DamagedError(f"{self._path.name} does not match its checksum")
+                raise DamagedCacheError(f"{self._path.name} does not match its checksum")
             self._is_checked[block] = 1
         return data[start - low : end - low]
 
@@ -104,10 +104,10 @@ class CheckedFile:
         try:
             file.read_into(start, data.data)
         except OSError as error:
-            raise DamagedError(f"{self._path.name}: {error.strerror}") from error
+            raise DamagedCacheError(f"{self._path.name}: {error.strerror}") from error
         return data
 
-    def _mended(self, damaged: files.File, why: DamagedError) -> files.File:
+    def _mended(self, damaged: files.File, why: DamagedCacheError) -> files.File:
         """The file as it is after a repair. Raises ``DataError``: there is nothing that repairs it,
         or its numbers are others now."""
         with self._lock:
@@ -118,7 +118,7 @@ class CheckedFile:
                 self._is_checked = bytearray(len(self._sums))
                 try:
                     self.check()
-                except DamagedError as error:
+                except DamagedCacheError as error:
                     raise DataError(
                         f"data.cache_dir: {self._path.parent}: {error}, even after its dataset "
                         "was encoded again: the dataset gives other tokens now, or the disk fails"
@@ -126,5 +126,5 @@ class CheckedFile:
             return self._file
 
 
-class DamagedError(Exception):
+class DamagedCacheError(Exception):
     """A file is missing, or differs from what was written."""
