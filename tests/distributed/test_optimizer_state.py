@@ -16,9 +16,8 @@ from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.state.states import FileState
 from surefoot.errors import RecipeError
-from surefoot.optim.groups import parameter_groups
-from surefoot.optim.learning_rate import LearningRate, schedule_of
-from surefoot.optim.optimizer import SCALAR, StateTensor, reduced
+from surefoot.optim.optimizer import Optimizer
+from surefoot.optim.state_tensor import SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
 from surefoot.parallel.sharding import AxisShard
 
@@ -53,19 +52,13 @@ class FactoredOptimizer(torch.optim.Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factored(LearningRate):
+class Factored(Optimizer):
     """Row and column factors, each sharded where its parameter is."""
 
     state_tensors: ClassVar = {"step": SCALAR, "row": reduced(-1), "column": reduced(-2)}
 
-    def build(self, named, layouts):
-        return FactoredOptimizer(parameter_groups(named, self), self.learning_rate)
-
-    def schedule_over(self, total_steps):
-        return schedule_of(self, total_steps)
-
-    def trainer_arguments(self):
-        return {}
+    def build(self, named, layouts=None):
+        return FactoredOptimizer(self.groups(named, {}), self.learning_rate)
 
 
 class Unshardable(Factored):

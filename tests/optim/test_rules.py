@@ -15,8 +15,7 @@ from surefoot.optim.rules.rule_optimizer import Update
 from surefoot.optim.state_cuts import check_cuts
 from surefoot.optim.variants.adafactor import Adafactor
 from surefoot.optim.variants.adam_mini import AdamMini
-from surefoot.optim.variants.adamw_4bit import AdamW4bit
-from surefoot.optim.variants.adamw_8bit import AdamW8bit
+from surefoot.optim.variants.adamw_8bit import AdamW4bit, AdamW8bit
 from surefoot.optim.variants.adamw_bf16 import AdamWBf16
 from surefoot.optim.variants.ademamix import AdEMAMix
 from surefoot.optim.variants.apollo import Apollo

@@ -11,15 +11,14 @@ import surefoot.checkpoint as ckpt
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.groups import parameter_groups
-from surefoot.optim.learning_rate import LearningRate, check_learning_rate, schedule_of
-from surefoot.optim.optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from surefoot.optim.optimizer import Optimizer
+from surefoot.optim.state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
 from surefoot.parallel.sharding import AxisShard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adafactor(LearningRate):
+class Adafactor(Optimizer):
     """torch's Adafactor (arXiv:1804.04235): row and column factors in place of second moments."""
 
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
@@ -29,21 +28,8 @@ class Adafactor(LearningRate):
         "variance": LIKE_PARAMETER,
     }
 
-    weight_decay: float = 0.0
-    """Decay of matrices."""
-
-    def __post_init__(self):
-        check_learning_rate(self)
-
-    def build(self, named, layouts):
-        groups = parameter_groups(named, self, self.weight_decay)
-        return torch.optim.Adafactor(groups, lr=self.learning_rate)
-
-    def schedule_over(self, total_steps):
-        return schedule_of(self, total_steps)
-
-    def trainer_arguments(self):
-        return {"optim": "adafactor", "weight_decay": self.weight_decay}
+    def build(self, named, layouts=None):
+        return torch.optim.Adafactor(self.groups(named, {}), lr=self.learning_rate)
 
 
 def parameters():

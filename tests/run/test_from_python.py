@@ -23,8 +23,7 @@ from surefoot.methods import METHODS
 from surefoot.methods.full import Full
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
-from surefoot.optim.groups import parameter_groups
-from surefoot.optim.optimizer import LIKE_PARAMETER
+from surefoot.optim.state_tensor import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
 from surefoot.run.from_python.rows import with_rows
 from surefoot.stages import STAGES
@@ -308,8 +307,7 @@ class SignDescent(AdamW):
     state_tensors = {"momentum": LIKE_PARAMETER}
 
     def build(self, named, layouts=None):
-        groups = parameter_groups(named, self, self.weight_decay)
-        return Signs(groups, lr=self.learning_rate)
+        return Signs(self.groups(named, {}), lr=self.learning_rate)
 
 
 class Signs(torch.optim.Optimizer):

@@ -6,8 +6,7 @@ from ..extensions import Extended
 from .adamw import AdamW
 from .variants.adafactor import Adafactor
 from .variants.adam_mini import AdamMini
-from .variants.adamw_4bit import AdamW4bit
-from .variants.adamw_8bit import AdamW8bit
+from .variants.adamw_8bit import AdamW4bit, AdamW8bit
 from .variants.adamw_bf16 import AdamWBf16
 from .variants.ademamix import AdEMAMix
 from .variants.apollo import Apollo

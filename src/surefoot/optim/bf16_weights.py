@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from .groups import Named
-from .learning_rate import offloads_state
 from .parameter_kind import ParameterKinds
 from .rules.owners import size_of_part
 from .rules.rounding import noise_for, round_stochastically
@@ -46,10 +45,10 @@ def build_optimizer(
     rule = optim.build(named, layouts or {})
     has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
     widens = has_bf16 and optim.bf16_weights != "nearest"
-    offloads = offloads_state(optim) and any(not parameter.is_cpu for _, parameter in named)
+    offloads = optim.offload_state and any(not parameter.is_cpu for _, parameter in named)
     if not widens and not offloads:
         return rule
-    mode: Bf16Weights = optim.bf16_weights if widens else "nearest"  # type: ignore[assignment]
+    mode: Bf16Weights = optim.bf16_weights if widens else "nearest"
     return BucketedOptimizer(rule, bf16_weights=mode, offloads=offloads)
 
 

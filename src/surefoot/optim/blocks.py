@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .entries import EntryTurns
-from .optimizer import Shape
+from .state_tensor import Shape
 
 LONG = 10_000  # steps of a run whose length is not known: all blocks have had their turn
 Chosen = Callable[[int], Sequence[str]]  # the blocks of turn number ..., by label

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ..errors import RecipeError
 from ..parallel.sharding import AxisShard
-from .optimizer import Optimizer, Shape
+from .optimizer import Optimizer
+from .state_tensor import Shape
 
 ENTRIES = "entries"  # the key of a turn's identity in the state of a matrix
 

@@ -9,7 +9,7 @@ import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import RecipeError, counted
 
@@ -21,33 +21,20 @@ Group: TypeAlias = dict[str, object]
 logger = logging.getLogger(__name__)
 
 
-class LearningRates(Protocol):
-    """Settings with a learning rate, and factors of it for some parameters."""
-
-    @property
-    def learning_rate(self) -> float:
-        """Peak learning rate."""
-
-    @property
-    def learning_rates(self) -> Mapping[str, float]:
-        """Factors, by a part of parameters' names."""
-
-
 def parameter_groups(
     named: Named,
-    settings: LearningRates,
-    weight_decay: float = 0.0,
-    base_rate: Callable[[str, int], float] | None = None,
+    rate_of: Callable[[str, int], float],
+    factors: Mapping[str, float],
+    weight_decay: float,
 ) -> list[Group]:
     """Groups for a torch optimizer: parameters of one learning rate that all decay, or none of
     which does. Each also has ``names``, parallel to ``params``, so that its state can be saved by
-    name. ``base_rate`` returns the learning rate of a parameter, by its name and its number of
-    dimensions, if it is not the same for all."""
+    name. ``rate_of`` returns the learning rate of a parameter, by its name and its number of
+    dimensions; ``factors`` are those of ``learning_rates``."""
     found: dict[object, Group] = {}
     for name, parameter in named:
         decay = weight_decay if parameter.ndim >= 2 else 0.0
-        rate = base_rate(name, parameter.ndim) if base_rate else settings.learning_rate
-        rate *= factor_of(name, settings.learning_rates)
+        rate = rate_of(name, parameter.ndim) * factor_of(name, factors)
         own = {"lr": rate, "weight_decay": decay}
         group = found.setdefault((rate, parameter.ndim >= 2), {"params": [], "names": [], **own})
         group["params"].append(parameter)  # type: ignore[attr-defined]

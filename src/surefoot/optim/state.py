@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import CheckpointError
-from .optimizer import StateTensor
+from .state_tensor import StateTensor
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
 

@@ -12,10 +12,10 @@ from ..errors import CheckpointError, RecipeError
 from ..parallel.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
 from .bf16_weights import MASTER
 from .entries import ENTRIES, EntryTurns, check_entries
-from .learning_rate import offloads_state
-from .optimizer import LIKE_PARAMETER, SCALAR, Optimizer, Shape, StateTensor, declared_state
+from .optimizer import Optimizer, declared_state
 from .parameter_kind import ParameterKind
 from .state import dtype_of
+from .state_tensor import LIKE_PARAMETER, SCALAR, Shape, StateTensor
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def check_cuts(
     optim: Optimizer, shape: tuple[int, ...], cuts: tuple[AxisShard, ...], name: str
 ) -> None:
     """Raise ``RecipeError`` if the state of a parameter with these shards cannot be sharded."""
-    if cuts and offloads_state(optim):
+    if cuts and optim.offload_state:
         axes = " and ".join(f"parallel.{axis}" for axis in dict.fromkeys(c.axis for c in cuts))
         raise RecipeError(
             f"optim: offload_state is for complete parameters, and {name} is sharded over {axes}; "

@@ -14,7 +14,6 @@ from ..parallel.sharding import Cuts
 from .bf16_weights import BucketedOptimizer, build_optimizer
 from .entries import ENTRIES, EntryTurns, check_entries
 from .groups import check_learning_rates, log_learning_rates
-from .learning_rate import offloads_state
 from .optimizer import Optimizer
 from .parameter_kind import ParameterKinds
 from .partial_parameter import partial_parameters
@@ -68,7 +67,7 @@ class TrainedParameters:
         self.names = self.names or tuple(self.named)
         check_learning_rates(self.optim.learning_rates, self.names)
         log_learning_rates(self.optim.learning_rate, self.optim.learning_rates, self.names)
-        if offloads_state(self.optim) and all(each.is_cpu for each in self.named.values()):
+        if self.optim.offload_state and all(each.is_cpu for each in self.named.values()):
             logger.info("optim.offload_state: no effect, as the weights are in main memory too")
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named.items()}
         sharded = {name: plain_cuts(cuts) for name, cuts in self.cuts.items()}

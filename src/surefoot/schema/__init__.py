@@ -6,7 +6,7 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 """
 
 from .jsonschema import json_schema
-from .problem import Problem, dotted
+from .problem import Problem, dotted, must
 from .reading import expand, read, recipe_error, write, write_setting
 from .setting import (
     Keys,
@@ -36,6 +36,7 @@ __all__ = [
     "is_text",
     "json_schema",
     "markdown",
+    "must",
     "paths",
     "read",
     "recipe_error",

@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
@@ -24,6 +24,24 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {self.message}" if self.path else self.message
+
+
+_BOUNDS: Mapping[str, Callable[[float], bool]] = {
+    "be positive": lambda value: value > 0,
+    "not be negative": lambda value: value >= 0,
+    "be at least 1": lambda value: value >= 1,
+    "be between 0 and 1": lambda value: 0 < value < 1,
+    "be from 0 to 1": lambda value: 0 <= value <= 1,
+    "be in [0, 1)": lambda value: 0 <= value < 1,
+}
+
+
+def must(section: object, bound: str, *names: str) -> None:
+    """Raise ``ValueError`` unless the settings of these ``names`` are within a bound, or None."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not _BOUNDS[bound](value):
+            raise ValueError(f"{name} must {bound}, got {value}")
 
 
 def dotted(path: Keys) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..projected_state import projector_shape, small_dim
+from ..state_tensor import projector_shape, small_dim
 from .rule_optimizer import Update
 from .sharded import complete, part_of
 

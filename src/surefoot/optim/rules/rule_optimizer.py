@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from ..groups import Group
-from ..optimizer import Optimizer, StateTensor, kept_dims
 from ..parameter_kind import ParameterKind, ParameterKinds, layout_of
 from ..state import dtype_of
+from ..state_tensor import StateTensor, kept_dims
 from .sharded import (
     add_over_shards,
     gathered_rows,
@@ -163,6 +163,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule: Rule,
         declared: Mapping[str, StateTensor],
         layouts: ParameterKinds,
+        *,
         learning_rate: float,
         points: Points | None = None,
     ) -> None:
@@ -222,28 +223,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             return value
         declared = self.declared.get(key)
         return value.to(device, dtype_of(declared, dtype, "nearest") if declared else dtype)
-
-
-def build(
-    optim: Optimizer,
-    groups: list[Group],
-    rule: Rule,
-    layouts: ParameterKinds | None,
-    points: Points | None = None,
-) -> RuleOptimizer:
-    """The torch optimizer of ``optim``, whose updates are those of ``rule``."""
-    known, rate = layouts or {}, optim.learning_rate
-    return RuleOptimizer(groups, rule, optim.state_tensors, known, rate, points)
-
-
-def one_by_one(update: Callable[[Update], None]) -> Rule:
-    """The rule that updates one parameter after the other."""
-
-    def rule(updates: Sequence[Update]) -> None:
-        for one in updates:
-            update(one)
-
-    return rule
 
 
 def _is_fusible(*tensors: torch.Tensor) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..update_rule import build_from_rule
+from ...schema import must
+from ..optimizer import Optimizer
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ def _of_dims(declared: StateTensor, *, is_vector: bool) -> StateTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adafactor(LearningRate):
+class Adafactor(Optimizer):
     """Factored second moments (arXiv:1804.04235), as in torch.optim.Adafactor: the state of an
     m x n matrix is m + n numbers."""
 
@@ -33,11 +33,6 @@ class Adafactor(LearningRate):
         "variance": _of_dims(LIKE_PARAMETER, is_vector=True),
     }
 
-    schedule_over = schedule_of
-    build = build_from_rule
-
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
     beta2_decay: float = -0.8
     """The second moment forgets a share ``step ** beta2_decay`` at each step."""
     max_update_rms: float = 1.0
@@ -47,13 +42,10 @@ class Adafactor(LearningRate):
     so much."""
 
     def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self)
+        super().__post_init__()
+        must(self, "be positive", "max_update_rms", "min_scale")
         if self.beta2_decay > 0:
             raise ValueError(f"beta2_decay must not be positive, got {self.beta2_decay}")
-        for name in ("max_update_rms", "min_scale"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
@@ -79,7 +71,3 @@ class Adafactor(LearningRate):
         rows.lerp_(update.mean_over(squares, last), forget)
         columns.lerp_(update.mean_over(squares, last - 1), forget)
         return (rows @ columns) / update.mean_over(rows, last - 1).clamp_(min=least)
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """The Trainer's is another Adafactor, that of transformers."""
-        return {"weight_decay": self.weight_decay}

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, reduced
-from ..update_rule import build_from_rule
+from ..adamw import Adam
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamMini(LearningRate):
+class AdamMini(Adam):
     """AdamW with one second moment for each attention head of queries and keys, each row of other
     matrices, each token of embeddings and head, and each vector (arXiv:2406.16793). AdamW's
     learning rates fit."""
@@ -28,22 +27,6 @@ class AdamMini(LearningRate):
         "exp_avg": LIKE_PARAMETER,
         "exp_avg_sq": reduced(-1),
     }
-
-    schedule_over = schedule_of
-    build = build_from_rule
-
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.999
-    """Decay of the second moments."""
-    epsilon: float = 1e-8
-    """Added to the root of a second moment."""
-
-    def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self, "beta1", "beta2")
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
@@ -56,10 +39,6 @@ class AdamMini(LearningRate):
         square.lerp_(found, 1 - self.beta2)
         root = (square.sqrt() / (1 - self.beta2**update.number) ** 0.5).add_(self.epsilon)
         update.value.sub_(mean / root, alpha=update.rate / (1 - self.beta1**update.number))
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """The Trainer has no Adam-mini."""
-        return {"weight_decay": self.weight_decay}
 
 
 def _of_heads(rows: torch.Tensor, update: Update) -> torch.Tensor:

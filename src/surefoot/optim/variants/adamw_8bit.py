@@ -1,4 +1,4 @@
-"""AdamW with its moments in 8 bits (arXiv:2110.02861): a quarter of the state.
+"""AdamW with its moments in 8 bits (arXiv:2110.02861), a quarter of the state, or in 4 bits.
 
 Each block of 256 numbers of a row has a scale. The 256 values of a code are those of bitsandbytes'
 dynamic map. Vectors keep float32. Written in torch alone, so that rows can be sharded and saved.
@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ...parallel.sharding import AxisShard
-from ..adamw import AdamW
-from ..optimizer import LIKE_PARAMETER, SCALAR, Shape, StateTensor
+from ..adamw import Adam
 from ..parameter_kind import ParameterKind
 from ..rules import modules as rules
-from ..update_rule import build_from_rule
+from ..state_tensor import LIKE_PARAMETER, SCALAR, Shape, StateTensor
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
@@ -54,15 +53,12 @@ def state_in_codes(codes_of: Callable[[int], int], block: int) -> Mapping[str, S
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW8bit(AdamW):
+class AdamW8bit(Adam):
     """AdamW with the moments of matrices in 8 bits (arXiv:2110.02861): a quarter of its state."""
 
-    is_entrywise: ClassVar[bool] = False  # blocks of a row share a scale
     bits: ClassVar[int] = 8
     block: ClassVar[int] = 256  # numbers of a row that have one scale
     state_tensors: ClassVar[Mapping[str, StateTensor]] = state_in_codes(lambda width: width, block)
-
-    build = build_from_rule
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
@@ -85,6 +81,15 @@ class AdamW8bit(AdamW):
             blockwise.quantize(mean, codes[0], codes[1], signed)
             blockwise.quantize(square, codes[2], codes[3], unsigned)
 
-    def trainer_arguments(self) -> dict[str, object]:
-        """The Trainer's is that of bitsandbytes, whose state is another."""
-        return {"weight_decay": self.weight_decay}
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW4bit(AdamW8bit):
+    """AdamW with the moments of matrices in 4 bits (arXiv:2309.01507): an eighth of its state.
+    The 16 values of a code are torchao's: a dynamic map for the first moment, and 1/16 to 1 for the
+    second, which is never zero."""
+
+    bits: ClassVar[int] = 4
+    block: ClassVar[int] = 128
+    state_tensors: ClassVar[Mapping[str, StateTensor]] = state_in_codes(
+        lambda width: -(-width // 2), block
+    )

@@ -7,26 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..adamw import AdamW
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
+from ..adamw import Adam
 from ..rules import modules as rules
-from ..update_rule import build_from_rule
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWBf16(AdamW):
+class AdamWBf16(Adam):
     """AdamW with moments in bfloat16, rounded stochastically: half of its state."""
 
+    is_entrywise: ClassVar[bool] = True
     state_tensors: ClassVar[Mapping[str, StateTensor]] = {
         "step": SCALAR,
         "exp_avg": replace(LIKE_PARAMETER, dtype="bfloat16"),
         "exp_avg_sq": replace(LIKE_PARAMETER, dtype="bfloat16"),
     }
-
-    build = build_from_rule
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
@@ -38,7 +36,3 @@ class AdamWBf16(AdamW):
             update.adamw_of(value, grad, wide, settings)
             for moment, into in zip(wide, narrow, strict=True):
                 rules.rounding.round_stochastically(moment, into, noise)
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """The Trainer has none like it."""
-        return {"weight_decay": self.weight_decay}

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..update_rule import build_from_rule
+from ...schema import must
+from ..adamw import Adam
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdEMAMix(LearningRate):
+class AdEMAMix(Adam):
     """AdamW whose update also has an average over thousands of gradients (arXiv:2409.03137)."""
 
     is_entrywise: ClassVar[bool] = True
@@ -27,15 +27,8 @@ class AdEMAMix(LearningRate):
         "exp_avg_sq": LIKE_PARAMETER,
     }
 
-    schedule_over = schedule_of
-    build = build_from_rule
-
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
     beta1: float = 0.9
     """Decay of the fast average."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
     beta3: float = 0.9999
     """Decay of the slow average."""
     alpha: float = 5.0
@@ -43,19 +36,14 @@ class AdEMAMix(LearningRate):
     ramp_steps: int | None = None
     """Steps in which ``alpha`` rises from 0 and ``beta3`` from ``beta1``; in the paper, all
     steps of the run. Unset: both are constant."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
 
     def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self, "beta1", "beta2", "beta3")
-        if self.alpha < 0:
-            raise ValueError(f"alpha must not be negative, got {self.alpha}")
-        if self.ramp_steps is not None:
-            if self.ramp_steps < 1:
-                raise ValueError(f"ramp_steps must be at least 1, got {self.ramp_steps}")
-            if not 0 < self.beta1 <= self.beta3:
-                raise ValueError(f"beta1 must be in (0, beta3] to ramp up, got {self.beta1}")
+        super().__post_init__()
+        must(self, "be in [0, 1)", "beta3")
+        must(self, "not be negative", "alpha")
+        must(self, "be at least 1", "ramp_steps")
+        if self.ramp_steps is not None and not 0 < self.beta1 <= self.beta3:
+            raise ValueError(f"beta1 must be in (0, beta3] to ramp up, got {self.beta1}")
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
@@ -78,8 +66,3 @@ class AdEMAMix(LearningRate):
         share = number / self.ramp_steps
         first, last = math.log(self.beta1), math.log(self.beta3)
         return share * self.alpha, math.exp(first * last / ((1 - share) * last + share * first))
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """Its settings under the names of ``TrainingArguments``."""
-        betas = {"adam_beta1": self.beta1, "adam_beta2": self.beta2, "adam_epsilon": self.epsilon}
-        return {"optim": "ademamix", "weight_decay": self.weight_decay, **betas}

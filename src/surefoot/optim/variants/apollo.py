@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import SCALAR, StateTensor
-from ..projected_state import large_dim, small_dim, state_of_rank
 from ..rules import modules as rules
-from ..update_rule import build_from_rule
+from ..state_tensor import SCALAR, StateTensor, large_dim, small_dim, state_of_rank
+from .galore import LowRank
 
 if TYPE_CHECKING:
     import torch
@@ -27,51 +25,24 @@ GROWTH = 1.01  # of the norm of an update, at most (Fira, arXiv:2410.01623)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apollo(LearningRate):
+class Apollo(LowRank):
     """Adam with moments of a random projection, for the matrices inside layers (arXiv:2412.05270);
     AdamW for all else. APOLLO-Mini is ``{rank: 1, scaling: tensor, scale: 128}``."""
 
-    schedule_over = schedule_of
-    build = build_from_rule
-
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
-    rank: int = 128
-    """Rank of the projection; a quarter of the hidden size in the paper."""
     scaling: Literal["channel", "tensor"] = "channel"
     """One step size for each row or column of a matrix, or one for the matrix."""
     scale: float = 1.0
     """The update is multiplied by its root: 1 with ``channel``, 128 with rank 1 and ``tensor``."""
-    update_gap: int = 200
-    """Steps with one projection."""
     seed: int = 0
     """Of the projections."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-
-    def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self, "beta1", "beta2")
-        for name in ("rank", "update_gap"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.scale <= 0:
-            raise ValueError(f"scale must be positive, got {self.scale}")
 
     @property
     def state_tensors(self) -> Mapping[str, StateTensor]:
         """Moments in low rank, and the norm of the last update."""
         return state_of_rank(self.rank, update_norm=SCALAR)
 
-    def update(self, update: Update) -> None:
-        """Update one parameter."""
-        if not update.layout.is_matrix:
-            update.adamw(self.beta1, self.beta2, self.epsilon)
-            return
+    def update_matrix(self, update: Update) -> None:
+        """Update one matrix."""
         low = rules.projection.project(update, self.projector(update))
         direction = rules.projection.adam_direction(
             update, low, self.beta1, self.beta2, self.epsilon
@@ -108,8 +79,3 @@ class Apollo(LearningRate):
             factor = norm.new_ones(())
         last.copy_(norm * factor)
         return factor
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """Its settings under the names of ``TrainingArguments``."""
-        betas = {"adam_beta1": self.beta1, "adam_beta2": self.beta2, "adam_epsilon": self.epsilon}
-        return {"optim": "apollo_adamw", "weight_decay": self.weight_decay, **betas}

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..groups import Named, parameter_groups
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
-from ..parameter_kind import ParameterKinds, check_kinds, layout_of
+from ...schema import must
+from ..optimizer import Optimizer
+from ..parameter_kind import ParameterKind
 from ..rules import modules as rules
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(LearningRate):
+class Muon(Optimizer):
     """Orthogonalized momentum for the matrices inside layers; AdamW for embeddings, head, norms,
     biases, routers and adapters."""
 
@@ -36,12 +36,8 @@ class Muon(LearningRate):
         "exp_avg": of_others(LIKE_PARAMETER),
         "exp_avg_sq": of_others(LIKE_PARAMETER),
     }
-
-    schedule_over = schedule_of
     splits_matrices: ClassVar[bool] = True
 
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
     momentum: float = 0.95
     """Decay of the momentum of matrices."""
     nesterov: bool = True
@@ -62,27 +58,16 @@ class Muon(LearningRate):
     """Added to the root of the second moment of AdamW's parameters."""
 
     def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self, "momentum", "adamw_beta1", "adamw_beta2")
+        super().__post_init__()
+        must(self, "be in [0, 1)", "momentum", "adamw_beta1", "adamw_beta2")
+        must(self, "be positive", "adamw_epsilon", "adamw_learning_rate")
         if not 1 <= self.ns_steps < 100:
             raise ValueError(f"ns_steps must be from 1 to 99, got {self.ns_steps}")
-        if self.adamw_learning_rate is not None and self.adamw_learning_rate <= 0:
-            raise ValueError(
-                f"adamw_learning_rate must be positive, got {self.adamw_learning_rate}"
-            )
 
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        known = layouts or {}
-        rate = self.adamw_learning_rate or self.learning_rate
-
-        def base_rate(name: str, num_dims: int) -> float:
-            is_matrix = layout_of(name, num_dims, known).is_matrix
-            return self.learning_rate if is_matrix else rate
-
-        groups = parameter_groups(named, self, self.weight_decay, base_rate)
-        check_kinds(self, known)
-        return rules.rule_optimizer.build(self, groups, self.update_all, layouts)
+    def rate_of(self, kind: ParameterKind) -> float:
+        """AdamW's parameters may have a learning rate of their own."""
+        rate = self.adamw_learning_rate
+        return self.learning_rate if kind.is_matrix or rate is None else rate
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Update all parameters."""
@@ -120,7 +105,3 @@ class Muon(LearningRate):
         if self.lr_scale == "original":
             return math.sqrt(max(1, outputs / inputs))
         return 0.2 * math.sqrt(max(outputs, inputs))
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """The Trainer has no Muon."""
-        return {"weight_decay": self.weight_decay}

@@ -11,12 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..groups import Named, parameter_groups
-from ..learning_rate import LearningRate, check_learning_rate, check_shares, schedule_of
-from ..optimizer import LIKE_PARAMETER, SCALAR, StateTensor
-from ..parameter_kind import ParameterKinds
-from ..rules import modules as rules
+from ..adamw import Adam
 from ..schedules import ScheduleName
+from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFree(LearningRate):
+class ScheduleFree(Adam):
     """AdamW that averages its weights and needs no decay of the learning rate (arXiv:2405.15682).
     Evaluations and checkpoints are of the average."""
 
@@ -38,28 +35,15 @@ class ScheduleFree(LearningRate):
         "largest_rate": SCALAR,
     }
 
-    schedule_over = schedule_of
-
     schedule: ScheduleName = "constant"
     """Shape of the learning rate after warmup; anything but ``constant`` defeats the purpose."""
-    weight_decay: float = 0.0
-    """Decay of matrices per step, times the learning rate."""
     beta1: float = 0.9
     """Share of the average in the point at which gradients are computed."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
 
-    def __post_init__(self) -> None:
-        check_learning_rate(self)
-        check_shares(self, "beta1", "beta2")
-
-    def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
-        """The optimizer over ``named`` parameters; every group carries their ``names``."""
-        groups = parameter_groups(named, self, self.weight_decay)
-        rule = rules.rule_optimizer.one_by_one(self.update)
-        return rules.rule_optimizer.build(self, groups, rule, layouts, points=self)
+    @property
+    def points(self) -> ScheduleFree:
+        """Its own."""
+        return self
 
     def update(self, update: Update) -> None:
         """Update one parameter, which is y before and x afterwards."""
@@ -91,8 +75,3 @@ class ScheduleFree(LearningRate):
     def at_rest(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The weights of evaluations and checkpoints."""
         return state["average"]
-
-    def trainer_arguments(self) -> dict[str, object]:
-        """Its settings under the names of ``TrainingArguments``."""
-        betas = {"adam_beta1": self.beta1, "adam_beta2": self.beta2, "adam_epsilon": self.epsilon}
-        return {"optim": "schedule_free_adamw", "weight_decay": self.weight_decay, **betas}

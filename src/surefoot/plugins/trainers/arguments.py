@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
         "seed": section.seed,
         "label_smoothing_factor": run.stage.spec.smoothing,
         "learning_rate": run.optim.learning_rate,
-        **run.optim.trainer_arguments(),
+        **_optimizer(run.optim),
         **_schedule(run.optim, max_steps),
     }
     if section.precision in ("bf16", "fp16"):
@@ -48,6 +49,22 @@ def group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[s
     factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
     group |= {"lr": peak * factor, "initial_lr": peak}
     return [group, {**group, "weight_decay": 0.0}]
+
+
+# what the Trainer calls optimizers whose settings and state mean the same there; AdamW is its usual
+_NAMES = {"AdamW": None, "Lion": "lion_32bit", "AdEMAMix": "ademamix", "GaLore": "galore_adamw"}
+_NAMES |= {"Apollo": "apollo_adamw", "ScheduleFree": "schedule_free_adamw"}
+
+
+def _optimizer(optim: Optimizer) -> dict[str, object]:
+    found: dict[str, object] = {"weight_decay": optim.weight_decay}
+    kind = type(optim).__name__
+    if kind in _NAMES:
+        if name := _NAMES[kind]:
+            found["optim"] = name
+        own = {"beta1", "beta2", "epsilon"} & {setting.name for setting in fields(optim)}
+        found |= {f"adam_{setting}": getattr(optim, setting) for setting in own}
+    return found
 
 
 def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:

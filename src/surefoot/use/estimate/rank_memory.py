@@ -18,7 +18,6 @@ from ...model.attention.isolation import PromptSharing
 from ...model.precision import PrecisionName
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
-from ...optim.learning_rate import offloads_state
 from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
 from ...run.data_loading import collation_of
@@ -176,7 +175,7 @@ def memory_of(recipe: Recipe, machine: Machine, held: DryRunModel, one: Pass) ->
     """The memory of the rank ``held``."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
-    offloads = machine.on_gpu and offloads_state(recipe.optim)
+    offloads = machine.on_gpu and recipe.optim.offload_state
     found = memory(
         [replace(each, state=0) for each in held.weights] if offloads else held.weights,
         one,
