@@ -306,7 +306,10 @@ def test_a_bandit_reaches_its_known_optimum():
         ({"reward": "r.py:f", "gae_lambda": 1.5}, "gae_lambda: must be from 0 to 1"),
         ({"reward": "r.py:f", "value_clip": 0}, "value_clip: must be positive"),
         ({"reward": "r.py:f", "kl_coefficient": 0, "kl_target": 6}, "kl_target"),
-        ({"reward": "r.py:f", "missing_end_penalty": -1}, "missing_end_penalty: must be 0 or more"),
+        (
+            {"reward": "r.py:f", "missing_end_penalty": -1},
+            "missing_end_penalty: must not be negative",
+        ),
         ({"reward": "r.py:f", "kl_horizon": 5}, "kl_horizon has no effect"),
         ({"reward": "r.py:f", "kl_coefficient": 0, "reference": "x"}, "reference has no effect"),
         ({"reward": "r.py:f", "passes": 0}, "passes: must be at least 1"),

@@ -15,7 +15,7 @@ from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import FunctionPath
 from surefoot.training.rewards.kinds import FunctionReward
 from surefoot.training.rewards.process import RewardProcess, Texts
-from surefoot.training.rewards.running import stepped
+from surefoot.training.rewards.reward import stepped
 from surefoot.training.rollouts.environment import UserEnvironment, converse
 from surefoot.training.rollouts.rollout import DatasetRow
 from tiny_tokenizers import tokenizer

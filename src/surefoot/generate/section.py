@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..schema import must
+
 LEAST_TEMPERATURE = 1e-5  # logits that are divided by less may be infinite; vLLM's bound as well
 
 
@@ -35,11 +37,9 @@ class GenerateSection:
     values of its tokens in memory; the responses do not depend on it."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        must(self, "be at least 1", "max_new_tokens", "batch_size")
+        must(self, "be positive", "repetition_penalty")
+        must(self, "not be negative", "top_k")
         if self.temperature < LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature must be at least {LEAST_TEMPERATURE:g}, got {self.temperature}; "
@@ -47,8 +47,6 @@ class GenerateSection:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if not all(self.stop):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..errors import RecipeError, counted
 from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
-from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
+from ..schema import must
+from .layers import drawn, layer_blocks, make_layers_trainable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,9 +38,8 @@ class BAdam(Method):
     false, they are never trained."""
 
     def __post_init__(self) -> None:
-        check_interval(self.switch_interval)
-        if self.start_block is not None and self.start_block < 0:
-            raise ValueError(f"start_block must not be negative, got {self.start_block}")
+        must(self, "be at least 1", "switch_interval")
+        must(self, "not be negative", "start_block")
         if self.order == "fixed" and self.start_block is None:
             raise ValueError("order is fixed, so start_block must say which block is trained")
         if self.order == "random" and self.start_block is not None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
 from ..optim.entries import EntryTurns
-from .layers import check_interval, make_layers_trainable
+from ..schema import must
+from .layers import make_layers_trainable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,7 @@ class BAdamRatio(Method):
     """Whether the input embeddings, the final norm and the output head are trained, too."""
 
     def __post_init__(self) -> None:
-        check_interval(self.switch_interval)
+        must(self, "be at least 1", "switch_interval")
         if not 0 < self.update_ratio <= 1:
             raise ValueError(f"update_ratio must be above 0 and at most 1, got {self.update_ratio}")
 

@@ -12,12 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def check_interval(switch_interval: int) -> None:
-    """Raise ``ValueError`` if no step would belong to an interval."""
-    if switch_interval < 1:
-        raise ValueError(f"switch_interval must be at least 1, got {switch_interval}")
-
-
 def make_layers_trainable(model: nn.Module, *, with_rest: bool) -> nn.Module:
     """Make the decoder layers trainable, and the rest of ``model`` or not. Raises ``ModelError`` if
     there are no layers."""

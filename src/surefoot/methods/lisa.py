@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from ..errors import RecipeError
 from ..network.method import Method
 from ..optim.blocks import ParameterNames, TrainedBlocks
-from .layers import check_interval, drawn, layer_blocks, make_layers_trainable
+from ..schema import must
+from .layers import drawn, layer_blocks, make_layers_trainable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,9 +29,8 @@ class LISA(Method):
     """Optimizer steps after which other layers are drawn, from ``train.seed``."""
 
     def __post_init__(self) -> None:
-        check_interval(self.switch_interval)
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, got {self.num_layers}")
+        must(self, "be at least 1", "switch_interval")
+        must(self, "be at least 1", "num_layers")
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Make everything trainable. Raises ``ModelError`` if the model has no layers."""

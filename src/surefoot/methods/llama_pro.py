@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .. import model as models
 from ..network.method import Method
+from ..schema import must
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,8 +26,7 @@ class LLaMAPro(Method):
     projections are zero."""
 
     def __post_init__(self) -> None:
-        if self.num_new_layers < 1:
-            raise ValueError(f"num_new_layers must be at least 1, got {self.num_new_layers}")
+        must(self, "be at least 1", "num_new_layers")
 
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Insert the layers, and make only them trainable. Raises ``RecipeError`` if there are

@@ -12,7 +12,7 @@ from .. import model as models
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
 from ..network import adapters
-from ..schema import Problem
+from ..schema import Problem, must
 from .adapter import AdapterMethod, names_in, target_names
 
 if TYPE_CHECKING:
@@ -84,19 +84,15 @@ class LoRA(AdapterMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if self.alpha is not None and self.alpha <= 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}")
+        must(self, "be at least 1", "rank")
+        must(self, "be positive", "alpha")
         for name, least in (("rank_pattern", 1), ("alpha_pattern", 1e-9)):
             for pattern, value in getattr(self, name).items():
                 _check_pattern(name, pattern)
                 if value < least:
                     raise ValueError(f"{name} must be positive, got {value} for {pattern}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.init_iterations < 0:
-            raise ValueError(f"init_iterations must not be negative, got {self.init_iterations}")
+        must(self, "be in [0, 1)", "dropout")
+        must(self, "not be negative", "init_iterations")
         if self.dora and self.init in _COMPUTED:
             raise ValueError(
                 f"init is {self.init}, which dora cannot have: its checkpoints are the sum of two "

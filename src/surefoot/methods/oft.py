@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import RecipeError
+from ..schema import must
 from .adapter import AdapterMethod
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ class OFT(AdapterMethod):
         super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"block_size must be at least 2, got {self.block_size}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        must(self, "be in [0, 1)", "dropout")
 
     def config(self, **shared: Any) -> PeftConfig:
         """With a block size in place of a number of blocks."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import CheckpointError
 from ..parallel.box import Box
+from ..schema import must
 from ..storage.tensor_names import ADAPTER_PREFIX
 from .adapter import AdapterMethod
 
@@ -59,10 +60,8 @@ class VeRA(AdapterMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        must(self, "be at least 1", "rank")
+        must(self, "be in [0, 1)", "dropout")
         if self.initial_scale == 0:
             raise ValueError("initial_scale is 0, so no vector would ever get a gradient")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..schema import must
 from .pipeline.schedule import ScheduleName
 
 
@@ -45,14 +46,10 @@ class ParallelSection:
     """How long a rank waits for another one before it fails."""
 
     def __post_init__(self) -> None:
-        for name in ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.max_restarts < 0:
-            raise ValueError(f"max_restarts must not be negative, got {self.max_restarts}")
-        if self.timeout_minutes <= 0:
-            raise ValueError(f"timeout_minutes must be positive, got {self.timeout_minutes}")
+        axes = ("num_processes", "dp_replicate", "dp_shard", "tp", "pp", "pp_stages_per_rank")
+        must(self, "be at least 1", *axes)
+        must(self, "not be negative", "max_restarts")
+        must(self, "be positive", "timeout_minutes")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp of at least 2, got 1")
         if self.pp_schedule != "interleaved" and (self.pp_stages_per_rank or 1) > 1:

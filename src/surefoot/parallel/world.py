@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ _WAIT = (
     "this process, unset MASTER_ADDR"
 )
 _PATIENCE = timedelta(hours=12)  # for what one process does for all: downloading a checkpoint, say
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -139,16 +140,19 @@ class World:
         dist.broadcast_object_list(held, src=0, group=self.patient)
         return held[0]
 
-    def on_main(self, check: Callable[[], None]) -> None:
-        """Run ``check`` on rank 0. The ``SurefootError`` that it raises is raised on every rank."""
-        problem = None
+    def on_main(self, compute: Callable[[], T]) -> T:
+        """The result of ``compute`` on rank 0, on every rank. The ``SurefootError`` that it raises
+        is raised on every rank."""
+        problem, found = None, None
         if self.is_main:
             try:
-                check()
+                found = compute()
             except SurefootError as error:
                 problem = error
-        if (problem := self.from_main(problem)) is not None:
+        problem, found = self.from_main((problem, found))
+        if problem is not None:
             raise problem
+        return cast(T, found)
 
     def first_of(self, value: str | None) -> str | None:
         """The first object that is not None, in the order of ranks."""

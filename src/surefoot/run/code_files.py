@@ -21,8 +21,7 @@ from ..storage.files import read_json
 from ..training.rewards import REWARDS
 from ..training.rewards.kinds import FunctionReward
 from ..training.rewards.process import RewardProcess, Texts
-from ..training.rewards.reward import computed
-from ..training.rewards.running import stepped
+from ..training.rewards.reward import computed, stepped
 from ..training.rollouts.rollout import DatasetRow, Event
 from .from_python.stages import AS_IN_THE_RECIPE, GIVEN, StageParts
 

@@ -16,7 +16,7 @@ from ..data.text.collation import collate, num_trained, with_token_columns
 from ..generate.section import GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants
+from ..schema import Problem, Variants, must
 from ..schema.locations import ModelPath
 from ..training.stage import (
     AuxiliaryModel,
@@ -24,7 +24,7 @@ from ..training.stage import (
     Stage,
     StageContext,
 )
-from .rules import check_sampler, check_temperature
+from .rules import check_sampler, check_temperature, must_not_shard
 from .sft import SFT
 
 if TYPE_CHECKING:
@@ -76,22 +76,16 @@ class Distill(Stage):
     """
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "sampling_temperature"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        must(self, "be positive", "temperature", "sampling_temperature")
+        must(self, "not be negative", "sft_weight")
+        must(self, "be at least 1", "sampling_batch_size")
         if not 0 < self.beta < 1:
             raise ValueError(
                 f"beta must be between 0 and 1, got {self.beta}; the ends are divergence: "
                 "forward_kl and reverse_kl"
             )
-        if self.sft_weight < 0:
-            raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
         if not 0 <= self.on_policy <= 1:
             raise ValueError(f"on_policy must be in [0, 1], got {self.on_policy}")
-        if self.sampling_batch_size < 1:
-            raise ValueError(
-                f"sampling_batch_size must be at least 1, got {self.sampling_batch_size}"
-            )
         if self.on_policy and self.max_new_tokens < 1:
             raise ValueError(
                 "max_new_tokens must be at least 1 with on_policy, as the student answers; "
@@ -116,11 +110,6 @@ class Distill(Stage):
         """Divergences from the teacher, and log-probabilities of labels if they count."""
         names = ("divergences", "logps") if self.sft_weight else ("divergences",)
         return OutputSpec(names, divergence=self._compared)
-
-    @property
-    def eval_spec(self) -> OutputSpec:
-        """The same."""
-        return self.spec
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
@@ -188,13 +177,11 @@ class Distill(Stage):
                 "trained on, no label says where one begins; leave one of the two out"
             )
             yield Problem(("data", "train_on_prompt"), message)
-        for axis in ("tp", "pp"):
-            if getattr(parallel, axis) > 1:
-                message = (
-                    f"stage distill compares all logits of a token on one rank, and {axis} shards "
-                    "a model so that no rank has them; set it to 1, and use parallel.dp_shard"
-                )
-                yield Problem(("parallel", axis), message)
+        message = (
+            "stage distill compares all logits of a token on one rank, and {axis} shards a model "
+            "so that no rank has them; set it to 1, and use parallel.dp_shard"
+        )
+        yield from must_not_shard(parallel, ("tp", "pp"), message)
 
 
 def sampled_rows(count: int, share: float, seed: int) -> list[int]:

@@ -13,7 +13,7 @@ from ..data.section import DataSection
 from ..data.text.pairs import collate_pairs
 from ..data.text.ranking import encode_pairs
 from ..parallel.section import ParallelSection
-from ..schema import Problem
+from ..schema import Problem, must
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
@@ -94,8 +94,8 @@ class DPO(Stage):
     """
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
+        must(self, "be positive", "beta")
+        must(self, "not be negative", "gamma", "sft_weight")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
         self._check_losses()
@@ -105,14 +105,10 @@ class DPO(Stage):
         for name in ("label_smoothing", "gamma"):
             if getattr(self, name) != getattr(DPO, name) and name not in used:
                 raise ValueError(f"{name} has no effect with {told}")
-        if self.gamma < 0:
-            raise ValueError(f"gamma must not be negative, got {self.gamma}")
         if not self.label_smoothing and "exo_pair" in self._weights:
             raise ValueError("label_smoothing: exo_pair needs a positive one, such as 0.001")
         if self.reference is not None and not self.compares:
             raise ValueError(f"reference has no effect with {told}")
-        if self.sft_weight < 0:
-            raise ValueError(f"sft_weight must not be negative, got {self.sft_weight}")
 
     def _check_losses(self) -> None:
         if self.losses and self.loss_type != DPO.loss_type:

@@ -5,47 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_owners, with_token_columns
-from ..generate.section import GenerateSection, sampling
-from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants
-from ..schema.locations import FunctionPath, ModelPath
+from ..schema import Problem, must
+from ..schema.locations import FunctionPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
 from ..training.objectives.policy_gradient import of_response, truncated_weights
 from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
-from ..training.rewards import OF_TEXT, REWARDS
-from ..training.rewards.reward import Reward, by_name, means, models_of, total
+from ..training.rewards.reward import by_name, means, models_of, total
 from ..training.rollouts.environment import UserEnvironment, converse
-from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
+from ..training.rollouts.rollout import Rollout, read_row
 from ..training.rollouts.sampling_check import sampling_figures
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,
     Prepared,
-    Stage,
     StageContext,
 )
-from .rules import check_sampler, check_temperature, without_effect
+from .rules import REFERENCE, OnPolicy, must_not_shard
 
 if TYPE_CHECKING:
     import torch
 
-    from ..data.text.codec import Codec
 
-
-REFERENCE = "reference"
 TOKEN_COLUMNS = ("old", REFERENCE, "advantages", "kept", "sampled")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(Stage):
+class GRPO(OnPolicy):
     """Train on the policy's own responses by the reward of each, compared with the other responses
     to the same prompt (arXiv:2402.03300).
 
@@ -55,26 +46,8 @@ class GRPO(Stage):
     REINFORCE++ are other settings of ``surrogate``, ``advantage`` and ``average_over``.
     """
 
-    encoding: ClassVar[str] = "1"
-
-    reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
-    """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of
-    rewards, which are added with their weights.
-    """
-    reward_timeout: float = 300.0
-    """Seconds that a reward may take for all responses of a window. It is computed in a process of
-    its own.
-    """
-    on_reward_error: Literal["stop", "skip"] = "stop"
-    """When a reward raises, takes too long or gives no finite number: ``stop`` the run and name the
-    row, or ``skip`` the response.
-    """
     group_size: int = 8
     """Responses to each prompt."""
-    passes: int = 1
-    """How often the responses of a window are trained on."""
-    mini_batches: int = 1
-    """Optimizer steps of each pass."""
     surrogate: Literal["clip", "dual_clip", "cispo", "gspo", "sapo", "rloo"] = "clip"
     """What is maximized. ``clip`` is PPO's (arXiv:1707.06347), ``dual_clip`` bounds it below
     (arXiv:1912.09729), ``cispo`` clips weights and no gradients (arXiv:2506.13585), ``gspo`` has
@@ -126,26 +99,12 @@ class GRPO(Stage):
     """How the divergence is estimated at each token: ``k1`` by the log-ratio, ``k3`` with less
     variance; both times the probability ratio, so that the gradient is right (arXiv:2512.02556).
     """
-    reference: ModelPath | None = None
-    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the model
-    before the first step: the base under a new adapter, otherwise a copy of the trained weights.
-    """
-    max_new_tokens: int = 256
-    """Longest response in tokens; with an environment, of all its turns together."""
     environment: FunctionPath | None = None
     """A Python class that answers responses, such as ``tools.py:Calculator``: ``Class(row)`` begins
     a conversation, ``step(response)`` returns the next message, or None at its end.
     """
     max_turns: int = 8
     """Responses in a conversation with an environment at most."""
-    temperature: float = 1.0
-    """Temperature of sampling, and of the probabilities that are trained."""
-    sampling_batch_size: int = 32
-    """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
-    """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
-    (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
-    """
     max_sampling_weight: float = 2.0
     """Rounding in a server differs from that in training, so each token of its responses weighs
     its probability as trained by that as sampled, at most this (truncated importance sampling). 0:
@@ -153,42 +112,19 @@ class GRPO(Stage):
     """
 
     def __post_init__(self) -> None:
-        if not self.reward:
-            raise ValueError("reward: expected at least one")
-        for name in (
-            "passes",
-            "mini_batches",
-            "max_new_tokens",
-            "max_turns",
-            "sampling_batch_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        must(self, "be at least 1", "max_turns")
+        must(self, "be positive", "sapo_temperature", "sapo_temperature_negative", "clip_high")
+        must(self, "be between 0 and 1", "clip")
+        must(self, "not be negative", "beta", "max_sampling_weight")
+        if self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be more than 1, got {self.dual_clip}")
         if self.group_size < 2:
             raise ValueError(
                 f"group_size must be at least 2, got {self.group_size}: a response is compared "
                 "with the others of its group"
             )
-        for name, (is_right, expected) in self._limits().items():
-            if not is_right:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
         self._check_effects()
-
-    def _limits(self) -> Mapping[str, tuple[bool, str]]:
-        """Whether each number is as it must be, and how that is."""
-        positive = (
-            *("reward_timeout", "temperature", "sapo_temperature", "sapo_temperature_negative"),
-            *([] if self.clip_high is None else ["clip_high"]),
-        )
-        return {
-            **{name: (getattr(self, name) > 0, "positive") for name in positive},
-            "clip": (self.clip is None or 0 < self.clip < 1, "between 0 and 1"),
-            "dual_clip": (self.dual_clip > 1, "more than 1"),
-            **{
-                name: (getattr(self, name) >= 0, "0 or more")
-                for name in ("beta", "max_sampling_weight")
-            },
-        }
 
     def _check_effects(self) -> None:
         """Raise ``ValueError`` for a setting that does nothing beside the others."""
@@ -199,8 +135,6 @@ class GRPO(Stage):
         for name, own in self._surrogate.own.items():
             if getattr(self, name) not in (own, getattr(GRPO, name)):
                 raise ValueError(f"{name} is always {own} with surrogate: {self.surrogate}")
-        check_temperature("temperature", self.temperature)
-        check_sampler(self.sampler, self.sampling_batch_size)
         usual_weight = self.max_sampling_weight == GRPO.max_sampling_weight
         if self.sampler.server is None and not usual_weight:
             raise ValueError("max_sampling_weight has no effect without a server as sampler")
@@ -250,15 +184,6 @@ class GRPO(Stage):
     def spec(self) -> OutputSpec:
         """Log-probabilities under the distribution that is sampled from."""
         return OutputSpec(("logps",), temperature=self.temperature)
-
-    @property
-    def eval_spec(self) -> OutputSpec:
-        """The same."""
-        return self.spec
-
-    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """The prompt of each row, up to its last response, and its columns for the reward."""
-        return encode_prompts(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
@@ -335,9 +260,9 @@ class GRPO(Stage):
             for _ in range(self.group_size)
         ]
         if self.environment is None:
-            return converse(context, repeated, self._sampling)
+            return converse(context, repeated, self.sampling)
         environment = UserEnvironment(self.environment, self.reward_timeout)
-        return converse(context, repeated, self._sampling, environment, self.max_turns)
+        return converse(context, repeated, self.sampling, environment, self.max_turns)
 
     def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
         """With the log-probabilities of the reference, and those before the first of several steps:
@@ -350,10 +275,6 @@ class GRPO(Stage):
             pairs = zip(found, outputs, strict=True)
             found = [{**item, name: one.logps} for item, one in pairs]  # type: ignore[dict-item]
         return found
-
-    @property
-    def _sampling(self) -> GenerateSection:
-        return sampling(self.max_new_tokens, self.temperature, self.sampling_batch_size)
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""
@@ -400,11 +321,9 @@ class GRPO(Stage):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Responses are the policy's own, which a pipeline cannot sample."""
-        reason = "stage grpo, which trains on the policy's own responses"
-        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
-        if parallel.pp > 1:
-            message = "stage grpo cannot sample from a pipeline; set it to 1"
-            yield Problem(("parallel", "pp"), message)
+        yield from super().problems(data, parallel)
+        message = "stage grpo cannot sample from a pipeline; set it to 1"
+        yield from must_not_shard(parallel, ("pp",), message)
 
 
 def _figures(

@@ -14,7 +14,7 @@ from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label
 from ..parallel.section import ParallelSection
-from ..schema import Problem
+from ..schema import Problem, must
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, Stage, StageContext
@@ -75,11 +75,8 @@ class KTO(Stage):
     """
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        must(self, "be positive", "beta")
+        must(self, "not be negative", "desirable_weight", "undesirable_weight")
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
-from ..generate.section import GenerateSection, sampling
-from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants
-from ..schema.locations import ModelPath
+from ..schema import Problem, must
 from ..training.objectives.gae import (
     clipped_value_losses,
     explained_variance,
@@ -27,45 +22,25 @@ from ..training.objectives.gae import (
 from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, kl_estimates
 from ..training.objectives.policy_gradient import clipped
 from ..training.objectives.running_moments import RunningMoments
-from ..training.rewards import OF_TEXT, REWARDS
-from ..training.rewards.reward import Reward, by_name, means, models_of, total
+from ..training.rewards.reward import by_name, means, models_of, total
 from ..training.rollouts.environment import converse
-from ..training.rollouts.rollout import Rollout, encode_prompts, read_row
+from ..training.rollouts.rollout import Rollout, read_row
 from ..training.rollouts.sampling_check import gap_figures
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,
     Prepared,
-    Stage,
     StageContext,
 )
-from .rules import check_sampler, check_temperature, without_effect
+from .rules import REFERENCE, OnPolicy, must_not_shard
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
-    from ..data.text.codec import Codec
 
-REFERENCE = "reference"
 MAX_FLAT = 10  # first windows of equal scores, after which the run is stopped
-_BOUNDS: Mapping[str, tuple[Callable[[float], bool], Sequence[str]]] = {
-    "at least 1": (
-        lambda value: value >= 1,
-        ("passes", "mini_batches", "max_new_tokens", "sampling_batch_size", "kl_horizon"),
-    ),
-    "positive": (
-        lambda value: value > 0,
-        ("temperature", "value_clip", "kl_target", "clip_scores", "reward_timeout"),
-    ),
-    "0 or more": (
-        lambda value: value >= 0,
-        ("value_coefficient", "kl_coefficient", "missing_end_penalty"),
-    ),
-    "between 0 and 1": (lambda value: 0 < value < 1, ("clip",)),
-    "from 0 to 1": (lambda value: 0 <= value <= 1, ("gamma", "gae_lambda")),
-}
 
 
 @dataclass(frozen=True)
@@ -77,7 +52,7 @@ class _Response:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(Stage):
+class PPO(OnPolicy):
     """Train on the policy's own responses (arXiv:1707.06347, for language models arXiv:1909.08593):
     a reward for each response at its end, a penalty for moving away from the reference at each
     token, and a value head on the policy that predicts what is still to come.
@@ -88,25 +63,10 @@ class PPO(Stage):
     memory: with a new adapter the base under it, otherwise a copy of the trained weights.
     """
 
-    encoding: ClassVar[str] = "1"
     heads: ClassVar[Sequence[str]] = ("values",)
 
-    reward: tuple[Annotated[Reward, Variants(REWARDS, OF_TEXT)], ...]
-    """What rewards responses: a Python function such as ``rewards.py:exact_match``, or a list of
-    rewards, such as a reward model of ``stage: rm``, which are added with their weights.
-    """
-    reward_timeout: float = 300.0
-    """Seconds that a reward may take for all responses of a window. It is computed in a process of
-    its own.
-    """
-    on_reward_error: Literal["stop", "skip"] = "stop"
-    """When a reward raises, takes too long or gives no finite number: ``stop`` the run and name the
-    row, or ``skip`` the response.
-    """
     passes: int = 4
     """How often the responses of a window are trained on."""
-    mini_batches: int = 1
-    """Optimizer steps of each pass."""
     clip: float = 0.2
     """By how much the probability ratio of a token may change before its gradient is clipped."""
     value_clip: float | None = 0.2
@@ -133,10 +93,6 @@ class PPO(Stage):
     """Responses over which the coefficient adapts."""
     kl_estimator: KLEstimator = "k1"
     """``k1`` is the log-ratio of a token, ``k3`` has less variance and is never negative."""
-    reference: ModelPath | None = None
-    """Another reference model, a folder or a hub id, with the same tokenizer. Unset: the policy
-    before the first step.
-    """
     whiten_advantages: bool = True
     """Shift and scale the advantages of a window to mean 0 and variance 1."""
     whiten_rewards: bool = False
@@ -147,27 +103,17 @@ class PPO(Stage):
     """Clip scores to plus and minus this, once they are normalized."""
     missing_end_penalty: float = 0.0
     """Subtracted from the score of a response that does not end within ``max_new_tokens``."""
-    max_new_tokens: int = 256
-    """Longest response in tokens."""
-    temperature: float = 1.0
-    """Temperature of sampling, and of the probabilities that are trained."""
-    sampling_batch_size: int = 32
-    """Prompts per batch of one rank when the engine samples responses."""
-    sampler: Annotated[Sampler, Variants(SAMPLERS)] = Engine()
-    """Where responses are sampled in training: by Surefoot's own ``engine``, or by a server
-    (``vllm``, ``sglang``, ``openai``), which gets the weights after each update.
-    """
 
     def __post_init__(self) -> None:
-        if not self.reward:
-            raise ValueError("reward: expected at least one")
-        for expected, (is_right, names) in _BOUNDS.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not is_right(value):
-                    raise ValueError(f"{name} must be {expected}, got {value}")
-        check_temperature("temperature", self.temperature)
-        check_sampler(self.sampler, self.sampling_batch_size)
+        super().__post_init__()
+        must(self, "be at least 1", "kl_horizon")
+        must(self, "be positive", "value_clip", "kl_target", "clip_scores")
+        must(
+            *(self, "not be negative"),
+            *("value_coefficient", "kl_coefficient", "missing_end_penalty"),
+        )
+        must(self, "be between 0 and 1", "clip")
+        must(self, "be from 0 to 1", "gamma", "gae_lambda")
         if self.kl_target is not None and not self.kl_coefficient:
             raise ValueError("kl_target needs a kl_coefficient to start from, got 0")
         for name in ("kl_estimator", "reference"):
@@ -182,11 +128,6 @@ class PPO(Stage):
         return OutputSpec(("logps", "values"), temperature=self.temperature)
 
     @property
-    def eval_spec(self) -> OutputSpec:
-        """The same."""
-        return self.spec
-
-    @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
         """The reference, if there is one, and reward models."""
         models = models_of(self.reward)
@@ -194,10 +135,6 @@ class PPO(Stage):
             spec = OutputSpec(("logps",), temperature=self.temperature)
             models[REFERENCE] = AuxiliaryModel(spec, self.reference, "window")
         return models
-
-    def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
-        """The prompt of each row, up to its last response, and its columns for the reward."""
-        return encode_prompts(examples, codec)
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack prompts with their responses into one row, or pad them to a rectangle."""
@@ -211,7 +148,7 @@ class PPO(Stage):
             ([int(x) for x in item["input_ids"]], read_row(item), number)
             for number, item in enumerate(examples)
         ]
-        rollouts = converse(context, prompts, self._sampling)
+        rollouts = converse(context, prompts, self.sampling)
         named = by_name(self.reward)
         rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
         by_reward = rewarded.by_reward
@@ -306,10 +243,6 @@ class PPO(Stage):
             for r, v in zip(rewards, values, strict=True)
         ]
 
-    @property
-    def _sampling(self) -> GenerateSection:
-        return sampling(self.max_new_tokens, self.temperature, self.sampling_batch_size)
-
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The clipped surrogate and the loss of the values, summed over tokens."""
         logps_N, values_N, extras = outputs.logps, outputs.values, batch.extras
@@ -331,12 +264,9 @@ class PPO(Stage):
 
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Responses are the policy's own; heads are not sharded along ``tp`` or ``pp``."""
-        reason = "stage ppo, which trains on the policy's own responses"
-        yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
-        for axis in ("tp", "pp"):
-            if getattr(parallel, axis) > 1:
-                message = f"stage ppo has a head that cannot be sharded along {axis}; set it to 1"
-                yield Problem(("parallel", axis), message)
+        yield from super().problems(data, parallel)
+        message = "stage ppo has a head that cannot be sharded along {axis}; set it to 1"
+        yield from must_not_shard(parallel, ("tp", "pp"), message)
 
 
 def _array(values: torch.Tensor | None) -> NDArray[np.float64]:

@@ -12,8 +12,8 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
-from ..schema import Problem
-from ..training.objectives.losses import check_smoothing, negative_log_likelihood, with_perplexity
+from ..schema import Problem, must
+from ..training.objectives.losses import negative_log_likelihood, with_perplexity
 from ..training.stage import Stage
 from .rules import without_effect
 
@@ -37,7 +37,7 @@ class PT(Stage):
     """
 
     def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing_factor)
+        must(self, "be in [0, 1)", "label_smoothing_factor")
 
     @property
     def spec(self) -> OutputSpec:

@@ -17,10 +17,10 @@ from ..data.text.pairs import collate_pairs, join, split
 from ..data.text.ranking import encode_pairs, up_to_last_label
 from ..errors import DataError
 from ..parallel.section import ParallelSection
-from ..schema import Problem
+from ..schema import Problem, must
 from ..training.objectives import preferences
 from ..training.stage import Stage
-from .rules import without_effect
+from .rules import must_not_shard, without_effect
 
 if TYPE_CHECKING:
     import torch
@@ -56,11 +56,7 @@ class RM(Stage):
     """
 
     def __post_init__(self) -> None:
-        if self.center_rewards_coefficient < 0:
-            raise ValueError(
-                f"center_rewards_coefficient must not be negative, "
-                f"got {self.center_rewards_coefficient}"
-            )
+        must(self, "not be negative", "center_rewards_coefficient")
 
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render both conversations of each row with the template, up to the responses' end."""
@@ -109,10 +105,8 @@ class RM(Stage):
         """Only whole responses are scored; heads are not sharded along ``tp`` or ``pp``."""
         reason = "stage rm, which scores last responses"
         yield from without_effect(data, ("train_on_prompt", "mask_history"), reason)
-        for axis in ("tp", "pp"):
-            if getattr(parallel, axis) > 1:
-                message = f"stage rm has a head that cannot be sharded along {axis}; set it to 1"
-                yield Problem(("parallel", axis), message)
+        message = "stage rm has a head that cannot be sharded along {axis}; set it to 1"
+        yield from must_not_shard(parallel, ("tp", "pp"), message)
 
 
 def _scored(outcome: Encoded, example: Example) -> Encoded:

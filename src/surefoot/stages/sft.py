@@ -12,20 +12,17 @@ from ..data.example import Example
 from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
-from ..schema import Problem
+from ..schema import Problem, must
 from ..training.objectives.losses import (
-    check_smoothing,
     negative_log_likelihood,
     weighted_likelihood,
     with_perplexity,
 )
 from ..training.stage import AuxiliaryModel, Stage
+from .rules import REFERENCE, must_not_shard
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
-
-
-REFERENCE = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +49,12 @@ class SFT(Stage):
     """
 
     def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing_factor)
+        must(self, "be in [0, 1)", "label_smoothing_factor")
         if self.label_smoothing_factor and self.loss_type != "cross_entropy":
             raise ValueError(
                 f"label_smoothing_factor has no effect on loss_type {self.loss_type}; leave it out"
             )
-        for name in ("eaft_alpha", "asft_alpha"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        must(self, "not be negative", "eaft_alpha", "asft_alpha")
 
     @property
     def auxiliary(self) -> Mapping[str, AuxiliaryModel]:
@@ -106,10 +101,8 @@ class SFT(Stage):
     def problems(self, data: DataSection, parallel: ParallelSection) -> Iterator[Problem]:
         """Some losses need all logits of a token on one rank."""
         axes = {"asft": ("tp", "pp"), "eaft": ("tp",)}.get(self.loss_type, ())
-        for axis in axes:
-            if getattr(parallel, axis) > 1:
-                message = (
-                    f"stage sft with loss_type {self.loss_type} needs all logits of a token on one "
-                    f"rank, which {axis} shards; set it to 1, and use parallel.dp_shard"
-                )
-                yield Problem(("parallel", axis), message)
+        message = (
+            f"stage sft with loss_type {self.loss_type} needs all logits of a token on one rank, "
+            "which {axis} shards; set it to 1, and use parallel.dp_shard"
+        )
+        return must_not_shard(parallel, axes, message)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,9 +29,9 @@ from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .control.out_of_memory import MemoryGuard
-from .rewards.process import RewardProcess, RewardResult
-from .rewards.reward import Rewarded, rewarded
-from .rewards.running import RewardRunner
+from .rewards.process import RewardProcess, RewardResult, RewardTask
+from .rewards.reward import Rewarded, computed, rewarded, stepped, texts_of
+from .rollouts.kept import Recorded
 from .rollouts.served_policy import ServedPolicy, WindowRequest
 from .stage import (
     POLICY,
@@ -60,6 +61,8 @@ class NetworkContext:
     state: Mapping[str, float] = field(default_factory=dict)  # of the stage after the last window
     served: ServedPolicy | None = None  # what samples; None: the policy's own network
     place: tuple[int, int] = (-1, 0)  # of the window
+    times: int = 1  # that rewards are computed; the first result counts
+    recorded: list[Recorded] = field(default_factory=list)  # the rollouts that were rewarded
     version: int | None = None  # optimizer steps behind the policy's weights, if that is known
 
     def compute(self, role: str, examples: Sequence[Features]) -> list[Outputs]:
@@ -121,24 +124,30 @@ class NetworkContext:
 
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What each object of the user's class says, on rank 0. Raises ``RunError``."""
-        return self._running.step(path, events, seconds)
+        return self.world.on_main(lambda: stepped(self.process, path, events, seconds))
 
     def reward(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
+        every = [self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
+        self.recorded.append(Recorded(rollouts, rewards, every))
+        return every[0]
+
+    def _rewarded(
+        self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
+    ) -> Rewarded:
+        def computed_here(task: RewardTask) -> RewardResult:
+            return computed(self.process, task, texts_of(rollouts, self.codec), seconds, on_error)
+
         found = list[RewardResult]()
         for role, reward in rewards.items():
             if reward.task is not None:
-                found.append(self._running.compute(reward.task, rollouts, seconds, on_error))
+                found.append(self.world.on_main(partial(computed_here, reward.task)))
             else:
                 items = [rollout.features(0.0) for rollout in rollouts]
                 found.append(RewardResult(self.reduce(role, items, _scores).tolist()))
         return rewarded(found)
-
-    @property
-    def _running(self) -> RewardRunner:
-        return RewardRunner(self.process, self.codec, self.world)
 
     @torch.no_grad()
     def _batches(

@@ -20,10 +20,10 @@ from ..data.store.dataset import EncodedDataset
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
+from .context import NetworkContext
 from .control.out_of_memory import MemoryGuard
 from .rollouts.kept import KeptRollouts
-from .rollouts.recording import RecordingContext
-from .stage import POLICY, Stage, StageContext
+from .stage import POLICY, Stage
 from .state import PolicyVersion
 from .windows import Columns, Place, StageState
 
@@ -52,7 +52,7 @@ class Evaluation:
 
     stage: Stage
     network: Network
-    context: Callable[[Place], StageContext]
+    context: Callable[[Place], NetworkContext]
     collation: Collation
     memory: MemoryGuard
     window_size: int  # examples
@@ -98,9 +98,9 @@ class Evaluation:
         times the examples of its window."""
         for place, items in windows_of(len(held_out.examples), self.window_size).items():
             loaded = [held_out.examples[int(item)] for item in items]
-            context = RecordingContext(self.context(place))
+            context = self.context(place)
             prepared = self.stage.prepare(context, held_out.kept.added(place, loaded))
-            self.kept.add(context, context.found, prepared.examples)
+            self.kept.add(context, context.recorded, prepared.examples)
             for name, value in prepared.figures.items():
                 figures[name] = figures.get(name, 0.0) + value * len(items)
             ranks = self.world.data_rank, self.world.num_data_ranks

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from ..checkpoint.disk.retention import more_is_better
 from ..errors import RecipeError
 from ..extensions import Extended
-from ..schema import Unset, Variants
+from ..schema import Unset, Variants, must
 from ..storage.address import Address, default_cache
 from ..storage.hubs import is_repository_name
 
@@ -21,8 +21,7 @@ _HALF_A_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")  # as a path, s3:// h
 CALLBACKS: Extended[type[Any]] = Extended("callbacks", {})  # dataclasses, each a TrainerCallback
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow", "swanlab"]
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LEAST = {"max_steps": 1, "log_steps": 1, "eval_steps": 1, "early_stopping_patience": 1}
-_LEAST |= {"max_skipped_steps": 0}
+_COUNTS = ("max_steps", "log_steps", "eval_steps", "early_stopping_patience")
 
 
 def _trackers(names: object) -> object:
@@ -136,26 +135,15 @@ class TrainSection:
         self._check_places()
         self._check_webhook()
         fixed = [] if self.micro_batch_size == "auto" else ["micro_batch_size"]
-        for name in ("global_batch_size", *fixed):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        must(self, "be at least 1", "global_batch_size", *fixed)
         if fixed and self.global_batch_size % self.fixed_micro_batch_size:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) must be a multiple of "
                 f"micro_batch_size ({self.micro_batch_size})"
             )
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
-        for name in ("log_minutes", "eval_minutes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if self.num_epochs <= 0:
-            raise ValueError(f"num_epochs must be positive, got {self.num_epochs}")
-        if self.max_grad_norm < 0:
-            raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}")
+        must(self, "be at least 1", *_COUNTS)
+        must(self, "not be negative", "max_skipped_steps", "max_grad_norm")
+        must(self, "be positive", "log_minutes", "eval_minutes", "num_epochs")
 
     def _check_places(self) -> None:
         if self.push_to_hub is not None and not is_repository_name(self.push_to_hub):

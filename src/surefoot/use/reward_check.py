@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from ..batch import Features
@@ -18,7 +18,7 @@ from ..recipe.recipe import Recipe
 from ..run.code_files import code_of, try_rewards
 from ..run.contexts import context_of
 from ..training.objectives.advantages import is_flat
-from ..training.rollouts.recording import Recorded, RecordingContext
+from ..training.rollouts.kept import Recorded
 from ..training.stage import POLICY
 from .auxiliary_outputs import staying
 from .evaluation import encoded, ready_to_measure
@@ -90,14 +90,14 @@ def check_rewards(recipe: Recipe, count: int) -> RewardCheck:
         staying(recipe, opened.codec, ALONE, PLAINLY) as others,
     ):
         networks = {POLICY: network, **others}
-        inner = context_of(recipe, opened.codec, networks, ALONE, recipe.train.seed)
-        context = RecordingContext(inner, times=2)
+        context = context_of(recipe, opened.codec, networks, ALONE, recipe.train.seed)
+        context = replace(context, times=2)
         recipe.stage.prepare(context, items)
-    if not context.found:
+    if not context.recorded:
         raise RecipeError("stage: it computes no rewards; expected one such as grpo")
-    if not any(values for values in map(_known, context.found[0].by_reward[0].values())):
+    if not any(values for values in map(_known, context.recorded[0].by_reward[0].values())):
         raise RunError("no response has a reward: see the warnings above")
-    return _report(context.found[0], opened.codec, time.monotonic() - started)
+    return _report(context.recorded[0], opened.codec, time.monotonic() - started)
 
 
 def _known(values: Sequence[float | None]) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ...errors import RunError
+from ...schema import must
 from .completions import complete
 from .http import exchange, exchange_json, short
 from .server import SamplingRequest, ServedWeights, ServerResponse
@@ -30,10 +31,8 @@ class _Address:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
-        if self.timeout <= 0:
-            raise ValueError(f"timeout must be positive, got {self.timeout}")
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
+        must(self, "be positive", "timeout")
+        must(self, "be at least 1", "concurrency")
 
     @property
     def server(self: S) -> S:

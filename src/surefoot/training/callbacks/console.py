@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -19,6 +16,7 @@ from rich.text import Text
 from ...terminal_text import duration
 from ..callback import Context, Metrics, TrainerCallback
 from ..state import TrainerControl, TrainerState
+from .heartbeat import peak_memory
 
 logger = logging.getLogger(__name__)
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -61,7 +59,7 @@ class Screen(TrainerCallback):
         """Show the metrics: in the live line, or as a line of their own."""
         shown = {n: FORMATS[n].format(value) for n, value in logs.items() if n in FORMATS}
         if "loss" in logs:
-            shown["memory"] = _memory()
+            shown["memory"] = f"{peak_memory() / 2**30:.1f} GiB"
             self._figures.update(shown)
             self._figures["trend"] = sparkline(
                 [r["loss"] for r in state.log_history if "loss" in r]
@@ -172,12 +170,3 @@ def sparkline(values: list[float], width: int = 12) -> str:
         return ""
     low, span = min(tail), (max(tail) - min(tail)) or 1.0
     return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in tail)
-
-
-def _memory() -> str:
-    """Peak memory of the GPU, or of this process if there is none."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return f"{peak * unit / 2**30:.1f} GiB"

@@ -57,9 +57,3 @@ def with_perplexity(_self: object, means: Mapping[str, float]) -> Mapping[str, f
     likelihood = means.get("nll", means["loss"] - means.get("router_loss", 0.0))
     perplexity = math.exp(min(likelihood, 700.0))
     return {"loss": means["loss"], "perplexity": perplexity, **means}
-
-
-def check_smoothing(factor: float) -> None:
-    """Raise ``ValueError`` unless ``factor`` leaves something of a label."""
-    if not 0 <= factor < 1:
-        raise ValueError(f"label_smoothing_factor must be in [0, 1), got {factor}")

@@ -13,7 +13,20 @@ from .process import RewardTask
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionReward:
+class _Weighted:
+    """What all rewards have."""
+
+    weight: float = 1.0
+    """By how much it is multiplied in the sum of all rewards."""
+
+    @property
+    def model(self) -> AuxiliaryModel | None:
+        """The model that computes it."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReward(_Weighted):
     """A Python function. It is called with ``prompts``, ``completions`` and the columns of the
     dataset, as lists, and returns a number for each completion, or None for one that does not
     count.
@@ -21,10 +34,6 @@ class FunctionReward:
 
     path: FunctionPath
     """File and name, such as ``rewards.py:exact_match``."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
 
     @property
     def name(self) -> str:
@@ -38,15 +47,11 @@ class FunctionReward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch:
+class ExactMatch(_Weighted):
     """1 if the response is the text of a column, but for space around it, else 0."""
 
     column: str
     """The column of the dataset."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
     name = "exact_match"
 
     @property
@@ -56,7 +61,7 @@ class ExactMatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regex:
+class Regex(_Weighted):
     """1 if a regular expression is found in the response, else 0."""
 
     pattern: str
@@ -65,10 +70,6 @@ class Regex:
     """A column of the dataset: what is found last (its first group, if it has one) must be the
     text of the column.
     """
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
     name = "regex"
 
     def __post_init__(self) -> None:
@@ -84,15 +85,11 @@ class Regex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JSONSchema:
+class JSONSchema(_Weighted):
     """1 if the response is JSON that a schema allows, else 0."""
 
     schema: FilePath
     """A file with a JSON schema."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
     name = "json_schema"
 
     def __post_init__(self) -> None:
@@ -106,7 +103,7 @@ class JSONSchema:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
+class Length(_Weighted):
     """0 up to ``soft_limit`` tokens, then less, down to -1 at ``hard_limit`` (soft overlong
     punishment, arXiv:2503.14476).
     """
@@ -115,10 +112,6 @@ class Length:
     """The most tokens of a response without a punishment."""
     hard_limit: int
     """The fewest tokens with the full one."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
     name = "length"
 
     def __post_init__(self) -> None:
@@ -136,16 +129,13 @@ class Length:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModel:
+class RewardModel(_Weighted):
     """The score of a reward model, such as ``stage: rm`` trains, at the last token of the response.
     Its tokens must be the policy's.
     """
 
     path: ModelPath
     """A folder or a hub id."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
     name = "reward_model"
     task = None
 
@@ -156,17 +146,13 @@ class RewardModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class Server(_Weighted):
     """An HTTP server. It gets JSON by POST, ``{"prompts": [...], "completions": [...], "columns":
     {name: [...]}}``, and answers ``{"rewards": [...]}``.
     """
 
     url: str
     """Its address, such as ``http://localhost:8000/score``."""
-    weight: float = 1.0
-    """By how much it is multiplied in the sum of all rewards."""
-
-    model = None
     name = "server"
 
     def __post_init__(self) -> None:

@@ -1,15 +1,21 @@
-"""The ``Reward`` protocol, and the sum of several."""
+"""The ``Reward`` protocol, the sum of several, and what the process of rewards says of a window."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from ...data.example import Message
 from ...errors import RunError, counted
+from ...schema.locations import FunctionPath
 from ..auxiliary_model import AuxiliaryModel
-from .process import RewardProcess, RewardResult, RewardTask, Texts
+from ..rollouts.rollout import Event, Rollout
+from .process import RewardProcess, RewardResult, RewardTask, Texts, short
+
+if TYPE_CHECKING:
+    from ...data.text.codec import Codec
 
 logger = logging.getLogger(__name__)
 OnError = Literal["stop", "skip"]
@@ -121,3 +127,43 @@ def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> 
         if known:
             found[f"rewards/{name}"] = sum(known) / len(known)
     return found
+
+
+def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
+    """The responses of a window as rewards read them."""
+    decode = codec.tokenizer.decode
+    names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
+    return Texts(
+        [decode(list(one.prompt)) for one in rollouts],
+        [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
+        [one.num_sampled for one in rollouts],
+        {name: [one.row.columns.get(name) for one in rollouts] for name in names},
+        [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
+        [one.completion for one in rollouts],
+    )
+
+
+def stepped(
+    process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
+) -> list[Message | None]:
+    """What the environment says to each response. Raises ``RunError``, which names the row."""
+    given = [
+        {
+            "session": event.session,
+            "row": dict(event.row.columns) if event.is_first else None,
+            "response": event.response,
+            "is_first": event.is_first,
+        }
+        for event in events
+    ]
+    found = process.step(str(path), given, seconds)
+    if "error" not in found:
+        return [None if one is None else _message(**one) for one in found["replies"]]
+    where = ""
+    if (at := found.get("place")) is not None:
+        where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
+    raise RunError(f"{path}:{where} {found['error']}")
+
+
+def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:
+    return Message(role, content, fields=fields)

@@ -15,13 +15,32 @@ from typing import Any
 from ...batch import Features, Outputs
 from ...errors import RunError
 from ...storage import files
+from ..rewards.reward import Reward, Rewarded, total
 from ..stage import POLICY, StageContext
-from .recording import Recorded
 from .rollout import Rollout
 
 NUM_PROMPTS = 4  # of each dataset
 _MAX_BYTES = 1 << 30
 _NAME = re.compile(r"rollouts-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The rollouts of a window, and what rewards said of them."""
+
+    rollouts: Sequence[Rollout]
+    named: Mapping[str, Reward]
+    every: Sequence[Rewarded]  # of each time that they were rewarded
+
+    @property
+    def by_reward(self) -> Sequence[Mapping[str, Sequence[float | None]]]:
+        """The rewards by name, of each time."""
+        return [dict(zip(self.named, one.by_reward, strict=True)) for one in self.every]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """The sum for each rollout, as it is trained on."""
+        return total(self.every[0].by_reward, [one.weight for one in self.named.values()])
 
 
 @dataclass(frozen=True)
@@ -167,7 +186,7 @@ def _kept(
             reward=totals[i],
             advantage=by_rollout[i],
             tokens=_tokens(rollout, computed, decode),
-            extras={name: values[i] for name, values in recorded.extras.items()},
+            extras={name: values[i] for name, values in recorded.every[0].extras.items()},
         )
         for i, rollout, computed in zip(chosen, rollouts, outputs, strict=True)
     ]

@@ -7,12 +7,11 @@ it is trained on, so a run whose server ends, or that is killed itself, samples 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
 
 from ...checkpoint.disk.manifest import Kind
 from ...checkpoint.saving.preparation import prepare
@@ -31,7 +30,6 @@ from ...storage import files
 from .response_journal import ResponseJournal, key_of
 
 FOLDER = "served"  # in that of the run: the weights that the server reads
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,11 @@ class ServedPolicy:
         is_kept = asked.place[0] >= 0
         settings = {**asdict(asked.settings), "batch_size": None}
         key = key_of(self.lineage, asked.prompts, settings, asked.turn)
-        found = self._on_main(lambda: journal.read(key) if is_kept else {})
+        found = self.world.on_main(lambda: journal.read(key) if is_kept else {})
         if len(found) < len(asked.prompts):
             self._hand_over(asked.version)
             keep = journal if is_kept else None
-            found |= self._on_main(lambda: self._sampled(asked, found, keep, key))
+            found |= self.world.on_main(lambda: self._sampled(asked, found, keep, key))
         return [found[index] for index in range(len(asked.prompts))]
 
     def _hand_over(self, version: int) -> None:
@@ -83,7 +81,7 @@ class ServedPolicy:
         folder = self._written(version)
         name = f"surefoot-{version}-{secrets.token_hex(4)}"
         weights = ServedWeights(folder, name, self.kind == "adapter")
-        self._loaded = self._on_main(lambda: self._load(weights))
+        self._loaded = self.world.on_main(lambda: self._load(weights))
         self._version = version
 
     def _load(self, weights: ServedWeights) -> ServedWeights:
@@ -176,13 +174,6 @@ class ServedPolicy:
             return f"{error}; {cure}"
         kept = f"{counted(count, 'response')} of {len(asked.prompts)}"
         return f"{error}; the {kept} that the window has so far are in {journal.path}: {cure}"
-
-    def _on_main(self, compute: Callable[[], T]) -> T:
-        """The result of rank 0, or its error, on every rank."""
-        found: list[T] = []
-        self.world.on_main(lambda: found.append(compute()))
-        result: T = self.world.from_main(found[0] if found else None)
-        return result
 
 
 def _clear(root: Path) -> None:
