@@ -24,7 +24,7 @@ LATER, LATER_FILES = (
 )
 LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
 LATER_FILES |= {"plugins/migrate/given", "plugins/board/curves"}
-LATER_FILES |= {"training/objectives/gae", "training/objectives/kl_penalty", "stages/kto"}
+LATER_FILES |= {"training/objectives/value_head", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
 PICKLES = {"plugins/trainers/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

@@ -27,10 +27,13 @@ from surefoot.model.head.divergence import forward_kl
 from surefoot.stages.ppo import REFERENCE
 from surefoot.training.objectives import preferences
 from surefoot.training.objectives.advantages import ADVANTAGES, group_advantages
-from surefoot.training.objectives.gae import clipped_value_losses
-from surefoot.training.objectives.kl_penalty import adapted_coefficient, kl_estimates
-from surefoot.training.objectives.pair_losses import LOSSES, Pairs
-from surefoot.training.objectives.surrogates import KL
+from surefoot.training.objectives.policy_gradient import KL
+from surefoot.training.objectives.preferences import LOSSES, Pairs
+from surefoot.training.objectives.value_head import (
+    adapted_coefficient,
+    clipped_value_losses,
+    kl_estimates,
+)
 from surefoot.training.rewards.reward import Rewarded
 
 RECORD = json.loads(Path(__file__).with_name("verl_and_openrlhf.json").read_text("utf-8"))

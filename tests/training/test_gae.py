@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.training.objectives.gae import (
+from surefoot.training.objectives.value_head import (
+    RunningMoments,
+    adapted_coefficient,
     clipped_value_losses,
     explained_variance,
     generalized_advantages,
+    kl_estimates,
     whitened,
 )
-from surefoot.training.objectives.kl_penalty import adapted_coefficient, kl_estimates
-from surefoot.training.objectives.running_moments import RunningMoments
 
 RANDOM = np.random.default_rng(3)
 REWARDS, VALUES = RANDOM.normal(size=7), RANDOM.normal(size=7)

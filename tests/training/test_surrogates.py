@@ -10,7 +10,7 @@ import torch
 from stage_data import stage_of
 from surefoot.batch import Outputs
 from surefoot.training.objectives.advantages import ADVANTAGES
-from surefoot.training.objectives.surrogates import KL
+from surefoot.training.objectives.policy_gradient import KL
 
 LENGTHS = (3, 1, 4, 2)
 COUNT = sum(LENGTHS)

@@ -29,7 +29,7 @@ from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
 from ..schema import variant_name
 from ..training.callback import Callbacks, Context, TrainerCallback
-from ..training.callbacks.console import Screen
+from ..training.callbacks.console import Screen, WarmUp
 from ..training.callbacks.early_stop import EarlyStop
 from ..training.callbacks.jsonl import NAME as METRICS
 from ..training.callbacks.jsonl import Jsonl
@@ -38,7 +38,6 @@ from ..training.callbacks.plot import NAME as PLOT
 from ..training.callbacks.plot import Plot
 from ..training.callbacks.tensorboard import FOLDER as TENSORBOARD
 from ..training.callbacks.tensorboard import TensorBoard
-from ..training.callbacks.warm_up import WarmUp
 from ..training.control.log_accumulator import LogAccumulator
 from ..training.control.out_of_memory import MemoryGuard
 from ..training.control.triggers import IntervalCallback, Trigger

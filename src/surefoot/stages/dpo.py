@@ -16,7 +16,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import ModelPath
 from ..training.objectives import preferences
-from ..training.objectives.pair_losses import LOSSES, PairLoss, Pairs
+from ..training.objectives.preferences import LOSSES, PairLoss, Pairs
 from ..training.stage import AuxiliaryModel, Stage, StageContext
 from .rules import without_effect
 

@@ -14,8 +14,14 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import FunctionPath
 from ..training.objectives.advantages import ADVANTAGES, is_flat
-from ..training.objectives.policy_gradient import of_response, truncated_weights
-from ..training.objectives.surrogates import KL, SURROGATES, Positions, Surrogate
+from ..training.objectives.policy_gradient import (
+    KL,
+    SURROGATES,
+    Positions,
+    Surrogate,
+    of_response,
+    truncated_weights,
+)
 from ..training.rewards.reward import by_name, means, models_of, total
 from ..training.rollouts.environment import UserEnvironment, converse
 from ..training.rollouts.rollout import Rollout, read_row

@@ -13,15 +13,17 @@ from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.objectives.gae import (
+from ..training.objectives.policy_gradient import clipped
+from ..training.objectives.value_head import (
+    KLEstimator,
+    RunningMoments,
+    adapted_coefficient,
     clipped_value_losses,
     explained_variance,
     generalized_advantages,
+    kl_estimates,
     whitened,
 )
-from ..training.objectives.kl_penalty import KLEstimator, adapted_coefficient, kl_estimates
-from ..training.objectives.policy_gradient import clipped
-from ..training.objectives.running_moments import RunningMoments
 from ..training.rewards.reward import by_name, means, models_of, total
 from ..training.rollouts.environment import converse
 from ..training.rollouts.rollout import Rollout, read_row

@@ -6,6 +6,7 @@ prepared by the stage, then assigned to ranks and micro-batches. Each rank measu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,12 +18,15 @@ from ..data.data_order import Index
 from ..data.order.length_balancing import in_turn
 from ..data.order.micro_batches import Collation
 from ..data.store.dataset import EncodedDataset
+from ..errors import RunError
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
+from .callback import Callbacks
 from .context import NetworkContext
 from .control.out_of_memory import MemoryGuard
 from .rollouts.kept import KeptRollouts
+from .section import TrainSection
 from .stage import POLICY, Stage
 from .state import PolicyVersion
 from .windows import Columns, Place, StageState
@@ -120,3 +124,33 @@ def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str,
         for name in sorted(common)
     }
     return named | means
+
+
+def record_evaluation(
+    section: TrainSection, callbacks: Callbacks, metrics: Mapping[str, float]
+) -> None:
+    """Log ``metrics``, update the best step, call the callbacks. With ``load_best_model_at_end`` a
+    new best is always saved. Raises ``RunError`` if ``metric_for_best_model`` is not among them."""
+    state, control = callbacks.state, callbacks.control
+    record = {"step": state.global_step, "epoch": state.epoch, **metrics}
+    state.log_history.append(record)
+    callbacks.emit("on_log", logs=record)
+    name = section.metric_for_best_model
+    if name not in metrics:
+        raise RunError(
+            f"train.metric_for_best_model: no metric {name!r}; "
+            f"expected one of {', '.join(sorted(metrics))}"
+        )
+    if is_better(metrics[name], state.best_metric, greater=section.is_greater_better):
+        state.best_metric, state.best_global_step = metrics[name], state.global_step
+        control.should_save |= section.load_best_model_at_end
+    callbacks.emit("on_evaluate", metrics=metrics)
+
+
+def is_better(new: float, old: float | None, *, greater: bool, by: float = 0.0) -> bool:
+    """Whether ``new`` beats ``old`` by more than ``by``; nan never does, anything beats None."""
+    if math.isnan(new):
+        return False
+    if old is None:
+        return True
+    return new > old + by if greater else new < old - by

@@ -32,10 +32,9 @@ from .control.bad_steps import (
     warn_of_rollback,
     warn_of_skip,
 )
-from .control.best_metric import record_evaluation
 from .control.log_accumulator import LogAccumulator
 from .control.signals import StopSignal
-from .evaluation import Evaluation, EvaluationSet, prefixed
+from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
 from .learner import Learner
 from .section import TrainSection
 from .stage import POLICY, Stage

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import logging
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ...errors import RunError
+from ...log import announced
 from ...schema import must
-from .completions import complete
-from .http import exchange, exchange_json, short
 from .server import SamplingRequest, ServedWeights, ServerResponse
 
 logger = logging.getLogger(__name__)
@@ -215,3 +219,98 @@ def _generated(found: Mapping[str, Any], *, is_adapter: bool) -> ServerResponse:
         reason = reason.get("type")
     # the version is that of the base, which an adapter does not change
     return ServerResponse(ids, logps, reason, None if is_adapter else meta.get("weight_version"))
+
+
+_ID = "token_id:"
+
+
+def complete(
+    url: str, model: str, request: SamplingRequest, seconds: float
+) -> list[ServerResponse]:
+    """The responses to ``request`` by a model of the server at ``url``. Raises ``RunError``."""
+    address = f"{url}/v1/completions"
+    found = exchange_json(address, _body(model, request), seconds)
+    choices = found.get("choices") if isinstance(found, Mapping) else None
+    if not isinstance(choices, list) or not all(isinstance(one, Mapping) for one in choices):
+        raise RunError(f"{address}: expected a list of choices, got {short(str(found))}")
+    return [_response(choice, found.get("model")) for choice in choices]
+
+
+def _body(model: str, request: SamplingRequest) -> dict[str, object]:
+    """Every setting by which a server could take defaults of the model's own is sent."""
+    return {
+        "model": model,
+        "prompt": list(request.prompt),
+        "n": request.count,
+        "max_tokens": request.max_new_tokens,
+        "temperature": request.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,  # of the sampled tokens alone
+        "stop_token_ids": list(request.stops),
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _response(choice: Mapping[str, Any], model: object) -> ServerResponse:
+    logprobs = choice.get("logprobs")
+    logprobs = logprobs if isinstance(logprobs, Mapping) else {}
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = _ids_of(logprobs.get("tokens"))
+    reason = choice.get("finish_reason")
+    return ServerResponse(ids, logprobs.get("token_logprobs"), reason, model)
+
+
+def _ids_of(tokens: object) -> Sequence[int] | None:
+    """The ids of tokens that are written as such."""
+    if not isinstance(tokens, list) or not tokens:
+        return None
+    texts = [str(token).removeprefix(_ID) for token in tokens]
+    is_written = all(str(token).startswith(_ID) for token in tokens)
+    return [int(text) for text in texts] if is_written and all(map(str.isdigit, texts)) else None
+
+
+_LONGEST = 300  # characters of an answer in a message
+
+
+def exchange(url: str, body: Mapping[str, object] | None, seconds: float) -> str:
+    """The answer to a POST of ``body``, or to a GET. Raises ``RunError``."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    is_question = body is None  # which a server that is up answers at once
+    wait = announced("%s, for up to %g s (timeout)", url, seconds)
+    try:
+        with (
+            wait if is_question else contextlib.nullcontext(),
+            urllib.request.urlopen(request, timeout=seconds) as answer,
+        ):
+            return str(answer.read().decode(errors="replace"))
+    except urllib.error.HTTPError as error:
+        said = short(error.read().decode(errors="replace"))
+        raise RunError(f"{url}: answered {error.code}: {said}") from None
+    except urllib.error.URLError as error:
+        raise RunError(f"{url}: {error.reason}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise RunError(f"{url}: {type(error).__name__}: {error}") from None
+
+
+def exchange_json(url: str, body: Mapping[str, object] | None, seconds: float) -> Any:
+    """The same, parsed."""
+    text = exchange(url, body, seconds)
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise RunError(f"{url}: expected JSON, got {short(text)}") from None
+
+
+def short(text: str) -> str:
+    """An answer, for messages."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...errors import counted
 from ..callback import Context, Metrics, TrainerCallback
-from ..control.best_metric import is_better
+from ..evaluation import is_better
 from ..state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,8 @@ maximized, and [N] whether its bound keeps the gradient of a position from the p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .preferences import spread_over_answers, sums_of_answers
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     Gains = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
 
 
 def clipped(
@@ -139,3 +143,62 @@ def _clipped(
     free_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - clip, 1 + high) * advantages_N
     return free_N.minimum(bounded_N), bounded_N < free_N
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The N trained positions of A responses, as a surrogate reads them, and its settings."""
+
+    logps: torch.Tensor  # [N]
+    old: torch.Tensor  # [N] of the policy that sampled
+    advantages: torch.Tensor  # [N]
+    owner: torch.Tensor  # [N] each position's response
+    lengths: torch.Tensor  # [A] positions of each response
+    clip: float
+    clip_high: float
+    dual_clip: float
+    temperatures: tuple[float, float]  # of positive and of other advantages
+
+    @property
+    def three(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What every surrogate reads."""
+        return self.logps, self.old, self.advantages
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """A surrogate, what it reads, and its usual bounds."""
+
+    compute: Callable[[Positions], tuple[torch.Tensor, torch.Tensor]]
+    clip: float = 0.2
+    clip_high: float | None = None  # None: that of clip
+    settings: Collection[str] = ("clip", "clip_high")
+    own: Mapping[str, str] = field(default_factory=dict)  # settings that it decides
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "clip": Surrogate(lambda p: clipped(*p.three, p.clip, p.clip_high)),
+    "dual_clip": Surrogate(
+        lambda p: dual_clipped(*p.three, p.clip, p.clip_high, p.dual_clip),
+        settings=("clip", "clip_high", "dual_clip"),
+    ),
+    "cispo": Surrogate(
+        lambda p: cispo(*p.three, p.clip_high),
+        clip_high=4.0,
+        settings=("clip_high",),
+    ),
+    "gspo": Surrogate(
+        lambda p: gspo(*p.three, p.owner, p.lengths, p.clip, p.clip_high),
+        clip=3e-4,
+        clip_high=4e-4,
+    ),
+    "sapo": Surrogate(
+        lambda p: sapo(*p.three, *p.temperatures),
+        settings=("sapo_temperature", "sapo_temperature_negative"),
+    ),
+    "rloo": Surrogate(
+        lambda p: rloo(*p.three, p.owner, p.lengths, p.clip, p.clip_high),
+        own={"advantage": "rloo", "average_over": "responses", "kl_estimator": "k1"},
+    ),
+}
+KL = {"k1": k1, "k3": k3}

@@ -8,6 +8,8 @@ log-probabilities of a response's tokens. Each loss is one number per pair.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -155,3 +157,77 @@ def kto(
     z that of mismatched pairs of prompt and answer."""
     margins_E = beta * (log_ratios_E - z_E)
     return 1 - margins_E.where(is_desirable_E.bool(), -margins_E).sigmoid()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """P pairs of responses, as a loss reads them, and its settings."""
+
+    chosen: torch.Tensor  # [P] log-ratio to the reference, or log-probability without one
+    rejected: torch.Tensor  # [P]
+    nll: torch.Tensor  # [P] negative log-likelihood of the chosen response, per token
+    beta: float
+    gamma: float
+    label_smoothing: float
+
+    @property
+    def margins(self) -> torch.Tensor:
+        """[P] by how much the chosen response is ahead."""
+        return self.chosen - self.rejected
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """A loss [P] of pairs, and what it reads."""
+
+    compute: Callable[[Pairs], torch.Tensor]
+    per_token: bool = False  # mean log-probabilities of a response, not their sum
+    needs_reference: bool = True
+    has_likelihood: bool = False  # of the chosen response, as a part
+    settings: Collection[str] = ()  # that it has beside beta
+
+
+LOSSES: Mapping[str, PairLoss] = {
+    "sigmoid": PairLoss(
+        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing),
+        settings=("label_smoothing",),
+    ),
+    "sigmoid_norm": PairLoss(
+        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing),
+        per_token=True,
+        settings=("label_smoothing",),
+    ),
+    "robust": PairLoss(
+        lambda p: robust(p.margins, p.beta, p.label_smoothing),
+        settings=("label_smoothing",),
+    ),
+    "exo_pair": PairLoss(
+        lambda p: exo_pair(p.margins, p.beta, p.label_smoothing),
+        settings=("label_smoothing",),
+    ),
+    "hinge": PairLoss(lambda p: hinge(p.margins, p.beta)),
+    "ipo": PairLoss(lambda p: ipo(p.margins, p.beta), per_token=True),
+    "apo_zero": PairLoss(lambda p: apo_zero(p.chosen, p.rejected, p.beta)),
+    "apo_down": PairLoss(lambda p: apo_down(p.chosen, p.rejected, p.beta)),
+    "nca_pair": PairLoss(lambda p: nca_pair(p.chosen, p.rejected, p.beta)),
+    "sppo_hard": PairLoss(lambda p: sppo_hard(p.chosen, p.rejected, p.beta)),
+    "bco_pair": PairLoss(lambda p: bco_pair(p.chosen, p.rejected, p.beta)),
+    "cpo": PairLoss(
+        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing) + p.nll,
+        needs_reference=False,
+        has_likelihood=True,
+        settings=("label_smoothing",),
+    ),
+    "orpo": PairLoss(
+        lambda p: orpo(p.chosen, p.rejected, p.beta),
+        per_token=True,
+        needs_reference=False,
+        has_likelihood=True,
+    ),
+    "simpo": PairLoss(
+        lambda p: simpo(p.margins, p.beta, p.gamma),
+        per_token=True,
+        needs_reference=False,
+        settings=("gamma",),
+    ),
+}

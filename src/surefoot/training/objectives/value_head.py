@@ -7,8 +7,10 @@ float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,3 +73,62 @@ def clipped_value_losses(
         near_N = old_N + (values_N - old_N).clamp(-clip, clip)
         losses_N = losses_N.maximum((near_N - returns_N) ** 2)
     return 0.5 * losses_N
+
+
+KLEstimator: TypeAlias = Literal["k1", "k3"]
+MAX_CHANGE = 0.2  # of the relative error of a window, in the update of the coefficient
+
+
+def kl_estimates(logps_T: Floats, reference_T: Floats, kind: KLEstimator) -> Floats:
+    """[T] an estimate of the KL divergence at each token (Schulman, "Approximating KL divergence",
+    2020): ``k1`` is the log-ratio, ``k3`` is ``e^-k1 - 1 + k1``, which is never negative."""
+    import numpy as np
+
+    k1_T = logps_T - reference_T
+    return k1_T if kind == "k1" else np.expm1(-k1_T) + k1_T
+
+
+def adapted_coefficient(
+    coefficient: float, kl: float, *, target: float, count: int, horizon: int
+) -> float:
+    """The coefficient after a window of ``count`` responses whose mean KL divergence was ``kl``
+    (arXiv:1909.08593, section 2.2)."""
+    error = min(max(kl / target - 1, -MAX_CHANGE), MAX_CHANGE)
+    return coefficient * (1 + error * count / horizon)
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Count, mean and sum of squared differences from the mean, of all numbers so far."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def added(self, values: Sequence[float]) -> RunningMoments:
+        """With more numbers (Chan, Golub and LeVeque, 1979)."""
+        if not values:
+            return self
+        mean = math.fsum(values) / len(values)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        count, apart = self.count + len(values), mean - self.mean
+        return RunningMoments(
+            count,
+            self.mean + apart * len(values) / count,
+            self.squares + squares + apart**2 * self.count * len(values) / count,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation, with Bessel's correction; 0 of fewer than two numbers."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    def state(self) -> dict[str, float]:
+        """What ``of`` reads."""
+        return {f"score_{name}": value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, float]) -> RunningMoments:
+        """Those of a state; of no numbers, if it has none."""
+        names = ("count", "mean", "squares")
+        return cls(*(state.get(f"score_{name}", 0.0) for name in names))
