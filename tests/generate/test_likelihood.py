@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tiny
-from surefoot.generate.likelihoods import likelihood
-from surefoot.generate.likelihoods.likelihood import Question, likelihoods, share_of
+from surefoot.generate import likelihood
+from surefoot.generate.likelihood import Question, likelihoods, share_of
 
 
 @pytest.fixture(autouse=True)
@@ -84,29 +84,18 @@ def test_shared_prompts_are_computed_once():
     list(likelihoods(model, questions[:1], batch_size=4))  # which tries the model
     counter = Counting(model)
     list(likelihoods(model, questions, batch_size=4))
-    assert counter.tokens == 100 + 4 * (5 + 4 * 3)
+    assert counter.tokens == 100 + 4 * 4 * (5 + 3)
 
 
-def test_windows_that_are_exceeded_are_not_shared(caplog):
+def test_windows_that_are_exceeded_are_those_of_a_row_alone(caplog):
     model = tiny.model("mistral", sliding_window=16)
-    short = [Question(ids(1, 8), (ids(2, 3), ids(3, 2)))]
-    list(likelihoods(model, short, batch_size=4))
+    shots = ids(1, 90)
+    questions = [Question(shots + ids(n, 3), (ids(2, 3), ids(3, 2))) for n in range(3)]
+    for index, found in likelihoods(model, questions, batch_size=4):
+        for one, continuation in zip(found, questions[index].continuations, strict=True):
+            logp, _ = alone(model, questions[index], continuation)
+            assert one.logp == pytest.approx(logp, abs=1e-4)
     assert not caplog.records
-    long = [Question(ids(1, 30), (ids(2, 3), ids(3, 2)))]
-    ((_, found),) = likelihoods(model, long, batch_size=4)
-    assert found[0].logp == pytest.approx(
-        alone(model, long[0], long[0].continuations[0])[0], abs=1e-4
-    )
-    assert "each is computed with its prompt" in caplog.text
-
-
-def test_a_row_does_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr(likelihood, "_ROW", 6)
-    model = tiny.model("llama")
-    question = Question(ids(1, 9), tuple(ids(n, 4) for n in range(7)))
-    ((_, found),) = likelihoods(model, [question], batch_size=2)
-    for one, continuation in zip(found, question.continuations, strict=True):
-        assert one.logp == pytest.approx(alone(model, question, continuation)[0], abs=1e-4)
 
 
 def test_replicas_divide_questions_and_keep_families():

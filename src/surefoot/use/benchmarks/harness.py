@@ -30,7 +30,7 @@ from lm_eval.models.utils import (
 from lm_eval.tasks import TaskManager
 
 from ...errors import RunError, counted
-from ...generate.likelihoods.likelihood import (
+from ...generate.likelihood import (
     Likelihood,
     LikelihoodStore,
     Question,

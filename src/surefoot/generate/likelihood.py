@@ -1,0 +1,272 @@
+"""Log-probabilities of continuations, with the tokens that prompts share computed once.
+
+Questions are sorted into families, whose prompts begin alike (with the examples of a benchmark, for
+one). The keys and values of that beginning, the stem, are computed once, and stand before every row
+of the family. A row is the rest of a prompt and one continuation, padded on the right, where
+nothing that counts sees the padding. Continuations of one token are read from any row of their
+question.
+
+Shapes: B rows, K columns whose logits are computed, N tokens of continuations, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ..errors import first_line
+from .driver import Prefix, cache_argument, inner_model, masked_attention
+from .masks import longest_limit
+from .proof import must_be_alone
+from .samples import Ids
+
+logger = logging.getLogger(__name__)
+_TRIED = "shares_stems_of_prompts"  # an attribute of models that have been tried
+_LEAST = 32  # tokens of a stem
+_WORTH = 512  # tokens that a stem must save, for a pass of its own and rows in smaller batches
+_TOKENS = 8192  # of a pass
+_COLUMNS = 2048  # of a pass whose logits are computed
+_PADDING = 128  # tokens of padding for which rows get no passes of their own
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt of one token at least, and continuations of it, none of them empty."""
+
+    prompt: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt with its longest continuation."""
+        return len(self.prompt) + max(map(len, self.continuations))
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The log-probability of a continuation."""
+
+    logp: float  # the sum over its tokens, in nats
+    is_greedy: bool  # whether each token is the most probable one
+
+
+class LikelihoodStore(Protocol):
+    """Likelihoods that outlive this process, by the index of the question."""
+
+    @property
+    def known(self) -> Mapping[int, list[Likelihood]]:
+        """Those of an earlier attempt; the same on all ranks."""
+
+    def add(self, found: Mapping[int, list[Likelihood]]) -> None:
+        """Store some."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The rest of a prompt behind a stem, and a continuation without its last token."""
+
+    index: int  # of the question
+    ids: tuple[int, ...]
+    num_own: int  # those of the prompt
+    answers: tuple[int, ...]  # the continuations that are read from it, by number
+
+
+@torch.no_grad()
+def likelihoods(
+    model: nn.Module, questions: Sequence[Question], *, batch_size: int
+) -> Iterator[tuple[int, list[Likelihood]]]:
+    """The likelihoods of the continuations of each question, with its index, as they are computed.
+    No question may have more tokens than the model has positions.
+
+    Args:
+        model: in evaluation mode.
+        questions: prompts with their continuations.
+        batch_size: most rows of a pass.
+    """
+    if not questions:
+        return
+    longest = max(question.longest for question in questions)
+    is_alone = must_be_alone(model, longest)
+    batch_size = 1 if is_alone else batch_size
+    missing = {i: len(question.continuations) for i, question in enumerate(questions)}
+    found = dict[tuple[int, int], Likelihood]()
+    with masked_attention(inner_model(model)):
+        shares = not is_alone and _shares_stems(model, longest)
+        for stem, members in _families(questions, shares=shares):
+            prefix = _prefix(model, stem)
+            for rows in _batches(questions, members, len(stem), batch_size):
+                for place, one in _run(model, prefix, rows, questions):
+                    found[place] = one
+                    missing[place[0]] -= 1
+                for index in dict.fromkeys(row.index for row in rows):
+                    if not missing[index]:
+                        count = len(questions[index].continuations)
+                        yield index, [found.pop((index, n)) for n in range(count)]
+
+
+def share_of(questions: Sequence[Question], index: int, count: int) -> list[int]:
+    """The questions of replica ``index`` of ``count``: prompts that begin alike stay together."""
+    order = sorted(range(len(questions)), key=lambda i: questions[i].prompt)
+    return order[index * len(order) // count : (index + 1) * len(order) // count]
+
+
+def _families(questions: Sequence[Question], *, shares: bool) -> Iterator[tuple[Ids, list[int]]]:
+    """Questions whose prompts begin alike, and that stem; it is empty for all that share none. The
+    last token of a prompt is never in it: its logits are needed."""
+    prompts = [question.prompt for question in questions]
+    order, alone = sorted(range(len(prompts)), key=lambda i: prompts[i]), list[int]()
+    start = 0
+    while start < len(order):
+        end, stem = start + 1, 0
+        most = len(prompts[order[start]]) - 1
+        while end < len(order) and shares:
+            ahead = prompts[order[end]]
+            shared = min(most, _shared(prompts[order[end - 1]], ahead), len(ahead) - 1)
+            if shared < max(_LEAST, stem / 2):
+                break
+            stem = most = shared
+            end += 1
+        members, start = order[start:end], end
+        if stem * (len(members) - 1) >= _WORTH:
+            yield prompts[members[0]][:stem], members
+        else:
+            alone += members
+    yield (), alone
+
+
+def _shared(one: Ids, other: Ids) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _batches(
+    questions: Sequence[Question], members: Sequence[int], stem: int, batch_size: int
+) -> Iterator[list[_Row]]:
+    """The rows of some questions, in batches of similar lengths."""
+    rows = [row for index in members for row in _rows(index, questions[index], stem)]
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda row: (-len(row.ids), row.index)):
+        if batch and (len(batch) == batch_size or _is_wasteful([*batch, row])):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _rows(index: int, question: Question, stem: int) -> Iterator[_Row]:
+    """A row for each continuation of several tokens, or one for all."""
+    own, answers = question.prompt[stem:], question.continuations
+    short = tuple(n for n, one in enumerate(answers) if len(one) == 1)
+    rows: list[tuple[int, ...]] = [(n,) for n, one in enumerate(answers) if len(one) > 1]
+    first, *others = rows or [()]
+    for numbers in ((*first, *short), *others):
+        yield _Row(index, (*own, *answers[numbers[0]][:-1]), len(own), numbers)
+
+
+def _columns(rows: Sequence[_Row]) -> int:
+    """The last columns of a pass that have all predictions of continuations."""
+    return max(len(row.ids) for row in rows) - min(row.num_own for row in rows) + 1
+
+
+def _is_wasteful(rows: Sequence[_Row]) -> bool:
+    """Whether a pass of ``rows`` has too many tokens or logits, or too much padding among them."""
+    padded = max(len(row.ids) for row in rows) * len(rows)
+    is_large = padded > _TOKENS or _columns(rows) * len(rows) > _COLUMNS
+    return is_large or padded > 1.3 * sum(len(row.ids) for row in rows) + _PADDING
+
+
+def _prefix(model: nn.Module, stem: Ids) -> Prefix:
+    """The keys and values of a stem, [H, P, E] of each layer."""
+    cache, inner = DynamicCache(), inner_model(model)
+    if stem:
+        ids = torch.tensor([list(stem)], device=inner.device)
+        _logits(model, 1, input_ids=ids, use_cache=True, **cache_argument(inner, cache))
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def _run(
+    model: nn.Module, prefix: Prefix, rows: Sequence[_Row], questions: Sequence[Question]
+) -> Iterator[tuple[tuple[int, int], Likelihood]]:
+    """The likelihoods of the continuations in ``rows``, by question and number."""
+    width, num_kept = max(len(row.ids) for row in rows), _columns(rows)
+    inner, cache = inner_model(model), DynamicCache()
+    for layer, (keys, values) in enumerate(prefix):  # every row begins with it
+        cache.update(*(each.expand(len(rows), *each.shape) for each in (keys, values)), layer)
+    behind = {"use_cache": True, **cache_argument(inner, cache)} if prefix else {"use_cache": False}
+    ids = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows])
+    logits_BKV = _logits(model, num_kept, input_ids=ids.to(inner.device), **behind)
+    places = [(number, row, n) for number, row in enumerate(rows) for n in row.answers]
+    answers = [questions[row.index].continuations[n] for _, row, n in places]
+    at = [number for (number, _, _), one in zip(places, answers, strict=True) for _ in one]
+    columns = [
+        row.num_own - 1 - (width - num_kept) + i
+        for (_, row, _), one in zip(places, answers, strict=True)
+        for i in range(len(one))
+    ]
+    logits_NV = logits_BKV[at, columns]
+    wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    tokens_N = torch.tensor([token for one in answers for token in one], device=inner.device)
+    logps = wide.log_softmax(-1).gather(-1, tokens_N[:, None])[:, 0].double().tolist()
+    best = (logits_NV.argmax(-1) == tokens_N).tolist()
+    start = 0
+    for (_, row, n), one in zip(places, answers, strict=True):
+        own = slice(start, start := start + len(one))
+        yield (row.index, n), Likelihood(sum(logps[own]), all(best[own]))
+
+
+def _logits(model: nn.Module, num_kept: int, **arguments: object) -> torch.Tensor:
+    """[B, K, V] the logits of the last ``num_kept`` columns."""
+    names = inspect.signature(inner_model(model).forward).parameters
+    kept = {"logits_to_keep": num_kept} if "logits_to_keep" in names else {}
+    found: torch.Tensor = model(**arguments, **kept).logits
+    return found[:, -num_kept:]
+
+
+def _shares_stems(model: nn.Module, longest: int) -> bool:
+    """Whether rows behind a stem have the likelihoods of rows with their prompts. Tried once for
+    each model, with a stem that is longer than the windows that rows of ``longest`` tokens
+    exceed."""
+    inner = inner_model(model)
+    config, kernel = inner.config.get_text_config(), inner.config._attn_implementation
+    limit = longest_limit(config, longest)
+    known: dict[tuple[str, int], bool] = vars(inner).setdefault(_TRIED, {})
+    if (kernel, limit) not in known:
+        why = _why_not(model, config.vocab_size, limit + 4)
+        known[kernel, limit] = why is None
+        if why is not None:
+            logger.warning(
+                "%s: what prompts share cannot be computed once, so each continuation is computed "
+                "with its prompt, which takes longer: %s",
+                type(inner).__name__,
+                why,
+            )
+    return known[kernel, limit]
+
+
+def _why_not(model: nn.Module, vocabulary: int, length: int) -> str | None:
+    """Why rows behind a stem of this ``length`` do not give the likelihoods of plain rows; None if
+    they do."""
+    ids = tuple((7 * n + 3) % vocabulary for n in range(length + 9))
+    question = Question(ids[: length + 2], (ids[-4:], ids[-2:]))
+    behind, plain = (list(_rows(0, question, stem)) for stem in (length, 0))
+    try:
+        found = dict(_run(model, _prefix(model, ids[:length]), behind, [question]))
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # any model's code: what is wrong in it will show in plain rows
+        return first_line(error)
+    # in few bits, sums in another order may differ by more
+    share = 1e-4 if inner_model(model).dtype == torch.float32 else 0.1
+    for place, one in _run(model, [], plain, [question]):
+        if abs(found[place].logp - one.logp) > share * max(1.0, abs(one.logp)):
+            return "a trial gave other likelihoods"
+    return None

@@ -1,1 +1,0 @@
-"""How likely given continuations of prompts are."""
