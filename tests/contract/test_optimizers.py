@@ -13,8 +13,7 @@ from adapted import method_of
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
-from surefoot.network.parameter_kinds import kinds_of
-from surefoot.network.parameter_names import names_by_part
+from surefoot.network.parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.bf16_weights import MASTER
 from surefoot.optim.optimizer import declared_state

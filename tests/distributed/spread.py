@@ -21,8 +21,8 @@ from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation
+from surefoot.model.pretrained.layers import recompute_activations
 from surefoot.model.pretrained.loading import device
-from surefoot.model.pretrained.recomputation import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything
 from surefoot.network.heads import add_heads

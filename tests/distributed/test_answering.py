@@ -16,7 +16,7 @@ from surefoot.generate.section import GenerateSection
 from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
-from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files

@@ -11,13 +11,13 @@ from spread import learn, save, trainer
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.model.fused_parameters import places
+from surefoot.model.pretrained.weights import places
 from surefoot.parallel.world import ALONE
-from surefoot.plugins.mindspore.naming.names import AttentionHeads, to_mindspore
+from surefoot.plugins.mindspore.naming import AttentionHeads, to_mindspore
+from surefoot.plugins.mindspore.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.rank_files import write_full
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
-from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder
-from surefoot.plugins.mindspore.writing.rank_files import write_full
 from surefoot.use.exporting.conversion import convert
 from test_startup import begun, contents, data
 

@@ -31,7 +31,7 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.attention.isolation import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
-from surefoot.network.meta import init_on_meta, select_prompt_sharing
+from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
 from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe

@@ -9,10 +9,10 @@ from exact import assert_all_close, assert_close
 from torch import nn
 
 import tiny
-from surefoot.model.attention import deterministic as mode
-from surefoot.model.attention import isolation, kernels, packed, selection
-from surefoot.model.attention.bounds import Bounds
-from surefoot.model.attention.packed import by_document
+from surefoot.model.attention import isolation, kernels, packed
+from surefoot.model.attention import kernels as selection
+from surefoot.model.attention import packed as mode
+from surefoot.model.attention.packed import Bounds, by_document
 
 pytestmark = pytest.mark.gpu
 NAMES = ("result", "dq", "dk", "dv")

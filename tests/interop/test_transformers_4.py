@@ -11,7 +11,7 @@ import torch
 from folders import save_model
 from surefoot.checkpoint.disk.folder import tokenizer_of
 from surefoot.model.pretrained.companions import model_files, tokenizer_files
-from surefoot.model.pretrained.positions import read_config
+from surefoot.model.pretrained.config import read_config
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.model.section import ModelSection
 from zoo.architectures import SETTINGS, build

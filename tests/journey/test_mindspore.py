@@ -11,9 +11,9 @@ from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.model.section import ModelSection
-from surefoot.network.meta import init_on_meta
-from surefoot.plugins.mindspore.recipe.conversion import convert as convert_recipe
-from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
+from surefoot.network.shard_loading import init_on_meta
+from surefoot.plugins.mindspore.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.recipe import convert as convert_recipe
 from surefoot.plugins.mindspore.target import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse

@@ -13,8 +13,7 @@ import tiny
 from adapted import logits, saved, trained
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.model.adapters.factors import factors_of, principal
-from surefoot.model.adapters.frozen import stacked_layers
+from surefoot.model.adapters import factors_of, principal, stacked_layers
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

@@ -12,7 +12,7 @@ import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import RecipeError
 from surefoot.methods.llama_pro import LLaMAPro
-from surefoot.model.expansion.verification import verify_new_layers
+from surefoot.model.expansion import verify_new_layers
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from surefoot.model.meta_device import fill_buffers
 from surefoot.model.pretrained.loading import load_model
-from surefoot.model.pretrained.meta import fill_buffers, load_empty
 from surefoot.model.section import ModelSection
-from surefoot.network.meta import init_on_meta
+from surefoot.network.shard_loading import init_on_meta
 from zoo import architectures
 
 
@@ -45,5 +45,5 @@ def test_a_model_with_a_buffer_that_nothing_initializes_is_read_as_a_whole(
     with caplog.at_level("INFO"):
         assert init_on_meta(tmp_path, section, dtype=torch.float32) is None
     assert "model.forgotten" in caplog.text
-    empty = load_empty(tmp_path, section, dtype=torch.float32, stored=stored(made))
+    empty = load_model(tmp_path, section, dtype=torch.float32, weights=stored(made))
     assert fill_buffers(empty) == "model.forgotten"

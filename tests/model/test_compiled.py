@@ -17,7 +17,7 @@ from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full
 from surefoot.methods.lisa import LISA
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.compiled import compile_layers
+from surefoot.model.pretrained.layers import compile_layers
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.world import ALONE
 

@@ -13,7 +13,8 @@ import tiny
 from project import Project, assert_same, final_weights, losses, model_folder
 from surefoot.errors import ModelError, RecipeError
 from surefoot.model.attention import packed
-from surefoot.model.pretrained import float8, loading
+from surefoot.model.pretrained import layers as float8
+from surefoot.model.pretrained import loading
 from surefoot.parallel.sharded_model import layers
 from surefoot.recipe.recipe import load
 from surefoot.use.estimate.dry_run import dry_run_batch

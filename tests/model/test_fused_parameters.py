@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model import fused_parameters
+from surefoot.model.pretrained import weights as fused_parameters
 from surefoot.model.pretrained.weights import FullWeights
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from surefoot.errors import ModelError
 from surefoot.model.pretrained.adapter import check
-from surefoot.model.pretrained.positions import extension_of, read_config
+from surefoot.model.pretrained.config import extension_of, read_config
 from surefoot.model.section import ModelSection
 from surefoot.network.tensors import from_config
 from surefoot.storage.files import read_json

@@ -10,7 +10,7 @@ import tiny
 from surefoot.batch import OutputSpec
 from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.head.outputs import logprob_head_of
 
 KINDS = [*tiny.KINDS, *tiny.MORE]
 

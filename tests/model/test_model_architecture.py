@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, OPTCon
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.model.architecture import anatomy
 from surefoot.model.attention import packed
+from surefoot.model.pipeline_stages import anatomy
 
 SMALL = {**tiny.SIZES, "tie_word_embeddings": False}
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import tiny
-from surefoot.model.attention import isolation, kernels, packed, selection
-from surefoot.model.attention.bounds import Bounds
-from surefoot.model.attention.kernels import flex, register, varlen
-from surefoot.model.attention.selection import BY_DOCUMENT, Row, choose
+from surefoot.model.attention import isolation, kernels, packed
+from surefoot.model.attention import kernels as selection
+from surefoot.model.attention.kernels import BY_DOCUMENT, Row, choose, flex, register, varlen
+from surefoot.model.attention.packed import Bounds
 
 CPU = torch.device("cpu")
 ROW = Row(4, 2, 16, [0, 40, 47, 48, 128], CPU, torch.float32)

@@ -14,14 +14,13 @@ from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, trained_p
 from surefoot.data.text.collation import collate
 from surefoot.data.text.pairs import collate_pairs, split, unshared
 from surefoot.errors import ModelError
-from surefoot.model.attention import selection
+from surefoot.model.attention import kernels as selection
 from surefoot.model.attention.isolation import use_packed
 from surefoot.model.attention.kernels import register
 from surefoot.model.attention.packed import PREFIX
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import logprob_head_of
-from surefoot.model.pretrained.compiled import compile_layers
-from surefoot.model.pretrained.recomputation import recompute_activations
+from surefoot.model.head.outputs import logprob_head_of
+from surefoot.model.pretrained.layers import compile_layers, recompute_activations
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.tensor.sequence_parallel import widened
 

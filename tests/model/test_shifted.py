@@ -12,10 +12,8 @@ from project import Project, assert_same, final_weights, losses
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import pack
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.attention.bounds import Bounds
 from surefoot.model.attention.isolation import use_packed
-from surefoot.model.attention.packed import by_document, sdpa
-from surefoot.model.attention.shifted import in_groups, use_groups
+from surefoot.model.attention.packed import Bounds, by_document, in_groups, sdpa, use_groups
 from surefoot.model.head import outputs
 from surefoot.recipe.recipe import load, read
 from surefoot.run.assembly import build

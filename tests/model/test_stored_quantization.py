@@ -15,10 +15,10 @@ import packed_weights
 import surefoot
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.positions import read_config
-from surefoot.model.pretrained.stored_quantization import dequantization
+from surefoot.model.pretrained.config import read_config
+from surefoot.model.pretrained.quantized import dequantization
 from surefoot.model.section import ModelSection
-from surefoot.network.meta import init_on_meta
+from surefoot.network.shard_loading import init_on_meta
 from surefoot.parallel.box import Box
 from surefoot.parallel.world import ALONE
 from surefoot.use.model_loading import open_model

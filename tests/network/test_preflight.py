@@ -15,7 +15,7 @@ from folders import save_adapter, save_recipe, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.adaptable import refuse_read_weights
+from surefoot.model.lora_targets import refuse_read_weights
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

@@ -13,7 +13,7 @@ import tiny
 from spread import learn, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.network.parameter_kinds import kinds_of
+from surefoot.network.parameter_names import kinds_of
 from surefoot.optim.parameter_kind import ParameterKind
 from surefoot.optim.rules import orthogonalization
 from surefoot.optim.rules.orthogonalization import cost, newton_schulz, orthogonalized

@@ -26,13 +26,15 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from transformers import CompressedTensorsConfig
 
 from surefoot.model.targets import layer_list
-from surefoot.plugins.quantize import rows as calibration_data
-from surefoot.plugins.quantize.calibration import Calibrator
-from surefoot.plugins.quantize.gptq import DAMPING, output_error, round_by_gptq
+from surefoot.plugins.quantize import calibration as calibration_data
+from surefoot.plugins.quantize.calibration import DAMPING, Calibrator, output_error, round_by_gptq
 from surefoot.plugins.quantize.layerwise import open_layerwise, run
-from surefoot.plugins.quantize.linear_layers import find_linear_layers
-from surefoot.plugins.quantize.quantized_source import QuantizedSource
-from surefoot.plugins.quantize.schemes import PRESETS, scheme_of
+from surefoot.plugins.quantize.schemes import (
+    PRESETS,
+    QuantizedSource,
+    find_linear_layers,
+    scheme_of,
+)
 from surefoot.plugins.quantize.target import QuantizedFolder
 from surefoot.schema import settings
 from zoo.architectures import SETTINGS, build
@@ -353,7 +355,7 @@ def test_a_run_is_calibrated_on_its_data_and_loses_less(run_folder, tmp_path):
 
 
 def test_too_little_data_is_refused(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration_data, "FEWEST", 10**6)
+    monkeypatch.setattr(calibration_data, "FEWEST_IN_ALL", 10**6)
     with pytest.raises(
         ModelError, match=r"18 rows of its training data have \d+ tokens in all, too"
     ):

@@ -1,7 +1,7 @@
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.plugins.mindspore.recipe.conversion import convert
+from surefoot.plugins.mindspore.recipe import convert
 from surefoot.recipe.importers import unknown
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import load, read

@@ -8,7 +8,7 @@ import torch
 import tiny
 from surefoot.data.section import DataSection
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.head.outputs import logprob_head_of
 from surefoot.parallel.section import ParallelSection
 from surefoot.stages.sft import SFT
 

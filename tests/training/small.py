@@ -17,7 +17,8 @@ from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention import isolation, selection
+from surefoot.model.attention import isolation
+from surefoot.model.attention import kernels as selection
 from surefoot.model.precision import LossScaler
 from surefoot.model.pretrained.loading import device
 from surefoot.model.section import ModelSection

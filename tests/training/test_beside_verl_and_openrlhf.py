@@ -23,7 +23,7 @@ from surefoot.batch import Outputs
 from surefoot.data.section import DataSection
 from surefoot.data.text.pairs import join
 from surefoot.generate.generation import Sample
-from surefoot.model.head.divergence import forward_kl
+from surefoot.model.head.chunked_cross_entropy import forward_kl
 from surefoot.stages.ppo import REFERENCE
 from surefoot.training.objectives import preferences
 from surefoot.training.objectives.advantages import ADVANTAGES, group_advantages

@@ -15,7 +15,7 @@ from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
 from surefoot.errors import ModelError, RecipeError
 from surefoot.model.attention.isolation import use_packed
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.head.outputs import logprob_head_of
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions

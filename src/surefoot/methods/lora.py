@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import model as models
+from .. import network as networks
 from ..errors import RecipeError, counted
 from ..model.section import ModelSection
-from ..network import adapters
 from ..schema import Problem, must
 from .adapter import AdapterMethod, names_in, target_names
 
@@ -203,7 +203,7 @@ class LoRA(AdapterMethod):
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter, with frozen ones as one."""
         if models.has_frozen(module):
-            return adapters.StackedWeights(module)
+            return networks.StackedWeights(module)
         return super().weights(module, inner)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .adaptable import adapted, is_linear, parameters_inside
-    from .adapters.dora import set_magnitudes
-    from .adapters.frozen import add_start, has_frozen
-    from .expansion.new_layers import insert_layers
-    from .expansion.new_tokens import embeddings_to_train
-    from .lora_targets import choose_targets, shorter_sides, target_patterns
+    from .adapters import add_start, has_frozen, set_magnitudes
+    from .expansion import embeddings_to_train, insert_layers
+    from .lora_targets import (
+        adapted,
+        choose_targets,
+        is_linear,
+        parameters_inside,
+        shorter_sides,
+        target_patterns,
+    )
     from .pretrained.weights import AdapterWeights, FullWeights
     from .targets import decoder_layers
 
@@ -37,12 +41,16 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
-        ".adaptable": ("adapted", "is_linear", "parameters_inside"),
-        ".adapters.dora": ("set_magnitudes",),
-        ".adapters.frozen": ("add_start", "has_frozen"),
-        ".expansion.new_layers": ("insert_layers",),
-        ".expansion.new_tokens": ("embeddings_to_train",),
-        ".lora_targets": ("choose_targets", "shorter_sides", "target_patterns"),
+        ".adapters": ("add_start", "has_frozen", "set_magnitudes"),
+        ".expansion": ("embeddings_to_train", "insert_layers"),
+        ".lora_targets": (
+            "adapted",
+            "is_linear",
+            "parameters_inside",
+            "choose_targets",
+            "shorter_sides",
+            "target_patterns",
+        ),
         ".pretrained.weights": ("AdapterWeights", "FullWeights"),
         ".targets": ("decoder_layers",),
     },

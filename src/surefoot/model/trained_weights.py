@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from .adaptable import (
+from .lora_targets import (
     ROUTER,
     UNREACHED,
     adapted,
@@ -100,8 +100,9 @@ def _label(place: str, leaves: Sequence[str]) -> str:
 def _reasons(inner: PreTrainedModel, *, has_adapter: bool) -> Mapping[str, str]:
     """Why each weight would be frozen."""
     known = {matrix.name: matrix.left_out for matrix in matrices(inner)}
-    routers, embeddings = router_names(inner), _embeddings(inner)
-    found = {}
+    modules = {plain_name(n): m for n, m in inner.named_modules() if not is_added(n)}
+    embeddings = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}
+    routers, found = router_names(inner), {}
     for wrapped, parameter in inner.named_parameters():
         name = plain_name(wrapped)
         if not has_adapter:
@@ -115,8 +116,3 @@ def _reasons(inner: PreTrainedModel, *, has_adapter: bool) -> Mapping[str, str]:
         else:
             found[name] = "not a matrix" if parameter.ndim < 2 else "not a linear map"
     return found
-
-
-def _embeddings(inner: PreTrainedModel) -> set[str]:
-    modules = {plain_name(n): m for n, m in inner.named_modules() if not is_added(n)}
-    return {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..model.attention.isolation import PromptSharing
-from ..model.head.logprob_head import LogprobHead
+from ..model.head.outputs import LogprobHead
 from ..model.precision import PrecisionName
 from ..model.section import ModelSection
 from ..model.trained_weights import CoverageRow
@@ -20,9 +20,9 @@ from ..parallel.section import ParallelSection
 from ..parallel.sharding import Cuts
 from ..parallel.world import World
 from .heads import Heads
-from .meta import MetaModel, ShardLoader
 from .method import Method, UnshardedWeights
 from .pipelined import PipelinedModel
+from .shard_loading import MetaModel, ShardLoader
 
 
 @dataclass(frozen=True, kw_only=True)

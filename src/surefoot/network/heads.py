@@ -20,9 +20,10 @@ from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.opening import SCORE, open_folder, open_role
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
+from ..model.pretrained.weights import UndividedWeights
 from ..parallel.sharding import Cuts
 from ..parallel.world import World
-from .meta import Reader
+from .shard_loading import Reader
 
 logger = logging.getLogger(__name__)
 V_HEAD, _BIAS = "v_head.summary.weight", "v_head.summary.bias"  # of TRL and LLaMA-Factory
@@ -47,24 +48,12 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class HeadWeights:
+class HeadWeights(UndividedWeights):
     """The weights of one head, as the state of a file of its own."""
 
     name: str  # of the head's module, and of the file
     head: nn.Linear
     cuts: Mapping[str, Cuts] = field(default_factory=dict)  # by names in files
-
-    def cuts_of(self, name: str) -> Cuts | None:
-        """How a tensor is sharded; None if that is not known."""
-        return self.cuts.get(name)
-
-    def is_copy(self, name: str) -> bool:
-        """No other pipeline stage has it."""
-        return False
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """None: every tensor is there from the beginning."""
-        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors."""

@@ -191,10 +191,11 @@ class Network:
         two responses may share a prompt. A collective call. Raises ``ModelError``."""
         world, longest = self.world, self.options.longest
         with self.evaluating():
-            is_proven = settle_attention(self.inner, self._logps, longest, world.first_of)
+            is_proven = settle_attention(self.inner, self.logps, longest, world.first_of)
             self.sharing.is_proven = world.from_main(is_proven)
 
-    def _logps(self, batch: Batch) -> torch.Tensor:
+    def logps(self, batch: Batch) -> torch.Tensor:
+        """The log-probabilities of the trained positions of ``batch``, in reading order."""
         found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
         assert found is not None
         return found

@@ -1,40 +1,158 @@
-"""The one way to make a model ready: for training, ``plan``, chat, evaluation and conversions."""
+"""The one way to make a model ready: for training, ``plan``, chat, evaluation and conversions.
+
+Check the files that a model is made of: their headers in advance, and all of them against their
+manifests while they are read.
+
+The steps of ``open_network`` for layers: the start of adapters, how layers are computed, what
+they keep for the backward pass, and the proof that new ones change nothing.
+"""
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import RecipeError
-from ..model.adaptable import refuse_read_weights
+from ..checkpoint.layouts.detection import has_manifest
+from ..checkpoint.reading.verification import ConcurrentCheck, verify_weights
+from ..errors import DamagedFileError, ModelError, RecipeError, SurefootError, counted
+from ..log import silenced
+from ..model.adapters import enable_float32_lengths
 from ..model.attention.isolation import use_packed
-from ..model.attention.packed import follow_calls, switch_to_packed
-from ..model.attention.shifted import use_groups
+from ..model.attention.packed import follow_calls, switch_to_packed, use_groups
 from ..model.embedding_noise import add_embedding_noise
-from ..model.expansion.new_tokens import note_new_tokens, refuse_divided, untrained_matrices
-from ..model.head.logprob_head import logprob_head_of
-from ..model.pretrained.loading import grow_embeddings, upcast_trained
-from ..model.pretrained.router_loss import check_router_loss
-from ..model.section import ModelSection
-from ..parallel.world import World
-from .draft import Draft, NetworkOptions
-from .file_checks import checked_files
-from .heads import add_heads, refuse_headless, refuse_heads
-from .layer_steps import (
-    compile_forward,
-    compute_in_float8,
-    fuse_lora,
-    initialize_adapter,
-    recompute,
-    verify_added_layers,
+from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
+from ..model.fused_lora import enable_fused_lora
+from ..model.head.outputs import logprob_head_of
+from ..model.lora_targets import refuse_read_weights
+from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
+from ..model.pretrained.config import check_router_loss
+from ..model.pretrained.layers import compile_layers, recompute_activations, use_float8
+from ..model.pretrained.loading import (
+    WEIGHTS,
+    grow_embeddings,
+    resolve,
+    training_dtype,
+    upcast_trained,
 )
+from ..model.section import ModelSection
+from ..parallel.sharded_model import layers
+from ..parallel.world import World
+from .adapters import set_initial_values
+from .draft import Draft, NetworkOptions
+from .heads import add_heads, refuse_headless, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
+from .shard_loading import init_on_meta
 from .tensors import REAL, Tensors, check_quantization, read_heads
+
+
+@contextmanager
+def checked_files(draft: Draft) -> Iterator[None]:
+    """A block that reads the files of ``draft``; at its end every byte of them is checked.
+
+    Raises ``DamagedFileError``, on all ranks if one has found damage. It takes the place of an
+    error of the block: damaged values may look like a wrong setting.
+    """
+    options, world = draft.options, draft.world
+    section = draft.section
+    read = [options.weights or draft.base, section.adapter, *section.frozen_adapters]
+    folders = [folder for folder in read if folder is not None] if options.is_read else []
+    with ConcurrentCheck(folders, [draft.base], rank=world.rank, num_ranks=world.size) as check:
+        try:
+            yield
+        except SurefootError as error:
+            if (damage := check.wait()) is not None:
+                raise damage from error
+            raise
+        damage = check.wait()
+        found = world.gathered(None if damage is None else (damage.folder, str(damage)))
+        for one in found:
+            if one is not None:
+                raise DamagedFileError(*one)
+
+
+def check_files(base: Path | None, section: ModelSection) -> None:
+    """Raise ``ModelError`` if a file of weights in ``base`` (unset: where ``section`` finds it) or
+    of the adapter is truncated, or if those in ``base`` contain other tensors than the architecture
+    has. Headers alone are read."""
+    base = base or resolve(section)
+    with silenced():
+        found = init_on_meta(base, section, dtype=training_dtype(section))
+    adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
+    for folder in adapters:
+        if has_manifest(folder) and (problems := verify_weights(folder).problems):
+            raise DamagedFileError(folder, problems[0])
+    paths = sorted(base.glob(WEIGHTS)) if found is None else []
+    for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{path}: damaged or truncated file: {error}; fetch the model again"
+            ) from None
+
+
+logger = logging.getLogger(__name__)
+
+
+def initialize_adapter(draft: Draft, tensors: Tensors) -> None:
+    """Give an adapter values that follow from the weights, unless a checkpoint has its values."""
+    if tensors.have_values and draft.options.is_new:
+        set_initial_values(draft)
+
+
+def fuse_lora(draft: Draft, _: Tensors) -> None:
+    """Compute each linear map that has an adapter in one autograd function."""
+    is_run = draft.options.method is not None or draft.world.tp > 1  # which cuts modules alone
+    if draft.module is not draft.inner and is_run:
+        enable_fused_lora(draft.module)
+    if draft.module is not draft.inner:
+        enable_float32_lengths(draft.module)
+
+
+def recompute(draft: Draft, tensors: Tensors) -> None:
+    """Recompute activations in the backward pass. Raises ``RecipeError`` if the policy does not go
+    with the method."""
+    policy = draft.section.gradient_checkpointing
+    if not draft.options.is_trainable:
+        return
+    if policy == "selective" and draft.module is not draft.inner:
+        raise RecipeError(
+            "model.gradient_checkpointing: selective would keep products to which an adapter adds "
+            "its own in place; set it to full, or to none"
+        )
+    recompute_activations(draft.inner, policy, keep_random=tensors.have_values)
+
+
+def compute_in_float8(draft: Draft, tensors: Tensors) -> None:
+    """Multiply what the method trains in float8, in a frozen copy as in the trained model."""
+    if draft.section.float8 is not None and draft.options.method is not None:
+        emulate = tensors.emulates_float8
+        count = use_float8(layers(draft.module), draft.section.float8, emulate=emulate)
+        logger.info("float8: %s", counted(count, "linear layer"))
+
+
+def compile_forward(draft: Draft, tensors: Tensors) -> None:
+    """Compile each layer's forward pass."""
+    if draft.section.compile and tensors.have_values:
+        compile_layers(layers(draft.module))
+
+
+def verify_added_layers(network: Network) -> None:
+    """Prove that layers which the method has added change nothing yet. A collective call. Raises
+    ``RecipeError``."""
+    with network.evaluating():
+        is_packed, agreed = network.options.packing, network.world.first_of
+        verify_new_layers(network.inner, network.logps, is_packed=is_packed, agreed=agreed)
+
 
 Step = Callable[[Draft, Tensors], None]
 

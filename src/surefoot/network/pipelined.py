@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Outputs
 from ..checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
 from ..errors import RecipeError
-from ..model.architecture import IdentityStub
 from ..model.head import outputs
-from ..model.pipeline_stages import Stages, keep, parameters_of
+from ..model.pipeline_stages import IdentityStub, Stages, keep, parameters_of
 from ..model.precision import PrecisionName, autocast
 from ..optim.trained import TrainedParameters
 from ..parallel.collectives import Axis, MeshAxis
@@ -175,7 +174,7 @@ def to_pipeline(
             "sees the routers of all layers; set it to false, or leave pp at 1"
         )
     num_stages = world.pp * section.num_parts
-    division = plan_pipeline_stages(inner, weights, num_stages)
+    learns, shared = plan_pipeline_stages(inner, weights, num_stages)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}
     learning = {name for p, name in in_files.items() if p.requires_grad}
     whole = {
@@ -190,25 +189,18 @@ def to_pipeline(
         {name: in_files[parameter] for name, parameter in here.items()},
         whole,
         learning,
-        division.learns,
-        next((name for name, p in here.items() if p is division.tied), None),
+        learns,
+        next((name for name, p in here.items() if p is shared), None),
         world,
         MeshAxis(world.mesh["tp"]) if section.sequence_parallel else None,
     )
 
 
-@dataclass(frozen=True)
-class PipelineDivision:
-    """The parameters of each pipeline stage."""
-
-    learns: Sequence[bool]  # for each stage, whether anything learns in it or before it
-    tied: nn.Parameter | None  # a weight that the first and the last stage both have
-
-
 def plan_pipeline_stages(
     inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int
-) -> PipelineDivision:
-    """Plan the pipeline stages of ``inner``, which is complete. Raises ``RecipeError``."""
+) -> tuple[Sequence[bool], nn.Parameter | None]:
+    """Plan the pipeline stages of ``inner``, which is complete: for each whether anything learns in
+    it or before it, and a weight that the first and the last both have. Raises ``RecipeError``."""
     if weights.is_converted:
         raise RecipeError(
             f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, or has "
@@ -217,7 +209,7 @@ def plan_pipeline_stages(
         )
     of_stages = parameters_of(inner, num_stages)
     learns = [any(p.requires_grad for p in stage) for stage in of_stages]
-    return PipelineDivision([any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages))
+    return [any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages)
 
 
 def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:

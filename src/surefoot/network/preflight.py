@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError, installation
 from ..log import silenced
-from ..model.adaptable import refuse_read_weights
-from ..model.expansion.new_tokens import refuse_divided
+from ..model.expansion import refuse_divided
+from ..model.lora_targets import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
@@ -28,9 +28,8 @@ from ..parallel.sharding import AxisShard
 from ..parallel.tensor.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions
-from .file_checks import check_files
 from .network import Network
-from .open import open_network
+from .open import check_files, open_network
 from .tensors import MetaTensors
 
 FLASH = "flash_attention_2"

@@ -2,6 +2,8 @@
 windows of them.
 
 The loop and the stages cannot tell one engine from the other.
+
+What a model that is trained needs in order to generate, and what is undone afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
@@ -22,8 +25,8 @@ from ..checkpoint.state.protocols import ShardedState
 from ..errors import RecipeError
 from ..model.attention.isolation import unpacked
 from ..model.head import outputs
-from ..model.head.divergence import TargetDistribution
-from ..model.head.logprob_head import LogprobHead
+from ..model.head.chunked_cross_entropy import TargetDistribution
+from ..model.head.outputs import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
@@ -34,7 +37,36 @@ from ..parallel.section import ParallelSection
 from ..parallel.tensor.sequence_parallel import widened
 from ..parallel.world import ALONE, World
 from .pipelined import PipelinedModel
-from .rollout import gathered
+
+
+@contextmanager
+def gathered(module: nn.Module, inner: PreTrainedModel, *, again: bool) -> Iterator[None]:
+    """All weights gathered, so that ranks with other prompts need not run in step. They take the
+    memory of the unsharded model meanwhile."""
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    # PEFT's generate runs the inner model, past the root of what is sharded. Without a pass before,
+    # FSDP2 would take the first layer that runs for the root, and refuse the true one later.
+    # Without a pass behind, the next backward pass would prefetch what ran last on each rank.
+    is_wrapped = bool(parts) and module is not inner
+    try:
+        if is_wrapped:
+            _run_once(module)
+        yield
+        if is_wrapped:
+            _run_once(module)
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(again, recurse=False)
+            part.reshard()
+
+
+def _run_once(module: nn.Module) -> None:
+    """One token through all of the model."""
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=next(module.parameters()).device)
+    module(input_ids=ids, use_cache=False)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError, first_line
 from ..model.pretrained.adapter import add_adapters, attach, attach_empty
-from ..model.pretrained.float8 import emulates
+from ..model.pretrained.config import check_adapter, read_config
+from ..model.pretrained.layers import emulates
 from ..model.pretrained.loading import device, load_model, training_dtype
-from ..model.pretrained.positions import check_adapter, read_config
-from ..model.pretrained.quantized import check_alone
-from ..model.pretrained.stored_quantization import (
+from ..model.pretrained.quantized import (
     as_dequantized,
+    check_alone,
     dequantization,
     form_of,
     quantization_of,
@@ -39,9 +39,9 @@ from ..parallel.sharding import Cuts
 from ..parallel.tensor.vocab_parallel import cut_vocabulary
 from .draft import Draft
 from .heads import stored_heads
-from .meta import Reader, ShardLoader, init_on_meta, read_base
 from .pipelined import to_pipeline
 from .runner import ModelForward
+from .shard_loading import Reader, ShardLoader, init_on_meta, read_base
 
 Method = Callable[[PreTrainedModel], nn.Module]
 Values = Mapping[str, torch.Tensor]

@@ -20,8 +20,7 @@ from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..errors import ModelError, RecipeError, TemplateError
 from ..model.pretrained import adapter
-from ..model.pretrained.loading import resolve
-from ..model.pretrained.positions import (
+from ..model.pretrained.config import (
     CONFIG,
     UnreadableConfigError,
     num_positions,
@@ -29,6 +28,7 @@ from ..model.pretrained.positions import (
     read_config,
     why_not_extended,
 )
+from ..model.pretrained.loading import resolve
 from ..model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ..model.section import ModelSection
 from .recipe import Recipe

@@ -14,15 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..model.attention import packed, selection
+from ..model.attention import kernels as selection
+from ..model.attention import packed
 from ..model.precision import LossScaler, choose, slowness
 from ..model.pretrained.loading import device, resolve
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
-from ..network.meta import select_prompt_sharing
 from ..network.network import Network
 from ..network.open import open_network
 from ..network.preflight import refuse_early
+from ..network.shard_loading import select_prompt_sharing
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
-from ..model.adaptable import is_added
+from ..model.lora_targets import is_added
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..training.state import Kernels

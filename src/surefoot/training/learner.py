@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.state.protocols import ShardedState
-from ..model.adaptable import is_added
+from ..model.lora_targets import is_added
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters

@@ -22,8 +22,8 @@ from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError, RecipeError
 from ..generate.section import GenerateSection
 from ..model.pretrained import base_identity
+from ..model.pretrained.config import extension_of
 from ..model.pretrained.loading import resolve
-from ..model.pretrained.positions import extension_of
 from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
 from ..model.pretrained.tokenizer import load_tokenizer
 from ..model.section import ModelSection

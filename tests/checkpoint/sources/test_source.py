@@ -13,7 +13,7 @@ from surefoot.checkpoint.sources import source as sources
 from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError, DamagedFileError
 from surefoot.parallel.box import Box
-from surefoot.plugins.mindspore.naming.interleaved import InterleavedSource, RowGroup
+from surefoot.plugins.mindspore.naming import InterleavedSource, RowGroup
 
 from ..sample import Holder, num_open, same_bits
 

@@ -321,7 +321,7 @@ def test_a_full_disk_leaves_nothing(models, after, tmp_path, monkeypatch):
 def test_rows_of_heads_and_experts_are_read_in_blocks(models, tmp_path, monkeypatch):
     for kind in ("llama", "qwen3_moe"):
         out = export(models(kind), tmp_path / f"{kind}.gguf", GGUF(quantize="f32"))
-        monkeypatch.setattr("surefoot.plugins.gguf.tensors._CHUNK", 1000)
+        monkeypatch.setattr("surefoot.plugins.gguf.gguf_file._MOST_READ", 1000)
         again = export(models(kind), tmp_path / f"{kind}-2.gguf", GGUF(quantize="f32"))
         first, second = values(out), values(again)
         assert all(np.array_equal(first[name], second[name]) for name in first)

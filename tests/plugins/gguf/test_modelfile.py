@@ -4,7 +4,7 @@ import json
 
 import tiny_tokenizers
 from folders import CHATML, save_recipe
-from surefoot.plugins.gguf.modelfile import ModelForOllama, modelfile_text
+from surefoot.plugins.gguf.export import ModelForOllama, modelfile_text
 from surefoot.recipe.recipe import load
 
 

@@ -20,7 +20,7 @@ from surefoot.plugins.migrate.conversion import convert_llamafactory
 from surefoot.plugins.migrate.importers import find_command, read_command_line
 from surefoot.plugins.migrate.rules import RULES
 from surefoot.plugins.migrate.templates import TEMPLATES
-from surefoot.plugins.mindspore.recipe.conversion import IMPORTER
+from surefoot.plugins.mindspore.recipe import IMPORTER
 from surefoot.recipe.importers import convert
 from surefoot.recipe.recipe import Recipe, load, load_converted
 from surefoot.recipe.yaml import emit, parse

@@ -9,7 +9,7 @@ import folders
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.model.head import outputs
-from surefoot.model.head.logprob_head import logprob_head_of
+from surefoot.model.head.outputs import logprob_head_of
 from surefoot.model.precision import autocast
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read

@@ -31,12 +31,13 @@ from .packed import (
     BoundsMissingError,
     attend_by_mask,
     by_document,
+    has_groups,
     packed_arguments,
     plain_kernel,
+    refuse_without_groups,
     switch_to_packed,
     uses_document_attention,
 )
-from .shifted import has_groups, refuse_without_groups
 
 logger = logging.getLogger(__name__)
 Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each trained position

@@ -6,12 +6,36 @@ packed rows run through attention functions of this module, which are registered
 and for which no mask is built. Padded batches and generation use transformers' own functions.
 
 Shapes: H heads, T tokens of the row, E size of a head.
+
+Where the documents of a packed row begin and end.
+
+Shifted sparse attention in training (S²-Attn of LongLoRA, arXiv:2309.12307).
+
+Every document is divided into groups of G tokens, and each token attends within its group: to half
+of the heads from the beginning of the document, to the other half shifted by G/2, so that their
+groups overlap. The cost of a document of T tokens falls from T² to T G. Evaluation and generation
+have full attention, and a trained model is an ordinary one.
+
+The paper rolls the row, so that its first and last G/2 tokens share a group: there the first ones
+attend to the last ones, their own future. Here the shifted half has a group of G/2 tokens at each
+end instead. Groups start again in each document, so nothing depends on what is packed beside it.
+
+Attention on a GPU that repeats its bits: torch's strict mode, for attention alone.
+
+A run with ``train.deterministic`` has torch only warn of operations without a deterministic
+algorithm, because some architectures contain one. But while torch only warns, its flash and
+memory-efficient attention add the gradients of the queries in any order, and cuDNN's attention,
+which has no such algorithm, may be selected. Both obey strict mode (torch 2.11, ``sdp_utils.cpp``
+and ``attention_backward.cu``). So strict mode is on while an attention kernel is selected and
+computes, forward and backward, and off everywhere else. Padded rows go through transformers' own
+attention function, which stays as it is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -23,13 +47,193 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, PreTrainedModel
 
 from ...errors import ModelError
-from ..meta_tensors import on_meta, once_per_architecture
-from .bounds import Bounds
-from .deterministic import deterministically
-from .shifted import group_of, in_groups
+from ..meta_device import on_meta, once_per_architecture
+
+
+class Bounds:
+    """The document boundaries of a row. A compiled layer passes this object on without reading it;
+    for a list, it would be compiled again for each length.
+
+    ``branches`` are the tokens of prompt, first and second response of each document, if some share
+    a prompt (see ``Batch``). ``group`` are the tokens of a group, if documents attend in groups
+    (see ``in_groups``).
+    """
+
+    def __init__(
+        self,
+        values: Sequence[int],
+        branches: Sequence[Sequence[int]] | None = None,
+        group: int | None = None,
+    ) -> None:
+        self.values, self.branches, self.group = values, branches, group
+        self._kept: dict[str, object] = {}
+
+    @property
+    def parts(self) -> Sequence[Sequence[int]]:
+        """For each document, the tokens of prompt, first and second response; one is all prompt."""
+        return self.branches or [(b - a, 0, 0) for a, b in pairwise(self.values)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(b - a for a, b in pairwise(self.values))
+
+    def half(self, number: int) -> Bounds:
+        """The bounds of groups for the first or the second half of the heads."""
+        made = self.kept(f"half {number}", lambda: self._half(number))
+        assert isinstance(made, Bounds)
+        return made
+
+    def _half(self, number: int) -> Bounds:
+        assert self.group is not None
+        found, first = [0], self.group - number * (self.group // 2)
+        for start, stop in pairwise(self.values):
+            found += [*range(start + first, stop, self.group), stop]
+        return Bounds(found)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """[documents + 1] the bounds as int32 on ``device``."""
+        made = self.kept("bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device))
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def kept(self, name: str, make: Callable[[], object]) -> object:
+        """Values that are computed from them once, for all layers."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+
+Attend = Callable[..., tuple[torch.Tensor, None]]
+_GROUP = "attention_group"  # an attribute of such models
+_KEY = "model.shifted_attention_group"
+
+
+def use_groups(model: PreTrainedModel, size: int) -> None:
+    """Let ``model`` attend within groups of ``size`` tokens in training. Raises ``ModelError`` if
+    its heads cannot be divided in two halves."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    if heads < 2 or heads % 2:
+        raise ModelError(
+            f"{_KEY}: {type(model).__name__} has {heads} attention heads, not two halves; remove it"
+        )
+    vars(model)[_GROUP] = size
+
+
+def group_of(model: PreTrainedModel) -> int | None:
+    """The tokens of a group, if ``model`` is in training mode and attends in groups."""
+    size: int | None = vars(model).get(_GROUP)
+    return size if model.training else None
+
+
+def has_groups(model: PreTrainedModel) -> bool:
+    """Whether ``model`` attends in groups when it is trained."""
+    return vars(model).get(_GROUP) is not None
+
+
+def refuse_without_groups(model: PreTrainedModel, reason: str) -> None:
+    """Raise ``ModelError`` if ``model`` shall attend in groups, and for ``reason`` packed rows do
+    not go through this module."""
+    if has_groups(model):
+        raise ModelError(
+            f"{_KEY}: {type(model).__name__} cannot attend in groups: {reason}; remove it"
+        )
+
+
+def in_groups(attend: Attend) -> Attend:
+    """``attend``, an attention function for packed rows, with groups where bounds have some."""
+
+    def grouped(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        bounds = kwargs.get("document_bounds")
+        if not isinstance(bounds, Bounds) or bounds.group is None:
+            return attend(module, query, key, value, attention_mask, **kwargs)
+        assert bounds.branches is None  # see ``settle_attention``
+        heads = query.shape[1]
+        if key.shape[1] % 2:  # one key for both halves
+            repeats = heads // key.shape[1]
+            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        halves = zip(*(each.chunk(2, dim=1) for each in (query, key, value)), strict=True)
+        found = []
+        for number, (q, k, v) in enumerate(halves):
+            inside = {
+                **kwargs,
+                **_half(kwargs, number, heads),
+                "document_bounds": bounds.half(number),
+            }
+            found.append(attend(module, q, k, v, None, **inside)[0])
+        return torch.cat(found, dim=2), None
+
+    return grouped
+
+
+def _half(kwargs: Mapping[str, object], number: int, heads: int) -> dict[str, object]:
+    """Arguments that have a value for each head."""
+    sinks = cast("Any", kwargs.get("s_aux"))
+    return {} if sinks is None else {"s_aux": sinks.view(heads).chunk(2)[number]}
+
+
+DEVICES = {"cuda"}  # attention of CPUs adds in a fixed order
+
+Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
+
+
+def deterministically(attend: Callable[[Heads], torch.Tensor], heads: Heads) -> torch.Tensor:
+    """``attend(heads)``, forward and backward in strict mode if the run asks for deterministic
+    kernels. Inside a compiled layer nothing changes: the mode is read when its graph is run."""
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    applies = is_warning and torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() or not applies or heads[0].device.type not in DEVICES:
+        return attend(heads)
+    inside = cast("Heads", _Enter.apply(*heads))  # type: ignore[no-untyped-call]
+    with _strict():
+        found = attend(inside)
+    return cast("torch.Tensor", _Leave.apply(found))  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _strict() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class _Enter(torch.autograd.Function):
+    """The inputs; their backward pass is the last one of the attention, and leaves strict mode."""
+
+    @staticmethod
+    def forward(_ctx: Any, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(each.view_as(each) for each in heads)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        return gradients
+
+
+class _Leave(torch.autograd.Function):
+    """The output; its backward pass is the first one of the attention, and enters strict mode."""
+
+    @staticmethod
+    def forward(_ctx: Any, found: torch.Tensor) -> torch.Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        torch.use_deterministic_algorithms(True)
+        return gradients[0]
+
 
 logger = logging.getLogger(__name__)
-Heads = Sequence[torch.Tensor]  # queries, keys and values, [1, H, T, E] each
 PREFIX = "surefoot_packed_"  # of the names registered with transformers
 _BY_MASK = "gets_mask_of_packed_rows"  # an attribute of such models
 

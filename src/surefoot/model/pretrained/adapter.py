@@ -19,9 +19,8 @@ from ...errors import CheckpointError, ModelError, counted
 from ...storage.files import read_json
 from ...storage.model_folder import is_adapter
 from ...storage.tensor_names import adapter_names
-from ..adaptable import is_linear
-from ..adapters.dora import enable_float32_lengths
-from ..adapters.frozen import add_frozen, stacked_layers
+from ..adapters import add_frozen, enable_float32_lengths, stacked_layers
+from ..lora_targets import is_linear
 from .weights import AdapterWeights
 
 if TYPE_CHECKING:  # slow to import, and here only a name

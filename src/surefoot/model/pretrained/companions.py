@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters.frozen import has_frozen, together
+from ..adapters import has_frozen, together
 from ..section import ModelSection
-from .positions import with_old_rope
+from .config import with_old_rope
 
 _CONFIG, _TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _EXPERTS = "num_experts"

@@ -25,9 +25,8 @@ from ...storage.address import is_address
 from ...storage.hubs import HUBS, HubError
 from ...storage.model_folder import is_adapter
 from ..section import ModelSection
-from .positions import read_config
-from .quantized import disable_relayout, quantization
-from .stored_quantization import as_dequantized, dequantization
+from .config import read_config
+from .quantized import as_dequantized, dequantization, disable_relayout, quantization
 
 logger = logging.getLogger(__name__)
 WEIGHTS = "*.safetensors"
@@ -127,6 +126,8 @@ def load_model(
     attention = None if section.attention == "auto" else section.attention
     is_empty = weights is not None and any(tensor.is_meta for tensor in weights.values())
     quantized = None if is_empty else quantization(section)
+    placed = None if quantized is None else {"": device()}  # if not on the CPU first
+    placed = {"": torch.device("meta")} if is_empty else placed
     disable_progress_bar()  # of transformers; the screen is ours
     try:
         config = read_config(folder, section)
@@ -140,7 +141,7 @@ def load_model(
             state_dict=None if weights is None else dict(weights),
             config=config,
             dtype=dtype,
-            device_map=_device_map(is_empty=is_empty, is_quantized=quantized is not None),
+            device_map=placed,
             quantization_config=quantized or stored,
             attn_implementation=attention,
             use_safetensors=True,
@@ -161,13 +162,6 @@ def load_model(
         disable_relayout(model)
     is_there = is_empty or quantized is not None
     return (model if is_there else model.to(device())).eval()
-
-
-def _device_map(*, is_empty: bool, is_quantized: bool) -> dict[str, torch.device] | None:
-    """Where transformers puts the model, if not on the CPU first."""
-    if is_empty:
-        return {"": torch.device("meta")}
-    return {"": device()} if is_quantized else None
 
 
 def _name(model: PreTrainedModel, folder: Path) -> None:

@@ -42,9 +42,10 @@ def load_tokenizer(
     class that tokenizes differently from the ``tokenizer.json``.
     """
     folder = Path(path)
-    if folder.is_dir():
-        _check_files(folder)
-    elif folder.is_absolute():
+    if folder.is_dir() and not any((folder / name).is_file() for name in FILES):
+        rest = ", ".join(FILES[1:])
+        raise ModelError(f"{folder}: no tokenizer found; expected tokenizer.json (or {rest})")
+    if not folder.is_dir() and folder.is_absolute():
         raise ModelError(f"{path}: no such folder, so no tokenizer in it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
@@ -60,12 +61,6 @@ def load_tokenizer(
     new = [t for t in dict.fromkeys(new_special_tokens) if t not in tokenizer.added_tokens_encoder]
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in new], True)
     return tokenizer
-
-
-def _check_files(folder: Path) -> None:
-    if not any((folder / name).is_file() for name in FILES):
-        rest = ", ".join(FILES[1:])
-        raise ModelError(f"{folder}: no tokenizer found; expected tokenizer.json (or {rest})")
 
 
 def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:

@@ -3,6 +3,12 @@
 transformers 5 fuses and renames tensors at loading for some architectures (experts, for example). A
 file with module names could not be loaded with ``from_pretrained``, so the names are converted back
 before a save.
+
+Map tensors of weight files to slices of parameters that transformers fuses at loading.
+
+Experts, for example, are separate in files and one tensor with three dimensions in memory, with
+gate before up. If the model is sharded, a rank has a box of the fused tensor, and so a box of some
+of its slices. No slice is gathered to be saved or loaded.
 """
 
 from __future__ import annotations
@@ -15,21 +21,137 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ...errors import CheckpointError, counted
-from ...parallel.sharding import Cuts, FusedSlice
-from ..fused_parameters import FusedPlacement, places, view
+from ...errors import CheckpointError, ModelError, counted
+from ...parallel.sharding import Cuts, FusedSlice, local_offset_and_shape
 from ..section import ModelSection
 from .companions import adapter_files, model_files
+
+
+@dataclass(frozen=True)
+class FusedPlacement:
+    """The position in memory of a matrix in the files."""
+
+    fused: str  # parameter
+    whole: tuple[int, int, int]  # shape of that: experts, rows, columns
+    start: tuple[int, int, int]
+    shape: tuple[int, int]
+
+
+def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
+    """The position of each matrix in the files that has no parameter of its own.
+
+    Found by letting transformers split tensors that contain the numbers of their rows. Raises
+    ``ModelError`` if the result is not that many rows in their order.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.ndim == 3}
+    rows = {
+        name: torch.arange(shape[0] * shape[1]).view(shape[0], shape[1], 1)
+        for name, shape in shapes.items()
+    }
+    known = {numbers.untyped_storage()._cdata: name for name, numbers in rows.items()}
+    owners, found = _owners(model, shapes), {}
+    for name, numbers in revert_weight_conversion(model, dict(rows)).items():
+        if known.get(numbers.untyped_storage()._cdata) and numbers.ndim == 3:
+            continue  # only renamed
+        fused = owners[name]
+        experts, height, width = shapes[fused]
+        first, count = int(numbers.flatten()[0]), numbers.numel()
+        in_order = torch.arange(first, first + count)
+        if numbers.shape != (count, 1) or not torch.equal(numbers.flatten(), in_order):
+            raise ModelError(
+                f"{name}: transformers does more than split {fused} into rows; this model "
+                "cannot be sharded"
+            )
+        start = (first // height, first % height, 0)
+        found[name] = FusedPlacement(fused, (experts, height, width), start, (count, width))
+    return found
+
+
+def names_unless_split(model: PreTrainedModel, fused: Collection[str]) -> dict[str, str]:
+    """The names in the files of parameters that are there as they are in memory. Raises
+    ``ModelError`` if one is transposed."""
+    found = {}
+    for name in fused:
+        with torch.device("meta"):
+            parameter = torch.empty(model.get_parameter(name).shape)
+        parts = revert_weight_conversion(model, {name: parameter})
+        for in_files, tensor in parts.items() if len(parts) == 1 else ():
+            if tensor.shape != parameter.shape or not tensor.is_contiguous():
+                raise ModelError(f"{in_files}: transformers transposes it when it is loaded")
+            found[name] = in_files
+    return found
+
+
+def _owners(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, str]:
+    """The parameter of each tensor in the files."""
+    with torch.device("meta"):
+        return {
+            name: fused
+            for fused, shape in shapes.items()
+            for name in revert_weight_conversion(model, {fused: torch.empty(shape)})
+        }
+
+
+def view(fused: torch.Tensor, at: FusedPlacement, cuts: Cuts | None) -> torch.Tensor:
+    """This rank's part of a slice of ``fused``, sharing its memory.
+
+    As a tensor it seems to be complete on every rank, which is not so: only ``cuts`` has its
+    sharding.
+    """
+    if not isinstance(fused, DTensor):
+        raise ModelError(f"{at.fused}: not sharded, but other parameters are")
+    mesh = fused.device_mesh
+    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    place = dict(zip(names, mesh.get_coordinate() or (), strict=True))
+    assert cuts is not None
+    assert not isinstance(cuts, tuple)
+    (expert, row, column), _ = local_offset_and_shape(at.whole, cuts.cuts, sizes, place)
+    start, shape = local_offset_and_shape(at.shape, cuts, sizes, place)
+    local = fused.to_local()
+    if not all(shape):
+        mine = local.new_empty(shape)
+    else:
+        mine = local[at.start[0] - expert]
+        mine = mine.narrow(0, at.start[1] + start[0] - row, shape[0])
+        mine = mine.narrow(1, at.start[2] + start[1] - column, shape[1])
+    return DTensor.from_local(
+        mine,
+        mesh,
+        [Replicate()] * mesh.ndim,
+        run_check=False,
+        shape=torch.Size(at.shape),
+        stride=(at.shape[1], 1),
+    )
+
 
 Tensors = Mapping[str, torch.Tensor]
 
 
+class UndividedWeights:
+    """What checkpoints ask of weights that no pipeline divides."""
+
+    cuts: Mapping[str, Cuts]  # by name, of what is spread
+
+    def cuts_of(self, name: str) -> Cuts | None:
+        """The sharding of a tensor; None if it is not recorded."""
+        return self.cuts.get(name)
+
+    def is_copy(self, name: str) -> bool:
+        """No other pipeline stage has it."""
+        return False
+
+    def like(self, name: str) -> torch.Tensor | None:
+        """None: every tensor is there from the beginning."""
+        return None
+
+
 @dataclass(frozen=True)
-class FullWeights:
+class FullWeights(UndividedWeights):
     """All weights of a transformers model; tied ones once, under the name transformers keeps."""
 
     model: PreTrainedModel
@@ -63,15 +185,7 @@ class FullWeights:
             cuts = self.cuts.get(at.fused, ())
             assert not isinstance(cuts, FusedSlice)
             return FusedSlice(at.whole, at.start, cuts)
-        return self.cuts.get(name)
-
-    def is_copy(self, name: str) -> bool:
-        """No other pipeline stage has it."""
-        return False
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """None: every tensor is there from the beginning."""
-        return None
+        return super().cuts_of(name)
 
     @cached_property
     def _fused(self) -> dict[str, FusedPlacement]:
@@ -95,7 +209,11 @@ class FullWeights:
             wanted = self.state_dict()
             _check_names(state, wanted)
             if not any(isinstance(tensor, DTensor) for tensor in wanted.values()):
-                self._load_converted(state)
+                # let transformers fuse and rename it as it does when it loads a folder
+                fresh = type(self.model).from_pretrained(
+                    None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
+                )
+                self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
                 return
         for name, tensor in wanted.items():
             if tensor is not state[name] and not _is_same(tensor, state[name]):
@@ -106,16 +224,9 @@ class FullWeights:
         left_out = {*self.model.all_tied_weights_keys, *self.apart}
         return {name: t for name, t in self.model.state_dict().items() if name not in left_out}
 
-    def _load_converted(self, state: Tensors) -> None:
-        """Let transformers fuse and rename ``state`` as it does when it loads a folder."""
-        fresh = type(self.model).from_pretrained(
-            None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
-        )
-        self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
-
 
 @dataclass(frozen=True)
-class AdapterWeights:
+class AdapterWeights(UndividedWeights):
     """The weights of a PEFT adapter under the names of ``adapter_model.safetensors``."""
 
     model: nn.Module
@@ -139,18 +250,6 @@ class AdapterWeights:
         """``adapter_config.json``, which names the base as the recipe does; ``config.json`` only if
         the positions of the base are extended."""
         return adapter_files(self.model, section)
-
-    def cuts_of(self, name: str) -> Cuts | None:
-        """The sharding of a tensor; None if it is not recorded."""
-        return self.cuts.get(name)
-
-    def is_copy(self, name: str) -> bool:
-        """No other pipeline stage has it."""
-        return False
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """None: every tensor is there from the beginning."""
-        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors by PEFT's names, without the adapter's own name."""

@@ -2,12 +2,16 @@
 
 The file, and others beside it, are made in a temporary folder and renamed, so that a killed or
 failed export leaves nothing under the names asked for.
+
+Which tensors a GGUF file holds, and which boxes of a tensor source each is made of.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,20 +19,168 @@ from gguf import (
     GGML_QUANT_SIZES,
     GGML_QUANT_VERSION,
     GGUF_DEFAULT_ALIGNMENT,
-    GGMLQuantizationType,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
     GGUFWriter,
+    TensorNameMap,
+    get_tensor_name_map,
 )
 from gguf.quants import quantize
+from transformers import PretrainedConfig
 
 from ...checkpoint.disk.bytes import ByteStream
 from ...checkpoint.disk.commit import claim, clean_leftovers
 from ...checkpoint.sources.copying import Progress
-from ...checkpoint.sources.source import TensorSource
+from ...checkpoint.sources.source import Shape, TensorSource
 from ...errors import CheckpointError, ModelError
+from ...parallel.box import Box
 from ...storage import files
 from ...storage.parallel_work import ahead
-from .k_quants import Bytes, Floats, q4_k, q5_k, q6_k
-from .tensors import FileTensor
+from .architectures import GGUFArchitecture, head_dim, rope_tensors
+from .formats import Bytes, Floats, T, q4_k, q5_k, q6_k
+
+_MOST_READ = 1 << 21  # weights read at a time
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+_proj)\.weight")
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_COMPUTED = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of the file: boxes of the source, one below the other."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[tuple[str, Box], ...] = ()
+    head_rows: int = 0  # rows of a head, whose rotary pairs become adjacent
+    shift: float = 0.0
+    values: Floats | None = field(default=None, compare=False)  # computed, not of the source
+
+    def chunks(self, source: TensorSource) -> Iterator[Callable[[], Floats]]:
+        """Reads of the values in float32, some rows at a time."""
+        if (values := self.values) is not None:
+            yield lambda: values
+            return
+        for name, box in self.pieces:
+            for part in self._parts(box):
+                yield partial(self._changed, source, name, part)
+
+    def _parts(self, box: Box) -> Iterator[Box]:
+        """Whole rows, and whole heads where their rows change places."""
+        columns = self.shape[-1]
+        rows = max(1, _MOST_READ // columns)
+        if self.head_rows:
+            rows = max(1, rows // self.head_rows) * self.head_rows
+        yield from box.blocks(rows * columns)
+
+    def _changed(self, source: TensorSource, name: str, box: Box) -> Floats:
+        found: Floats = source.read(name, box).float().numpy()
+        found = found.reshape(-1, found.shape[-1]) if found.ndim > 1 else found
+        if self.head_rows:
+            pairs = found.reshape(-1, 2, self.head_rows // 2, *found.shape[1:])
+            found = pairs.swapaxes(1, 2).reshape(found.shape)
+        return found + np.float32(self.shift) if self.shift else np.ascontiguousarray(found)
+
+
+def file_tensors(
+    shapes: Mapping[str, Shape], config: PretrainedConfig, row: GGUFArchitecture, where: str
+) -> dict[str, FileTensor]:
+    """The tensors of the file for a model with tensors of these ``shapes``. Raises
+    ``CheckpointError`` if one has no place in it."""
+    names = name_map(config, row)
+    pieces: dict[str, list[tuple[int, str, Box]]] = {}
+    for name, shape in shapes.items():
+        is_tied_head = name == _HEAD and config.tie_word_embeddings
+        if is_tied_head or name.endswith(_COMPUTED):
+            continue
+        for number, generic, box in _parts(name, shape):
+            found = gguf_name(generic, names, row, f"{where}: {name}")
+            pieces.setdefault(found, []).append((number, name, box))
+    made = {name: _joined(name, sorted(own), config, row) for name, own in pieces.items()}
+    computed = rope_tensors(config)
+    made |= {name: FileTensor(name, v.shape, values=v) for name, v in computed.items()}
+    return dict(sorted(made.items(), key=lambda item: _order(item[0])))
+
+
+def check_complete(
+    found: Mapping[str, FileTensor], wanted: Mapping[str, FileTensor], where: str
+) -> None:
+    """Raise ``CheckpointError`` unless the tensors are those of the model, in their shapes."""
+    for name, tensor in wanted.items():
+        if name not in found:
+            made_of = ", ".join(sorted({piece for piece, _ in tensor.pieces})[:2])
+            raise CheckpointError(f"{where}: has no {made_of}, which the model needs")
+        if found[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: {found[name].pieces[0][0]} has shape {found[name].shape}, expected "
+                f"{tensor.shape}"
+            )
+    if extra := sorted(found.keys() - wanted.keys()):
+        raise CheckpointError(
+            f"{where}: {found[extra[0]].pieces[0][0]} is not of the model that config.json names"
+        )
+
+
+def name_map(config: PretrainedConfig, row: GGUFArchitecture) -> TensorNameMap:
+    """gguf's own table of names for this architecture."""
+    arch = next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES.get(a) == row.name)
+    return get_tensor_name_map(arch, config.num_hidden_layers)
+
+
+def gguf_name(name: str, names: TensorNameMap, row: GGUFArchitecture, where: str) -> str:
+    """The name in the file. Raises ``CheckpointError`` if llama.cpp knows no such tensor."""
+    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    module, _, kind = name.rpartition(".")
+    is_bias = kind == "bias" and not module.endswith(row.biased or ("no module",))
+    if found is None or is_bias:
+        raise CheckpointError(f"{where} has no place in a GGUF file of architecture {row.name}")
+    return found
+
+
+def head_rows(name: str, config: PretrainedConfig, row: GGUFArchitecture) -> int:
+    """The rows of a head, if those of the tensor ``name`` of the file change places."""
+    is_rotated = ".attn_q." in name or ".attn_k." in name
+    return head_dim(config) if row.is_permuted and is_rotated else 0
+
+
+def _parts(name: str, shape: Shape) -> Iterator[tuple[int, str, Box]]:
+    """The number of the expert, the name without it, and the box of each part of a tensor."""
+    if one := _EXPERT.fullmatch(name):
+        yield int(one[2]), f"{one[1]}.{one[3]}.weight", Box.whole(shape)
+        return
+    fused = _FUSED.fullmatch(name)
+    if fused is None:
+        yield 0, name, Box.whole(shape)
+        return
+    experts, rows, columns = shape
+    parts = ["gate_proj", "up_proj"] if fused[2] == "gate_up_proj" else ["down_proj"]
+    height = rows // len(parts)
+    for place, part in enumerate(parts):
+        for expert in range(experts):
+            box = Box((expert, place * height, 0), (1, height, columns))
+            yield expert, f"{fused[1]}.{part}.weight", box
+
+
+def _joined(
+    name: str, parts: list[tuple[int, str, Box]], config: PretrainedConfig, row: GGUFArchitecture
+) -> FileTensor:
+    """Several experts are one tensor, with the expert as its first dimension."""
+    shape = parts[0][2].shape
+    if "_exps." in name:
+        shape = (len(parts), *shape[-2:])
+    shift = row.norm_shift if name.endswith("norm.weight") else 0.0
+    pieces = tuple((own, box) for _, own, box in parts)
+    return FileTensor(name, shape, pieces, head_rows(name, config, row), shift)
+
+
+def _order(name: str) -> tuple[int, str]:
+    """The embeddings, the layers, the rest."""
+    layer = re.match(r"blk\.(\d+)\.", name)
+    if layer is not None:
+        return int(layer[1]) + 1, name
+    return (0 if name.startswith(("token_embd", "rope")) else 1 << 30), name
+
 
 _LIMIT = 1 << 30  # bytes of a head, which the vocabulary fills
 
@@ -39,13 +191,14 @@ class GGUFContents:
 
     architecture: str
     tensors: Mapping[str, FileTensor]
-    types: Mapping[str, GGMLQuantizationType]
+    types: Mapping[str, T]
     describe: Callable[[GGUFWriter], None]
     """Adds the settings."""
 
-    def size(self) -> int:
-        """The bytes of all tensors."""
-        return sum(num_bytes(t.shape, self.types[name]) for name, t in self.tensors.items())
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each tensor."""
+        return {name: num_bytes(t.shape, self.types[name]) for name, t in self.tensors.items()}
 
 
 def refuse_existing(*targets: Path) -> None:
@@ -86,27 +239,21 @@ def _write(
 ) -> None:
     head = _head(folder / "head", contents)
     with files.create(folder / name) as file:
-        file.reserve(_aligned(len(head)) + sum(_aligned(n) for n in _sizes(contents)))
+        file.reserve(sum(map(_aligned, [len(head), *contents.sizes.values()])))
         file.bypass_cache()
         with ByteStream(file) as stream:
-            stream.write(_padded(head))
-            for tensor, size in zip(contents.tensors.values(), _sizes(contents), strict=True):
-                for data in _packed(tensor, contents.types[tensor.name], source):
+            stream.write(head + bytes(_aligned(len(head)) - len(head)))
+            for key, size in contents.sizes.items():
+                pack_next = partial(_pack_read, contents.types[key], key)
+                # the next rows are read and packed while some are written
+                for data in ahead(pack_next, contents.tensors[key].chunks(source)):
                     stream.write(data)
                     progress(len(data))
                 stream.write(bytes(_aligned(size) - size))
 
 
-def _packed(
-    tensor: FileTensor, kind: GGMLQuantizationType, source: TensorSource
-) -> Iterator[bytes]:
-    """The bytes of a tensor; the next rows are read and packed while some are written."""
-    reads = tensor.chunks(source)
-
-    def packed(read: Callable[[], Floats]) -> bytes:
-        return pack(read(), kind, tensor.name)
-
-    yield from ahead(packed, reads)
+def _pack_read(kind: T, name: str, read: Callable[[], Floats]) -> bytes:
+    return pack(read(), kind, name)
 
 
 def _head(path: Path, contents: GGUFContents) -> bytes:
@@ -114,10 +261,9 @@ def _head(path: Path, contents: GGUFContents) -> bytes:
     writer = GGUFWriter(path, contents.architecture)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     contents.describe(writer)
-    for name, tensor in contents.tensors.items():
-        kind = contents.types[name]
-        size = num_bytes(tensor.shape, kind)
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+    for name, size in contents.sizes.items():
+        shape, kind = contents.tensors[name].shape, contents.types[name]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -126,21 +272,12 @@ def _head(path: Path, contents: GGUFContents) -> bytes:
         return files.read_all(file, _LIMIT)
 
 
-def _sizes(contents: GGUFContents) -> list[int]:
-    return [num_bytes(t.shape, contents.types[name]) for name, t in contents.tensors.items()]
-
-
 def _aligned(size: int) -> int:
     return -(-size // GGUF_DEFAULT_ALIGNMENT) * GGUF_DEFAULT_ALIGNMENT
 
 
-def _padded(data: bytes) -> bytes:
-    return data + bytes(_aligned(len(data)) - len(data))
-
-
-T = GGMLQuantizationType
 _K_QUANTS: Mapping[T, Callable[[Floats], Bytes]] = {T.Q4_K: q4_k, T.Q5_K: q5_k, T.Q6_K: q6_k}
-_CHUNK = 1 << 16  # weights whose intermediate values stay in the cache
+_MOST_PACKED = 1 << 16  # weights whose intermediate values stay in the cache
 
 
 def num_bytes(shape: tuple[int, ...], kind: T) -> int:
@@ -155,7 +292,7 @@ def pack(values: Floats, kind: T, name: str) -> bytes:
         raise CheckpointError(f"{name}: it contains NaN or infinite values; nothing was written")
     if kind in _K_QUANTS:
         flat = values.reshape(-1)
-        parts = [flat[i : i + _CHUNK] for i in range(0, len(flat), _CHUNK)]
+        parts = [flat[i : i + _MOST_PACKED] for i in range(0, len(flat), _MOST_PACKED)]
         return b"".join(_K_QUANTS[kind](part).tobytes() for part in parts)
     with np.errstate(over="ignore"):
         packed = quantize(values, kind)

@@ -37,7 +37,7 @@ class GGUF(Target):
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The file, and what Ollama needs beside it."""
-        module = import_module(f"{__package__}.model_file")
+        module = import_module(f"{__package__}.export")
         module.write_model(model_folders(origin), target, self.quantize, progress)
         return Done()
 
@@ -63,6 +63,6 @@ class GGUFAdapter(Target):
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The file."""
-        module = import_module(f"{__package__}.adapter_file")
+        module = import_module(f"{__package__}.export")
         module.write_adapter(model_folders(origin), target, self.quantize, progress)
         return Done()

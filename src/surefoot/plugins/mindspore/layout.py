@@ -15,9 +15,8 @@ from ...checkpoint.sources.weights import FolderWeights, TensorLocation
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError
 from ...storage import files
-from .reading.opening import form_of, open_boxes, progress_of, role_of, saves
-from .reading.ranks import model_near, old_file, step_of
-from .strategy.shapes import Shapes
+from .opening import Shapes, form_of, open_boxes, progress_of, role_of, saves
+from .ranks import model_near, old_file, step_of
 
 
 def open_mindspore_state(

@@ -27,7 +27,7 @@ from ...checkpoint.sources.weights import FolderWeights
 from ...errors import CheckpointError
 from ...storage import files
 from .layout import MindSpore, open_mindspore_state
-from .naming.names import (
+from .naming import (
     KEEP,
     AttentionHeads,
     FamilyName,
@@ -38,10 +38,9 @@ from .naming.names import (
     to_mindspore,
     usual,
 )
-from .reading.opening import form_of, progress_of, role_of
-from .reading.ranks import rank_files, step_of
-from .strategy.shapes import Shapes
-from .writing.rank_files import Naming
+from .opening import Shapes, form_of, progress_of, role_of
+from .rank_files import Naming
+from .ranks import rank_files, step_of
 
 logger = logging.getLogger(__name__)
 _ROLES = ("model", "optimizer", "state")

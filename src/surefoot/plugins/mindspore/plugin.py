@@ -11,5 +11,5 @@ PLUGIN = Plugin(
     reading={"mindspore": f"{_HERE}.model:ReadingOptions"},
     targets={"mindspore": f"{_HERE}.target:MindSporeFolder"},
     trainers={"mindspore": f"{_HERE}.resume:TRAINER"},
-    importers={"mindspore": f"{_HERE}.recipe.conversion:IMPORTER"},
+    importers={"mindspore": f"{_HERE}.recipe:IMPORTER"},
 )

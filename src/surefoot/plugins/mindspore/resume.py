@@ -22,15 +22,15 @@ from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
-from ...model.fused_parameters import places
+from ...model.pretrained.weights import places
 from ...parallel.box import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer
+from .experts import StackedMatrix, StackedSource
 from .layout import MindSpore
 from .model import MindSporeHints, as_huggingface, by_role, open_state
-from .naming.experts import StackedMatrix, StackedSource
-from .reading.opening import progress_of
-from .strategy.parallel_config import MOMENTS
+from .opening import progress_of
+from .parallel_config import MOMENTS
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))

@@ -15,8 +15,8 @@ from ...checkpoint.sources.source import JoinedSource, TensorsInMemory, TensorSo
 from ...storage import files
 from .layout import MindSpore
 from .model import as_mindspore, hints_of, moments_of, numbers_of
-from .naming.names import heads_near
-from .writing.conversion import TargetFormat, check, rewrite, write
+from .naming import heads_near
+from .writing import TargetFormat, check, rewrite, write
 
 _CONFIG = "config.json"
 

@@ -1,29 +1,266 @@
 """Calibrate quantized weights on rows of the run's training data, one decoder layer at a time.
 
 Each layer gets the hidden states that the layers before it, already quantized, compute.
+
+GPTQ (arXiv:2210.17323): round a weight column by column, and correct the columns that follow for
+what each has lost, so that the outputs on given inputs change least.
+
+Legend of shapes: O outputs, I inputs. With inputs X [N, I] and H = X'X, what is minimized is
+tr((W - Q) H (W - Q)').
+
+What the linear layers of a decoder layer, and each of its experts, get as inputs.
+
+Calls of ``F.linear`` are seen as they are made. So an expert's inputs are those of the tokens that
+the router sends to it, whatever the architecture.
+
+Legend of shapes: N tokens, O outputs, I inputs.
+
+The rows on which weights are calibrated: those that the run was trained on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from ...batch import Features
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.source import JoinedSource, Renamed, TensorsInMemory, TensorSource
+from ...data.prepared.training_data import open_stream, prepare
+from ...data.text.codec import Codec
+from ...data.text.pairs import with_chosen
 from ...errors import ModelError
-from .gptq import output_error, round_by_gptq, round_to_nearest
-from .inputs import InputStatistics, Place, QuantizedMatrix, matrices_of, statistics_of
+from ...model.pretrained.weights import place
+from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import encoding_of
+from ...use.held_out_set import own_codec
+from ...use.model_loading import ModelFolders, codec_of
 from .layerwise import Call, LayerwiseModel, run
-from .linear_layers import LinearLayers
-from .quantized_source import QuantizedSource
-from .rows import FEWEST
-from .schemes import WeightScheme
+from .schemes import LinearLayers, QuantizedSource, WeightScheme
+
+_BLOCK = 128  # columns whose corrections are applied to the others at once
+DAMPING = 0.01  # of the mean of H's diagonal, which is added to it
+
+
+def round_to_nearest(
+    weight_OI: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values that ``weight_OI`` has in the file, if scales are stored in ``dtype``."""
+    high = 2 ** (scheme.args.num_bits - 1) - 1
+    scales_OG = scheme.scales(weight_OI.to(dtype))[0].float()
+    scales_OI = scales_OG.repeat_interleave(weight_OI.shape[1] // scales_OG.shape[1], 1)
+    return (weight_OI / scales_OI).round().clamp(-high - 1, high) * scales_OI
+
+
+def round_by_gptq(
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor, scheme: WeightScheme
+) -> torch.Tensor:
+    """The values [O, I] float32 that take the place of ``weight_OI``, each a multiple of its scale.
+
+    The scales are those of the unchanged weight. Columns are rounded in the order of their inputs'
+    energy, greatest first; the layout of the files does not depend on that order.
+    """
+    low, high = -(2 ** (scheme.args.num_bits - 1)), 2 ** (scheme.args.num_bits - 1) - 1
+    scales_OG = scheme.scales(weight_OI)[0].float()
+    per_group = weight_OI.shape[1] // scales_OG.shape[1]
+    scales_OI = scales_OG.repeat_interleave(per_group, 1)
+    order_I = hessian_II.diagonal().argsort(descending=True)
+    left_OI = weight_OI.float()[:, order_I]
+    scales_OI = scales_OI[:, order_I]
+    root_II = _root(hessian_II.float()[order_I][:, order_I])
+    found_OI = torch.empty_like(left_OI)
+    for start in range(0, left_OI.shape[1], _BLOCK):
+        stop = min(start + _BLOCK, left_OI.shape[1])
+        lost = torch.empty_like(left_OI[:, start:stop])
+        for i in range(start, stop):
+            scale_O = scales_OI[:, i]
+            found_OI[:, i] = (left_OI[:, i] / scale_O).round_().clamp_(low, high) * scale_O
+            lost[:, i - start] = (left_OI[:, i] - found_OI[:, i]) / root_II[i, i]
+            left_OI[:, i:stop] -= torch.outer(lost[:, i - start], root_II[i, i:stop])
+        left_OI[:, stop:] -= lost @ root_II[start:stop, stop:]
+    back_I = order_I.argsort()
+    return found_OI[:, back_I].contiguous()
+
+
+def _root(hessian_II: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse. Inputs that were always 0 decide nothing; damping
+    is raised until the factor exists."""
+    diagonal = hessian_II.diagonal()
+    diagonal[diagonal == 0] = 1
+    damping = DAMPING * diagonal.mean()
+    for _ in range(10):
+        damped = hessian_II + damping * torch.eye(len(hessian_II), device=hessian_II.device)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            inverse = torch.cholesky_inverse(factor)
+            root: torch.Tensor
+            root, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and root.isfinite().all():
+                return root
+        damping *= 10
+    raise AssertionError("a matrix that is nearly diagonal has a factor")
+
+
+def output_error(
+    weight_OI: torch.Tensor, found_OI: torch.Tensor, hessian_II: torch.Tensor
+) -> float:
+    """The mean squared change of the outputs, relative to their mean square."""
+    change = (weight_OI - found_OI).double()
+    hessian = hessian_II.double()
+    plain = weight_OI.double()
+    total = float(((plain @ hessian) * plain).sum())
+    return float(((change @ hessian) * change).sum()) / total if total else 0.0
+
+
+Place = tuple[int, int, int]  # of a matrix in memory; see ``place``
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight that is quantized."""
+
+    name: str  # in the files
+    weight: torch.Tensor  # [O, I] in the layer's memory
+    dtype: torch.dtype  # in the files
+    place: Place  # of the matrix that the layer multiplies with, of which it may be some rows
+    is_expert: bool = False
+
+
+@dataclass
+class InputStatistics:
+    """Of all inputs of a matrix."""
+
+    gram: torch.Tensor  # [I, I], X'X
+    num_tokens: int
+
+    def add(self, other: InputStatistics) -> None:
+        """More inputs."""
+        self.gram = self.gram + other.gram
+        self.num_tokens += other.num_tokens
+
+    @classmethod
+    def of(cls, inputs: torch.Tensor) -> InputStatistics:
+        """Of inputs [..., I]."""
+        inputs_NI = inputs.detach().flatten(0, -2).float()
+        return cls(inputs_NI.T @ inputs_NI, len(inputs_NI))
+
+
+class LinearCalls(TorchFunctionMode):
+    """Calls ``seen`` with inputs and weight of every linear map, while the block lasts."""
+
+    def __init__(self, seen: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as without it."""
+        given = kwargs or {}
+        if func is F.linear:
+            inputs, weight = (*args, *(given[n] for n in ("input", "weight") if n in given))[:2]
+            self.seen(inputs, weight)
+        return func(*args, **given)
+
+
+def matrices_of(
+    layer: nn.Module, prefix: str, layers: LinearLayers, dtypes: Mapping[str, torch.dtype]
+) -> list[QuantizedMatrix]:
+    """The weights of a loaded ``layer``, whose name is ``prefix``, that are quantized. ``dtypes``
+    are those in the files."""
+    found = []
+    for inside, module in layer.named_modules():
+        if (full := f"{prefix}.{inside}") in layers.weights:
+            name, weight = layers.weights[full], module.get_parameter("weight").detach()
+            found.append(QuantizedMatrix(name, weight, dtypes[name], place(weight)))
+    own = dict(layer.named_parameters(prefix=prefix))
+    for name, at in layers.experts.items():
+        if at.fused in own:
+            expert, row, _ = at.start
+            whole = own[at.fused].detach()[expert]
+            part = whole[row : row + at.shape[0]]
+            found.append(QuantizedMatrix(name, part, dtypes[name], place(whole), is_expert=True))
+    return found
+
+
+def statistics_of(
+    layer: nn.Module,
+    matrices: Sequence[QuantizedMatrix],
+    hidden: Sequence[torch.Tensor],
+    calls: Sequence[Call],
+) -> Mapping[Place, InputStatistics]:
+    """Of the inputs of all ``matrices`` of ``layer`` that get any."""
+    wanted = {matrix.place for matrix in matrices}
+    found: dict[Place, InputStatistics] = {}
+    last: tuple[torch.Tensor, InputStatistics] | None = None
+
+    def seen(inputs: torch.Tensor, weight: torch.Tensor) -> None:
+        nonlocal last
+        if (key := place(weight)) not in wanted or not inputs.numel():
+            return
+        if last is None or last[0] is not inputs:  # q, k and v have the same
+            last = inputs, InputStatistics.of(inputs)
+        if key in found:
+            found[key].add(last[1])
+        else:
+            found[key] = InputStatistics(**vars(last[1]))
+
+    for one, call in zip(hidden, calls, strict=True):
+        with LinearCalls(seen):
+            run(layer, one, call)
+        last = None
+    return found
+
+
+LONGEST = 2048  # tokens of a row
+FEWEST = 128  # tokens of an expert; of fewer, GPTQ would learn only these
+FEWEST_IN_ALL = FEWEST  # of all rows
+
+
+def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
+    """The token ids of ``count`` rows of the run's training data: evenly spaced, or the first of a
+    stream. Raises ``ModelError`` if there is no run, or too little data."""
+    recipe = parts.recipe
+    if recipe is None:
+        raise ModelError(
+            f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
+            "run, or use --algorithm rtn"
+        )
+    codec, found = own_codec(recipe, codec_of(parts)), []
+    for item in (_of_stream if recipe.data.streaming else _spaced)(recipe, codec, count):
+        chat = with_chosen(item)
+        name = next(name for name in chat if name.endswith("input_ids"))
+        found.append([int(i) for i in chat[name][:LONGEST]])
+    if (tokens := sum(map(len, found))) < FEWEST_IN_ALL:
+        raise ModelError(
+            f"{parts.folder}: {len(found)} rows of its training data have {tokens} tokens in all, "
+            f"too few to calibrate on (at least {FEWEST_IN_ALL}); use --algorithm rtn"
+        )
+    return found
+
+
+def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
+    data = prepare(encoding_of(recipe, codec)).train
+    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    yield from (data[int(index)] for index in np.unique(chosen))
+
+
+def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
+    """The first that are not held out; encoded as far as that takes."""
+    data = open_stream(encoding_of(recipe, codec))
+    held = set(data.held.tolist())
+    known = data.train.reach(count + len(held))
+    chosen = [item for item in range(min(known, count + len(held))) if item not in held]
+    yield from (data.train[item] for item in chosen[:count])
+
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +320,10 @@ class Calibrator:
 
     def _gptq(self, layer: _Layer) -> dict[str, torch.Tensor]:
         """The tensors of a layer, whose weights become those that they stand for."""
-        statistics = self._statistics(layer)
+        for matrix in layer.matrices:
+            self._stored(matrix)  # is finite
+        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
+        _refuse_infinite([one.gram for one in statistics.values()], layer.prefix)
         found: dict[str, torch.Tensor] = {}
         for matrix in layer.matrices:
             inputs = self._enough(matrix, statistics)
@@ -94,15 +334,11 @@ class Calibrator:
                 values = round_by_gptq(stored, inputs.gram, self.scheme)
                 error = output_error(matrix.weight, values, inputs.gram)
                 logger.debug("%s: error of outputs %.2e", matrix.name, error)
-            found |= self._packed(matrix, values, stored)
-        return found
-
-    def _statistics(self, layer: _Layer) -> Mapping[Place, InputStatistics]:
-        """Of the inputs. Raises ``ModelError`` for weights and inputs that are not finite."""
-        for matrix in layer.matrices:
-            self._stored(matrix)
-        found = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
-        _refuse_infinite([one.gram for one in found.values()], layer.prefix)
+            scales, zeros = self.scheme.scales(stored)
+            matrix.weight.copy_(values)
+            packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
+            module = matrix.name.removesuffix("weight")
+            found |= {f"{module}{role}": tensor for role, tensor in packed.items()}
         return found
 
     def _enough(
@@ -123,15 +359,6 @@ class Calibrator:
                 f"{matrix.name}: it contains NaN or infinite values; nothing was written"
             )
         return stored
-
-    def _packed(
-        self, matrix: QuantizedMatrix, values: torch.Tensor, stored: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of a weight, which becomes ``values``."""
-        scales, zeros = self.scheme.scales(stored)
-        matrix.weight.copy_(values)
-        packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
-        return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
 
 
 def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:

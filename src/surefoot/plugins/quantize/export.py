@@ -18,12 +18,9 @@ from ...use.exporting.base_model import meta_model
 from ...use.exporting.exported import num_weights, whole_model
 from ...use.model_loading import ModelFolders, is_reward
 from ...use.receipts.receipt import Artefact, write_receipt
-from .calibration import Calibrator
+from .calibration import Calibrator, calibration_rows
 from .layerwise import open_layerwise
-from .linear_layers import LinearLayers, find_linear_layers
-from .quantized_source import QuantizedSource
-from .rows import calibration_rows
-from .schemes import WeightScheme, scheme_of
+from .schemes import LinearLayers, QuantizedSource, WeightScheme, find_linear_layers, scheme_of
 from .target import QuantizedFolder
 
 _ROWS = 128  # of the training data, for calibration

@@ -2,12 +2,18 @@
 
 Scales, rounding and packing are the functions of the package that reads them again. Legend of
 shapes: O outputs, I inputs, G groups of inputs that share a scale.
+
+Which weights of a model are quantized: those of linear layers and of experts, except the output
+head, routers of experts and gates, which are small and decide much.
+
+A view of a source in which the weights of linear layers are quantized, rows by rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +32,88 @@ from compressed_tensors.quantization.utils import (
     maybe_pad_tensor_for_block_quant,
 )
 from compressed_tensors.version import __version__
+from torch import nn
+from transformers import PreTrainedModel
 
-from ...checkpoint.sources.source import Shape
+from ...checkpoint.sources.source import Shape, TensorSource, once
 from ...errors import CheckpointError, ModelError
+from ...model import FullWeights
+from ...model.pretrained.weights import FusedPlacement, names_in_files, places
+from ...parallel.box import Box
+
+_KEPT = re.compile(r"(^|\.)(gate|router|\w+_gate)$")
+_ROUTERS = re.compile(r"Router|Gating|Gate(?![a-z])")  # classes without the type Linear
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    """The layers of a model."""
+
+    weights: Mapping[str, str]  # of those that are quantized: name in the files by module
+    ignored: list[str]  # modules that vLLM and transformers must not expect quantized
+    experts: Mapping[str, FusedPlacement] = field(default_factory=dict)  # by name in the files
+
+    @property
+    def ordered(self) -> list[str]:
+        """The names in the files of all weights that are quantized."""
+        return [*self.weights.values(), *self.experts]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The same as a set."""
+        return frozenset(self.ordered)
+
+
+def find_linear_layers(
+    model: PreTrainedModel, stored: Mapping[str, Shape], where: str
+) -> LinearLayers:
+    """The layers of ``model``, whose files contain the tensors ``stored``. Raises ``ModelError`` if
+    there are none, or experts that are one tensor in the files."""
+    experts = _experts(model, stored, where)
+    names = names_in_files(model, FullWeights(model).state_dict())
+    head = model.get_output_embeddings()
+    weights, ignored = dict[str, str](), list[str]()
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        in_files = names.get(f"{name}.weight", f"{name}.weight")
+        if is_linear and module is not head and not _KEPT.search(name):
+            weights[name] = in_files
+        elif is_linear or _ROUTERS.search(type(module).__name__):
+            ignored += dict.fromkeys((name, in_files.removesuffix(".weight")))
+    if not weights or not set(weights.values()) <= stored.keys():
+        missing = sorted(set(weights.values()) - stored.keys())
+        raise ModelError(
+            f"{where}: has no {missing[0]}, which the model needs"
+            if missing
+            else f"{where}: has no linear layers besides the output head; nothing to quantize"
+        )
+    return LinearLayers(weights, ignored, experts)
+
+
+def _experts(
+    model: PreTrainedModel, stored: Mapping[str, Shape], where: str
+) -> dict[str, FusedPlacement]:
+    """The weights of experts, each a matrix in the files."""
+    convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    parameters = model.named_parameters()
+    fused = [name for name, p in parameters if p.ndim == 3 and id(p) not in convolutions]
+    try:
+        found = places(model) if fused else {}
+    except ModelError:  # transformers does more than to join them
+        found = {}
+    split = {at.fused for at in found.values() if at.fused in fused}
+    if odd := [name for name in fused if name not in split]:
+        raise ModelError(
+            f"{where}: {odd[0]} contains the weights of several experts, which compressed-tensors "
+            "cannot have as one tensor; use --to gguf"
+        )
+    if missing := sorted(name for name in found if name not in stored):
+        raise ModelError(
+            f"{where}: has no {missing[0]}; the weights of several experts are one tensor in its "
+            "files, which compressed-tensors cannot have; use --to gguf"
+        )
+    return found
+
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "w8a8": "W8A8", "w4a16": "W4A16"}
 """``--quantize``: the preset of the package."""
@@ -155,3 +240,74 @@ def scheme_of(name: str, group_size: int | None = None) -> WeightScheme:
         raise ModelError(f"--group-size: {name} has no groups of inputs; use --quantize w4a16")
     weights = preset.weights.model_copy(update={"group_size": group_size})
     return WeightScheme(name, preset.model_copy(update={"weights": weights}))
+
+
+_CHUNK = 1 << 20  # weights that are quantized at a time
+
+
+@dataclass(frozen=True)
+class QuantizedSource:
+    """``source`` with the tensors of a ``scheme`` in the place of each of ``weights``. They are
+    rounded as they are read, so memory grows neither with the model nor with a tensor."""
+
+    source: TensorSource
+    scheme: WeightScheme
+    weights: frozenset[str]
+
+    @once
+    def _parts(self) -> Mapping[str, tuple[str, str, Shape, torch.dtype]]:
+        """Weight, role, shape and dtype of every new tensor."""
+        shapes, dtypes = self.source.shapes(), self.source.dtypes()
+        return {
+            f"{name.removesuffix('weight')}{role}": (name, role, *found)
+            for name in shapes
+            if name in self.weights
+            for role, found in self.scheme.parts(shapes[name], dtypes[name]).items()
+        }
+
+    @once
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of the new tensors, and of the others."""
+        kept = {n: s for n, s in self.source.shapes().items() if n not in self.weights}
+        return kept | {name: part[2] for name, part in self._parts().items()}
+
+    @once
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Of the new tensors, and of the others."""
+        kept = {n: d for n, d in self.source.dtypes().items() if n not in self.weights}
+        return kept | {name: part[3] for name, part in self._parts().items()}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Computed from the rows of the weight that it depends on."""
+        if name not in self._parts():
+            return self.source.read(name, box)
+        weight, role, shape, _ = self._parts()[name]
+        if role == SHAPE:
+            found = torch.tensor(self.source.shapes()[weight])
+        else:
+            rows = [self._rows(weight, role, part) for part in self._split(weight, role, box)]
+            found = torch.cat(rows)
+            box = Box((0, *box.start[1:]), box.shape)
+            shape = (len(found), *shape[1:])
+        return found[box.slices_in(Box.whole(shape))]
+
+    def _split(self, weight: str, role: str, box: Box) -> Iterator[Box]:
+        """Some rows of the new tensor at a time."""
+        columns = self.source.shapes()[weight][1]
+        step = max(1, _CHUNK // columns)
+        if role == "weight_scale":
+            step = max(1, step // self.scheme.row_block)
+        for first in range(box.start[0], box.stop[0], step):
+            yield Box((first, 0), (min(step, box.stop[0] - first), columns))
+
+    def _rows(self, weight: str, role: str, rows: Box) -> torch.Tensor:
+        """The ``rows`` of the new tensor; those of the weight that share a scale are read whole."""
+        block, columns = self.scheme.row_block, rows.shape[1]
+        first, stop = rows.start[0], rows.stop[0]
+        if role == "weight_scale":
+            start, end = first * block, stop * block
+        else:
+            start, end = first // block * block, -(-stop // block) * block
+        read = self.source.read(weight, Box((start, 0), (end - start, columns)))
+        found = self.scheme.compress(read, weight)[role]
+        return found if role == "weight_scale" else found[first - start : stop - start]

@@ -15,10 +15,10 @@ from torch import nn
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
 from ...generate.proof import agree
-from ...model.adapters.by_row import AdaptersByRow, can_be_by_row
+from ...model.adapters import AdaptersByRow, can_be_by_row
 from ...model.pretrained import base_identity
 from ...model.pretrained.adapter import add_named, is_addable, remove_named
-from ...model.pretrained.positions import extension_of
+from ...model.pretrained.config import extension_of
 from ...model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ...use.model_loading import LoadedModel, ModelFolders
 from .errors import ModelGoneError

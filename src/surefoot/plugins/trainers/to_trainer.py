@@ -28,7 +28,7 @@ from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource
 from ...checkpoint.state.roles import FileRole
 from ...errors import CheckpointError, counted
-from ...model.adapters.frozen import TRAINED
+from ...model.adapters import TRAINED
 from ...model.section import ModelSection
 from ...network.draft import NetworkOptions
 from ...network.method import Method

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...model.attention.kernels import candidates
-from ...model.attention.selection import BY_DOCUMENT
+from ...model.attention.kernels import BY_DOCUMENT, candidates
 from ...model.fused_lora import count_fused
 from ...model.precision import choose
 from ...model.pretrained.loading import device, training_dtype

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from ...data.text.codec import Codec
 from ...errors import ModelError, RecipeError
 from ...model.head.outputs import no_distribution
+from ...model.pretrained.config import read_config
 from ...model.pretrained.loading import resolve
-from ...model.pretrained.positions import read_config
 from ...model.section import ModelSection
 from ...network.draft import NetworkOptions
 from ...network.heads import has_head

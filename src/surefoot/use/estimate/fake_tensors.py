@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...model.adaptable import refuse_read_weights
+from ...model.lora_targets import refuse_read_weights
 from ...model.precision import PrecisionName
 from ...model.pretrained.adapter import attach_empty
 from ...model.pretrained.loading import DTYPES

@@ -14,10 +14,10 @@ from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import open_folder, open_named
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError, first_line
-from ...model.pretrained.positions import CONFIG
+from ...model.pretrained.config import CONFIG
 from ...model.quantization import FORMS
 from ...model.section import ModelSection
-from ...network.meta import check_fits, open_base
+from ...network.shard_loading import check_fits, open_base
 
 
 def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Mapping[str, object]]:

@@ -21,12 +21,11 @@ from ...errors import CheckpointError, ModelError
 from ...methods import METHODS
 from ...methods.adapter import AdapterMethod
 from ...model import FullWeights
-from ...model.adaptable import adapted
-from ...model.fused_parameters import names_unless_split, places
+from ...model.lora_targets import adapted
 from ...model.pretrained.adapter import attach_empty, config_value
-from ...model.pretrained.positions import changed_config, extension_of
+from ...model.pretrained.config import changed_config, extension_of
 from ...model.pretrained.tokenizer import load_tokenizer
-from ...model.pretrained.weights import names_in_files
+from ...model.pretrained.weights import names_in_files, names_unless_split, places
 from ...model.section import ModelSection
 from ...parallel.box import Box
 from ..model_loading import ModelFolders

@@ -17,7 +17,7 @@ from ...checkpoint.layouts.opening import SCORE, open_role
 from ...checkpoint.sources.source import JoinedSource, Renamed, TensorSource, read_whole
 from ...errors import ModelError
 from ...model.attention.packed import one_document
-from ...model.meta_tensors import on_meta
+from ...model.meta_device import on_meta
 from ...network.heads import HEADS
 from ..model_loading import ModelFolders
 

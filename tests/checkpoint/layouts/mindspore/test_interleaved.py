@@ -4,12 +4,7 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.parallel.box import Box
-from surefoot.plugins.mindspore.naming.interleaved import (
-    DeinterleavedSource,
-    InterleavedSource,
-    Pick,
-    RowGroup,
-)
+from surefoot.plugins.mindspore.naming import DeinterleavedSource, InterleavedSource, Pick, RowGroup
 
 
 @st.composite

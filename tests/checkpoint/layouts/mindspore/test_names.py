@@ -5,7 +5,7 @@ from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.model.pretrained.weights import FullWeights
 from surefoot.parallel.box import Box
-from surefoot.plugins.mindspore.naming.names import (
+from surefoot.plugins.mindspore.naming import (
     FAMILIES,
     AttentionHeads,
     family_of,

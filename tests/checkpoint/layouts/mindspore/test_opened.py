@@ -8,7 +8,7 @@ from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.layout import open_mindspore_state
-from surefoot.plugins.mindspore.reading.opening import form_of, saves
+from surefoot.plugins.mindspore.opening import form_of, saves
 
 from .real import SOURCES, rank_file, rewrite
 

@@ -4,7 +4,7 @@ from safetensors.torch import save_file
 
 from surefoot.checkpoint.disk.tensorfile import open_path
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.strategy.shapes import infer_strategy
+from surefoot.plugins.mindspore.opening import infer_strategy
 
 WQ, WO, NORM = (f"model.layers.0.attention.{n}.weight" for n in ("wq", "wo", "norm"))
 EMBEDDING = "model.tok_embeddings.embedding_weight"

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box, is_covered_once
-from surefoot.plugins.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
+from surefoot.plugins.mindspore.strategy import ALL_COPIES, TensorLayout
 
 
 def boxes(layout, shape):

@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.strategy.slicing import ALL_COPIES, TensorLayout
-from surefoot.plugins.mindspore.strategy.strategy_files import dump_strategy, open_strategy
-from surefoot.plugins.mindspore.strategy.wire import fields, integer, message, packed
+from surefoot.plugins.mindspore.strategy import (
+    ALL_COPIES,
+    TensorLayout,
+    dump_strategy,
+    fields,
+    integer,
+    message,
+    open_strategy,
+    packed,
+)
 
 LAYOUTS = {
     "wq": TensorLayout((2, 2), ((0, -1),), ALL_COPIES, 2),

@@ -10,9 +10,9 @@ from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, re
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.layout import open_mindspore_state
-from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.plugins.mindspore.strategy.strategy_files import open_strategy
-from surefoot.plugins.mindspore.writing.rank_files import Naming, write_distributed, write_full
+from surefoot.plugins.mindspore.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.rank_files import Naming, write_distributed, write_full
+from surefoot.plugins.mindspore.strategy import open_strategy
 
 from .real import rank_file, read
 

@@ -5,9 +5,9 @@ import torch
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.strategy.parallel_config import ParallelConfig
-from surefoot.plugins.mindspore.strategy.strategy_files import open_strategy
-from surefoot.plugins.mindspore.writing.iteration_files import write_iteration
+from surefoot.plugins.mindspore.parallel_config import ParallelConfig
+from surefoot.plugins.mindspore.strategy import open_strategy
+from surefoot.plugins.mindspore.writing import write_iteration
 
 from .real import read
 from .test_opened import assert_true, every

@@ -1,0 +1,382 @@
+"""What a method may add to a model: decoder layers that return their input until they are trained,
+and rows for new tokens.
+
+Insert decoder layers that return their input until they are trained (LLaMA Pro,
+arXiv:2401.02415).
+
+A new layer is a copy of the layer before it. The last projection of each branch (attention, MLP,
+experts) is zero, so the branches add nothing to the hidden states. The configuration counts the new
+layers, and is proven to describe the model: it must build the same layers again.
+
+The proof that new layers change nothing: by running the model, however it is sharded.
+
+The embeddings of new tokens, which an adapter may train beside a frozen vocabulary.
+
+Which tokens are new is noted on the model when its embeddings are resized, since a method sees the
+model alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..batch import Batch
+from ..errors import RecipeError, counted
+from .targets import layer_list
+
+_KEY = "method.lora.new_tokens"
+_NEW = "new_token_ids"  # an attribute of such models
+_UNKNOWN = (0,)  # stands for the tokens of a tokenizer that is not there: names are what matters
+
+
+def note_new_tokens(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Note which tokens ``model`` has embeddings for since its tokenizer has got them."""
+    vars(model)[_NEW] = sorted(set(ids))
+
+
+def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
+    """The new tokens, by the name of each matrix that has a row for them: the input embeddings, and
+    the output head unless it is the same matrix. Raises ``RecipeError`` if there are no new tokens,
+    or PEFT would compute them differently."""
+    ids = list(vars(model).get(_NEW, _UNKNOWN))
+    if not ids:
+        raise RecipeError(
+            f"{_KEY}: there are no new tokens; name them in model.new_special_tokens, or leave it "
+            "out"
+        )
+    names = {module: name for name, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    has_own_forward = type(embeddings).forward is not nn.Embedding.forward
+    # PEFT also multiplies by ``embed_scale``
+    is_more = has_own_forward and not hasattr(embeddings, "embed_scale")
+    if not isinstance(embeddings, nn.Embedding) or is_more:
+        raise _unsupported(model, "its input embeddings are more than rows of a matrix")
+    if head is None:
+        return {names[embeddings]: ids}
+    is_tied = head.weight is embeddings.weight
+    if is_tied != bool(model.config.tie_word_embeddings):
+        raise _unsupported(
+            model, "its config.json and its files differ in whether head and embeddings are tied"
+        )
+    if type(head).forward is not nn.Linear.forward or head.bias is not None:
+        raise _unsupported(model, "its output head is more than a product with a matrix")
+    return {names[embeddings]: ids} if is_tied else {names[embeddings]: ids, names[head]: ids}
+
+
+def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
+    """The matrices of ``model`` in which a method that was applied to it does not train the rows of
+    new tokens, if any were added (``has_grown``) or rows are trained one by one."""
+    ids, found = set(vars(model).get(_NEW, _UNKNOWN)), []
+    names = {module: name for name, module in model.named_modules()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if module is None:
+            continue
+        rows = dict(module.named_children()).get("token_adapter")
+        if rows is not None:
+            is_left = bool(ids - {*rows.token_indices["default"]})
+        else:
+            is_left = has_grown and not any(p.requires_grad for p in module.parameters())
+        found += [names[module].rpartition(".")[2]] if is_left else []
+    return found
+
+
+def refuse_divided(model: nn.Module, *, tp: int, pp: int) -> None:
+    """Raise ``RecipeError`` if an adapter in ``model`` trains the embeddings of some tokens, and
+    ranks of ``tp`` or ``pp`` would have parts of the vocabulary or of the layers alone."""
+    has_rows = any(name.endswith(".token_adapter") for name, _ in model.named_modules())
+    if has_rows and max(tp, pp) > 1:
+        raise RecipeError(
+            f"{_KEY}: PEFT needs the input embeddings and the output head on one rank; leave "
+            "parallel.tp and parallel.pp at 1, and use parallel.dp_shard"
+        )
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> RecipeError:
+    return RecipeError(
+        f"{_KEY}: {type(model).__name__} is not supported: {reason}; name both in "
+        "method.lora.modules_to_save instead"
+    )
+
+
+KEY = "method.llama_pro"
+# Linear layers and fused experts whose result is added to the hidden states.
+_LAST = frozenset(
+    {
+        *("o_proj", "out_proj", "output_proj", "dense", "wo", "linear_out"),
+        *("down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "linear_fc2"),
+        *("output_linear", "linear_2"),
+    }
+)
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index")  # of a layer in its modules
+_RECORD = "llama_pro_layers"  # in a configuration: the numbers of the new layers
+_IS_NEW, _NUMBERED = "_surefoot_is_new", "_surefoot_numbers"  # attributes of layers
+
+
+def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
+    """Insert ``count`` layers into ``model``, evenly spaced, the last one at the end. Returns them,
+    or the ones that an earlier run has inserted. Raises ``RecipeError`` if the model has fewer
+    layers or other new ones, or its architecture does not allow it."""
+    layers, config = layer_list(model), model.config.get_text_config(decoder=True)
+    number = len(layers)
+    if (known := getattr(config, _RECORD, None)) is not None:
+        return _recorded(layers, known, count)
+    if count > number:
+        raise RecipeError(
+            f"{KEY}.num_new_layers: expected at most {number}, the layers of the model, got {count}"
+        )
+    if getattr(config, "num_hidden_layers", None) != number:
+        raise _refusal(model, f"its configuration does not count its {number} layers")
+    sources = [(index + 1) * number // count - 1 for index in range(count)]
+    order = sorted([*range(number), *sources])  # of each layer, the layer that it is or copies
+    for source in reversed(sources):
+        layers.insert(source + 1, _identity(model, layers[source]))
+    changed = _count_layers(config, number, order)
+    _tell_modules(model, changed)
+    for place, (layer, before) in enumerate(zip(layers, order, strict=True)):
+        vars(layer)[_NUMBERED] = before, place
+        set_number(layer, place)
+    _check_config(model)
+    places = [place for place, layer in enumerate(layers) if is_new(layer)]
+    vars(config)[_RECORD] = places
+    return [layers[place] for place in places]
+
+
+def _recorded(layers: nn.ModuleList, known: object, count: int) -> list[nn.Module]:
+    """The layers that the configuration of the model says are new."""
+    listed = known if isinstance(known, list) else [known]
+    numbers = [place for place in listed if type(place) is int and 0 <= place < len(layers)]
+    if len(numbers) < len(listed):
+        raise RecipeError(
+            f"{KEY}: {_RECORD} in the config.json of the model is {known}, which are no layers of "
+            "it; remove the key to insert new ones"
+        )
+    if len(numbers) != count:
+        raise RecipeError(
+            f"{KEY}.num_new_layers: got {count}, but the model has "
+            f"{counted(len(numbers), 'layer')} of an earlier run ({_RECORD} in its config.json); "
+            f"set it to {len(numbers)} to train these"
+        )
+    return [layers[place] for place in numbers]
+
+
+def is_new(layer: nn.Module) -> bool:
+    """Whether ``insert_layers`` has added ``layer``."""
+    return bool(vars(layer).get(_IS_NEW))
+
+
+def numbers(layer: nn.Module) -> tuple[int, int] | None:
+    """The number that ``layer`` (or the one that it copies) had before layers were inserted, and
+    its own now; None if none were inserted."""
+    return vars(layer).get(_NUMBERED)
+
+
+def set_number(layer: nn.Module, number: int) -> None:
+    """Tell the modules of ``layer`` its place, which is that of its keys and values in a cache."""
+    for module in layer.modules():
+        for name in _NUMBERS:
+            if type(vars(module).get(name)) is int:
+                setattr(module, name, number)
+
+
+@torch.no_grad()
+def _identity(model: PreTrainedModel, source: nn.Module) -> nn.Module:
+    """A copy of the layer ``source`` that returns its input."""
+    shared = (model.config, *vars(model.config).values())
+    layer = copy.deepcopy(source, {id(one): one for one in shared})
+    for tensor, known in zip(
+        layer.state_dict().values(), source.state_dict().values(), strict=True
+    ):
+        if tensor.is_meta:  # notes whose values it will have
+            tensor.copy_(known)
+    last = [p for name, p in layer.named_parameters() if _is_last(name)]
+    if not last:
+        kinds = sorted({name.split(".")[-2] for name, _ in layer.named_parameters() if "." in name})
+        raise _refusal(model, f"no output projection is known among {', '.join(kinds)}")
+    for parameter in last:
+        parameter.zero_()
+    vars(layer)[_IS_NEW] = True
+    return layer
+
+
+def _is_last(name: str) -> bool:
+    """Whether a parameter belongs to the last projection of a branch: of a linear layer, or of
+    experts that are fused in a parameter of that name."""
+    parts = name.split(".")
+    own = parts[-2] if parts[-1] in ("weight", "bias") and len(parts) > 1 else parts[-1]
+    return own.removesuffix("_bias") in _LAST
+
+
+def _count_layers(
+    config: PretrainedConfig, number: int, order: Sequence[int]
+) -> Mapping[str, tuple[object, object]]:
+    """Change the number of layers, and the lists that have a value for each layer; these before and
+    after, by name."""
+    changed: dict[str, tuple[object, object]] = {}
+    for name, value in list(vars(config).items()):
+        is_by_layer = "layer" in name or "block" in name
+        if is_by_layer and isinstance(value, list | tuple) and len(value) == number:
+            vars(config)[name] = type(value)(value[source] for source in order)
+            changed[name] = value, vars(config)[name]
+    config.num_hidden_layers = len(order)
+    return changed
+
+
+def _tell_modules(model: nn.Module, changed: Mapping[str, tuple[object, object]]) -> None:
+    """Change the copies of these lists that modules keep, as GPT-Neo's do."""
+    for module in model.modules():
+        for name, (before, after) in changed.items():
+            if vars(module).get(name) == before:
+                setattr(module, name, after)
+
+
+def _check_config(model: PreTrainedModel) -> None:
+    """Raise ``RecipeError`` unless the configuration, as it is saved, builds the same layers."""
+    kind: Any = type(model)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            saved = type(model.config).from_pretrained(folder)
+        with torch.device("meta"):
+            again: PreTrainedModel = kind(saved)
+        expected = [_facts(layer) for layer in layer_list(again)]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _refusal(model, f"its configuration allows no more layers: {reason}") from None
+    for number, (layer, wanted) in enumerate(zip(layer_list(model), expected, strict=True)):
+        found = _facts(layer)
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                raise _refusal(
+                    model,
+                    f"its configuration cannot describe them: {name} of layer {number} is "
+                    f"{found.get(name)}, but would be {wanted.get(name)} when it is loaded",
+                )
+
+
+def _facts(layer: nn.Module) -> Mapping[str, object]:
+    """What a configuration decides about a layer: shapes, classes and plain settings."""
+    found: dict[str, object] = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    plain = (int, float, str, bool, list, tuple, type(None))
+    for name, module in layer.named_modules():
+        found[name or "the class"] = type(module).__name__
+        for setting, value in vars(module).items():
+            if not setting.startswith("_") and setting != "training" and isinstance(value, plain):
+                listed = [*value] if isinstance(value, list | tuple) else value  # as in a file
+                found[f"{name}.{setting}".removeprefix(".")] = listed
+    return found
+
+
+def _refusal(model: PreTrainedModel, reason: str) -> RecipeError:
+    return RecipeError(
+        f"{KEY}: {type(model).__name__} gets no new layers: {reason}; use another method, such as "
+        "freeze"
+    )
+
+
+logger = logging.getLogger(__name__)
+Run = Callable[[Batch], torch.Tensor]
+_LENGTH = 24  # tokens, which most numbers of ranks divide that share a sequence
+
+
+@torch.no_grad()
+def verify_new_layers(
+    model: PreTrainedModel,
+    run: Run,
+    *,
+    is_packed: bool,
+    agreed: Callable[[str | None], str | None] = lambda problem: problem,
+) -> None:
+    """Raise ``RecipeError`` on every rank unless the new layers of ``model`` return their input, no
+    norm follows a branch that is zero, and the other layers do not depend on their number."""
+    if not any(numbers(layer) for layer in model.modules()):
+        return
+    batch, problems = _batch(model, is_packed=is_packed), list[str]()
+    with _watched(model, problems):
+        now = run(batch)
+    _refuse(model, agreed(problems[0] if problems else None))
+    with _as_before(model):
+        is_same = torch.equal(now, run(batch))
+    _refuse(
+        model, agreed(None if is_same else "its layers compute differently under another number")
+    )
+    numbers_of_new = getattr(model.config.get_text_config(decoder=True), _RECORD, ())
+    logger.info(
+        "%s: %s; they change nothing yet",
+        counted(len(numbers_of_new), "new layer"),
+        ", ".join(map(str, numbers_of_new)),
+    )
+
+
+def _refuse(model: PreTrainedModel, problem: str | None) -> None:
+    if problem is not None:
+        raise _refusal(model, problem)
+
+
+@contextmanager
+def _watched(model: nn.Module, problems: list[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for layer in filter(is_new, model.modules()):
+            watch = partial(_compare, problems)
+            stack.enter_context(layer.register_forward_hook(watch, with_kwargs=True))
+            for module in layer.modules():
+                if "norm" in type(module).__name__.lower():
+                    look = partial(_look, problems)
+                    stack.enter_context(module.register_forward_pre_hook(look))
+        yield
+
+
+def _compare(
+    problems: list[str],
+    layer: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    kwargs: dict[str, Any],
+    output: torch.Tensor | tuple[torch.Tensor, ...],
+) -> None:
+    given = args[0] if args else kwargs["hidden_states"]
+    found = output[0] if isinstance(output, tuple | list) else output
+    if not torch.equal(_local(given), _local(found)):
+        problems.append(f"a new {type(layer).__name__} does not return its input")
+
+
+def _look(problems: list[str], module: nn.Module, args: tuple[object, ...]) -> None:
+    """A norm behind a branch makes of the first small update a large one."""
+    if args and isinstance(args[0], torch.Tensor) and not bool(_local(args[0]).any()):
+        problems.append(
+            f"its layers normalize what a branch adds ({type(module).__name__}), so the first step "
+            "would not change a new layer a little but at once in full"
+        )
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Layers have the numbers that they had before others were inserted."""
+    known = [(layer, found) for layer in model.modules() if (found := numbers(layer))]
+    try:
+        for layer, (before, _) in known:
+            set_number(layer, before)
+        yield
+    finally:
+        for layer, (_, now) in known:
+            set_number(layer, now)
+
+
+def _batch(model: PreTrainedModel, *, is_packed: bool) -> Batch:
+    ids = torch.arange(_LENGTH) % model.config.get_text_config().vocab_size
+    mask = None if is_packed else torch.ones(1, _LENGTH, dtype=torch.int64)
+    bounds = torch.tensor([0, _LENGTH], dtype=torch.int32) if is_packed else None
+    return Batch(ids[None], ids[None], torch.arange(_LENGTH)[None], mask, cu_seqlens=bounds)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

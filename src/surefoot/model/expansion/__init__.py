@@ -1,1 +1,0 @@
-"""New decoder layers in a pretrained model (LLaMA Pro), and the proof that they change nothing."""

@@ -1,0 +1,353 @@
+"""Load a sharded model: build it on the meta device, shard it, then load only this rank's slices
+from the safetensors files.
+
+No rank ever has the full model: each reads, of every tensor that is still in its model after
+sharding, its own box. What a method adds (adapters) has the values that it would have on one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..checkpoint.layouts.opening import open_named
+from ..checkpoint.sources.lora import same_values
+from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
+from ..checkpoint.state.local_box import BLOCK, local_box_of
+from ..errors import CheckpointError, ModelError
+from ..model.adapters import has_exact_lengths, lengths
+from ..model.attention.isolation import PromptSharing
+from ..model.attention.packed import uses_document_attention
+from ..model.meta_device import (
+    CapturedInit,
+    fill_buffers,
+    kept_tensors,
+    materialize,
+    names_stored,
+    why_not_empty,
+)
+from ..model.pretrained.config import read_config
+from ..model.pretrained.loading import device, load_model
+from ..model.pretrained.quantized import as_dequantized, form_of
+from ..model.pretrained.weights import place
+from ..model.quantization import QuantizedWeight
+from ..model.section import ModelSection
+from ..parallel.box import Box
+from ..parallel.sharding import Cuts
+from ..parallel.world import World
+
+logger = logging.getLogger(__name__)
+Reader = Callable[[Box], torch.Tensor]  # the values of one box of one tensor
+_READERS = 4  # threads
+_COPY, _ORIGINAL = ".modules_to_save.default.", ".original_module."  # as PEFT calls them
+_TOKENS = ".trainable_tokens_delta.default"
+_MAGNITUDE, _BASE = ".lora_magnitude_vector.default.", ".base_layer."
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A meta model, and the files of its weights."""
+
+    model: PreTrainedModel  # on the meta device; may be pruned or grown before a method is applied
+    source: TensorSource
+    stored: Mapping[torch.Tensor, str]  # each tensor of the model: its name in the files
+    names: Mapping[str, str]  # the same by its names in the model
+
+    def apply(
+        self, method: Callable[[PreTrainedModel], nn.Module]
+    ) -> tuple[nn.Module, ShardLoader]:
+        """The model with ``method`` applied, and the loaders of its values."""
+        found = {  # by its name: what has been put in the place of a tensor since, grown or copied
+            tensor: self.stored.get(tensor) or self.names.get(name)
+            for name, tensor in kept_tensors(self.model)
+        }
+        known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
+        by_place = {place(tensor): reader for tensor, reader in known.items()}
+        with CapturedInit() as drawn:
+            policy = method(self.model)
+        _restore_constants(policy, drawn)
+        readers: dict[str, Reader] = {}
+        for name, tensor in kept_tensors(policy):
+            if tensor in known:
+                readers[name] = known[tensor]
+            elif (values := drawn.of(tensor)) is not None:
+                readers[name] = partial(piece, values)
+            elif (source := drawn.source_of(tensor)) is not None and place(source) in by_place:
+                readers[name] = by_place[place(source)]
+        for name, tensor in kept_tensors(policy):
+            if name not in readers:
+                readers[name] = _made_of_others(name, tensor, policy, readers)
+        return policy, ShardLoader(readers, dict(kept_tensors(policy)))
+
+    def _reader(self, stored: str, tensor: torch.Tensor) -> Reader:
+        """Read ``stored`` as transformers would: in the dtype of ``tensor``, with any new rows."""
+        if tuple(tensor.shape) == self.source.shapes()[stored]:
+            return partial(_read_as, self.source, stored, tensor.dtype)
+        return _ResizedEmbedding(self.source, stored, tuple(tensor.shape), tensor.dtype)
+
+
+def init_on_meta(
+    base: Path,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype | Literal["auto"],
+    weights: Path | None = None,
+) -> MetaModel | None:
+    """The meta model in ``base``, with weights of the folder ``weights`` if that is given; None,
+    with a log line, if it can only be loaded in full. Raises ``ModelError`` as ``load_model``
+    does."""
+    try:
+        why = why_not_empty(base, section)
+        # ``checked_files`` checks the values, of which each rank reads its boxes only
+        source = None if why else open_base(base, section, weights, is_checked=True)
+    except (CheckpointError, ValueError, OSError) as error:  # loading it whole will say more
+        why, source = str(error), None
+    if source is not None:
+        stored = _metas(source)
+        model = load_model(base, section, dtype=dtype, weights=stored)
+        odd_buffer = fill_buffers(model)
+        _settle_ties(model, source)
+        names = names_stored(model, stored)
+        odd = [name for name, _ in kept_tensors(model) if name not in names]
+        if not odd and odd_buffer is None:
+            known = {tensor: names[name] for name, tensor in kept_tensors(model)}
+            aliases = model.named_parameters(remove_duplicate=False)
+            return MetaModel(model, source, known, names | {name: known[p] for name, p in aliases})
+        why = (
+            f"{odd[0]} has no tensor of its own in the files"
+            if odd
+            else f"nothing initializes its buffer {odd_buffer}, which is in no file"
+        )
+    logger.info("%s: every rank loads the full model before sharding: %s", base, why)
+    return None
+
+
+def open_base(
+    base: Path, section: ModelSection, weights: Path | None = None, *, is_checked: bool = False
+) -> TensorSource:
+    """The tensors of the model in ``base``, with the values in ``weights`` if that is given; those
+    that are stored in one of the ``FORMS`` of quantized weights dequantized. ``is_checked`` as in
+    ``FolderSource``. Raises ``ModelError`` if a part of a quantized weight is wrong."""
+    source = open_named(weights or base, base, is_checked=is_checked)
+    form = form_of(read_config(base, section), base)
+    if form is None:
+        return source
+    dtypes = source.dtypes()
+    kinds = {name: (shape, dtypes[name]) for name, shape in source.shapes().items()}
+    try:
+        quantized = form.weights(kinds, partial(read_whole, source))
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
+    return ComputedSource(source, _without_zero_biases(quantized, source, base, section))
+
+
+def _without_zero_biases(
+    quantized: Mapping[str, QuantizedWeight],
+    source: TensorSource,
+    base: Path,
+    section: ModelSection,
+) -> dict[str, QuantizedWeight]:
+    """``quantized`` with the biases that some writers add to layers without one, all zeros, among
+    what is not used."""
+    biases = {name: f"{name.removesuffix('weight')}bias" for name in quantized}
+    added = {name: bias for name, bias in biases.items() if bias in source.shapes()}
+    if not added:
+        return dict(quantized)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(as_dequantized(read_config(base, section)))
+    own = {name for name, _ in model.named_parameters()}
+    needless = {
+        name: replace(quantized[name], unused=(*quantized[name].unused, bias))
+        for name, bias in added.items()
+        if bias not in own and not read_whole(source, bias).any()
+    }
+    return {**quantized, **needless}
+
+
+def check_fits(base: Path, section: ModelSection, source: TensorSource) -> None:
+    """Raise ``ModelError`` unless ``source`` has the tensors, by name and shape, of the model that
+    the configuration in ``base`` describes. What can only be loaded in full is not checked."""
+    if why_not_empty(base, section) is None:
+        load_model(base, section, dtype="auto", weights=_metas(source))
+
+
+def read_base(base: Path, section: ModelSection, weights: Path | None) -> dict[str, torch.Tensor]:
+    """All tensors of ``open_base``, in memory. Raises ``ModelError`` for a model with code of its
+    own, which could not be given them."""
+    if why := why_not_empty(base, section):
+        raise ModelError(f"{base}: {why}, so its quantized weights are not read")
+    source = open_base(base, section, weights)
+    try:
+        return {name: read_whole(source, name) for name in source.shapes()}
+    except ModelError as error:
+        raise ModelError(f"{weights or base}: {error}") from None
+
+
+def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
+    dtypes = source.dtypes()
+    return {
+        name: torch.empty(shape, dtype=dtypes[name], device="meta")
+        for name, shape in source.shapes().items()
+    }
+
+
+def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
+    """Tie weights that are separate in the files, if they are equal."""
+    stored = names_stored(model, _metas(source))
+    for one, other in list(model.all_tied_weights_keys.items()):
+        if one not in stored or other not in stored:
+            continue  # one object already
+        if not same_values(source, stored[one], stored[other]):
+            logger.warning("%s and %s are not tied: their values differ", one, other)
+            model.all_tied_weights_keys.pop(one)
+    model.tie_weights(recompute_mapping=False)
+
+
+@dataclass(frozen=True)
+class ShardLoader:
+    """The loaders of a model's tensors, by their names."""
+
+    readers: Mapping[str, Reader]
+    tensors: Mapping[str, torch.Tensor]  # by the same names, before they were cut
+
+    def of(self, model: nn.Module) -> ShardLoader:
+        """Those of the tensors that ``model`` still has, perhaps under another name (tied ones)."""
+        names = {id(tensor): name for name, tensor in self.tensors.items()}
+        left = {new: names[id(t)] for new, t in kept_tensors(model) if id(t) in names}
+        readers = {new: self.readers[old] for new, old in left.items() if old in self.readers}
+        return ShardLoader(readers, {new: self.tensors[old] for new, old in left.items()})
+
+    def fill(self, model: nn.Module, cuts: Mapping[str, Cuts], world: World) -> None:
+        """Materialize ``model`` on this rank's device, and load its shards. Raises ``ModelError``
+        on every rank if one cannot read."""
+        materialize(model, device())
+        tensors = dict(kept_tensors(model))
+
+        def fill(name: str) -> None:
+            local_box_of(name, tensors[name].detach(), cuts.get(name)).fill(self.readers[name])
+
+        problem = None
+        try:
+            with ThreadPoolExecutor(_READERS) as pool:
+                list(pool.map(fill, self.readers))
+        except (CheckpointError, ModelError) as error:
+            problem = str(error)
+        if problem := world.first_of(problem):
+            raise ModelError(problem)
+
+
+def select_prompt_sharing(
+    sharing: PromptSharing, model: PreTrainedModel, known: bool | None
+) -> bool:
+    """Whether packed rows of ``model`` share prompts: as the check says, which depends on rounding,
+    at least for experts; so a resumed run keeps what is ``known``."""
+    if known is not None and uses_document_attention(model):
+        sharing.is_proven = known
+    return sharing.is_proven
+
+
+def _read_as(source: TensorSource, name: str, dtype: torch.dtype, box: Box) -> torch.Tensor:
+    return source.read(name, box).to(dtype)
+
+
+@dataclass(frozen=True)
+class _ResizedEmbedding:
+    """A matrix with new rows, which are the mean of the old ones (see ``grow_embeddings``)."""
+
+    source: TensorSource
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    _means: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, box: Box) -> torch.Tensor:
+        rows = self.source.shapes()[self.name][0]
+        found = torch.empty(box.shape, dtype=self.dtype)
+        old = box & Box.whole((rows, *self.shape[1:]))
+        if old is not None:
+            found[old.slices_in(box)] = self.source.read(self.name, old).to(self.dtype)
+        if box.stop[0] > rows:
+            new = max(0, rows - box.start[0])
+            columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
+            found[new:] = self._mean()[columns]
+        return found
+
+    def _mean(self) -> torch.Tensor:
+        if not self._means:  # to the bit as the mean of the whole: sums in one order
+            whole = read_whole(self.source, self.name).to(self.dtype)
+            self._means.append(whole.float().mean(0).to(self.dtype))
+        return self._means[0]
+
+
+def _restore_constants(policy: nn.Module, drawn: CapturedInit) -> None:
+    """Put back the values of buffers that the method adds and that are in no file: indices."""
+    for prefix, module in policy.named_modules():
+        for name in module._non_persistent_buffers_set if prefix else ():
+            buffer = module._buffers[name]
+            if buffer is not None and (values := drawn.of(buffer)) is not None:
+                module._buffers[name] = values
+
+
+def piece(values: torch.Tensor, box: Box) -> torch.Tensor:
+    """A reader of a tensor that is in memory."""
+    return values[box.slices_in(Box.whole(tuple(values.shape)))]
+
+
+def _made_of_others(
+    name: str, tensor: torch.Tensor, policy: nn.Module, readers: Mapping[str, Reader]
+) -> Reader:
+    """The values that PEFT would derive from those of other tensors: a copy, some rows, or the
+    lengths of rows (of a matrix that its update, zero at first, has not changed)."""
+    if (original := name.replace(_COPY, _ORIGINAL)) in readers:
+        return readers[original]
+    adapter = name.removesuffix(_TOKENS)
+    if adapter != name and (rows := f"{adapter}.base_layer.weight") in readers:
+        ids: Any = policy.get_submodule(adapter).token_indices
+        return partial(_rows, readers[rows], ids["default"])
+    base = name.replace(_MAGNITUDE, _BASE)
+    if base in readers and tensor.dim() == 1:
+        module: Any = policy.get_submodule(name.rpartition(".")[0])
+        weight = policy.get_parameter(base)
+        if module.fan_in_fan_out:
+            is_exact = has_exact_lengths(module)
+            return partial(
+                _column_lengths,
+                readers[base],
+                tuple(weight.shape),
+                None if is_exact else weight.dtype,
+            )
+        return partial(_row_lengths, readers[base], weight.shape[1])
+    raise ModelError(f"{name}: no initial values are known")
+
+
+def _rows(read: Reader, ids: Sequence[int], box: Box) -> torch.Tensor:
+    """The rows ``ids`` of a matrix."""
+    found = torch.empty(box.shape)  # a rank may have no row
+    for own, row in enumerate(ids[box.start[0] : box.stop[0]]):
+        found[own] = read(Box((row, *box.start[1:]), (1, *box.shape[1:])))[0]
+    return found
+
+
+def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
+    rows = Box((*box.start, 0), (*box.shape, columns))
+    blocks = rows.blocks(max(BLOCK, columns))  # of complete rows
+    return torch.cat([lengths(read(block)) for block in blocks])
+
+
+def _column_lengths(
+    read: Reader, shape: tuple[int, ...], dtype: torch.dtype | None, box: Box
+) -> torch.Tensor:
+    """The same of a weight that is stored transposed, as those of GPT-2 and of embeddings; rounded
+    to ``dtype``, as PEFT does those of embeddings."""
+    columns = Box((0, *box.start), (shape[0], *box.shape))
+    found = lengths(read(columns).T)
+    return found if dtype is None else found.to(dtype)

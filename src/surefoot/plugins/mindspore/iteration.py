@@ -1,0 +1,189 @@
+"""The newer form of MindSpore Transformers 2.x: ``iteration_00000020`` with ``metadata.json``.
+
+``metadata.json`` gives the file of each slice of each tensor. Its "offset" is the number of the
+slice, counted row by row over the parts of all dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.disk import strict_json, tensorfile
+from ...checkpoint.disk.manifest import is_plain_name
+from ...checkpoint.disk.tensorfile import integers, sizes
+from ...checkpoint.layouts.dcp import DcpChunk
+from ...errors import CheckpointError, counted
+from ...parallel.box import Box, is_covered_once
+from ...storage import files
+from .full import whole
+from .ranks import check_same
+
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA, COMMON = "metadata.json", "common.json"
+FOLDER = "iteration_{:08d}"
+_FOLDER = re.compile(r"iteration_(\d{8,12})")
+_FILE = re.compile(r".*-(model|opt)-(\d{7,})-(\d{7,})\.safetensors")
+_KEY = re.compile(r"\(['\"](.+)['\"], \((\d{1,9}),\)\)")
+
+
+def recognise(folder: Path) -> bool:
+    """Whether ``folder`` is an iteration, or contains some."""
+    return _is_one(folder) or (files.exists(folder / TRACKER) and bool(iterations(folder)))
+
+
+def _is_one(folder: Path) -> bool:
+    names = files.names_in(folder)
+    has_files = any(map(_FILE.fullmatch, names))
+    return has_files and (COMMON in names or METADATA in names)
+
+
+def iterations(root: Path) -> list[Path]:
+    """The iterations in ``root``, oldest first."""
+    paths = [root / name for name in files.names_in(root)]
+    found = {n: path for path in paths if (n := number_of(path)) is not None}
+    return [path for _, path in sorted(found.items()) if _is_one(path)]
+
+
+def number_of(folder: Path) -> int | None:
+    """The number in an iteration's name."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def chosen(folder: Path) -> Path:
+    """The iteration in ``folder``, or the one that its tracker file names."""
+    if _is_one(folder):
+        return folder
+    with files.open_file(folder / TRACKER) as file:
+        text = files.read_all(file, strict_json.MAX_BYTES).decode("utf-8", "replace").strip()
+    for path in iterations(folder):
+        if text.isdecimal() and number_of(path) == int(text):
+            return path
+    raise CheckpointError(
+        f"{folder / TRACKER}: names iteration {text[:40]!r}, which does not exist"
+    )
+
+
+def open_iteration(folder: Path) -> dict[str, list[DcpChunk]]:
+    """The slices of every tensor; a ``CheckpointError`` if a file or a slice is missing."""
+    path = chosen(folder)
+    names = [name for name in files.list_folder(path) if _FILE.fullmatch(name)]
+    if not files.exists(path / METADATA):
+        return _open_single(path, names)
+    where = path / METADATA
+    told = strict_json.read_object(where)
+    tensors, storage = told.get("state_dict_metadata"), told.get("storage_data")
+    if not isinstance(tensors, dict) or not isinstance(storage, dict):
+        raise CheckpointError(f"{where}: expected state_dict_metadata and storage_data")
+    places = _places(storage, where)
+    opened: dict[str, tensorfile.TensorFile] = {}
+    for own in places.values():
+        for name in own.values():
+            if name not in opened:
+                if not files.exists(path / name):
+                    raise CheckpointError(f"{path / name}: is missing; {METADATA} names it")
+                opened[name] = tensorfile.open_path(path / name)
+    found = {
+        name: _slices(name, value, places.get(name, {}), opened, where)
+        for name, value in tensors.items()
+    }
+    return found | _loose(opened, tensors)
+
+
+def _loose(
+    opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
+) -> dict[str, list[DcpChunk]]:
+    """Values outside of the metadata, such as the step: the same in every file."""
+    holders: dict[str, list[tuple[int, tensorfile.TensorFile]]] = {}
+    for i, file in enumerate(opened.values()):
+        for key in file.header.entries:
+            if key not in known:
+                holders.setdefault(key, []).append((i, file))
+    for key, found in holders.items():
+        check_same(key, found)
+    return {key: [whole(found[0][1], key)] for key, found in sorted(holders.items())}
+
+
+def _open_single(path: Path, names: list[str]) -> dict[str, list[DcpChunk]]:
+    """The files of a single process: unsharded tensors, and no metadata."""
+    found: dict[str, list[DcpChunk]] = {}
+    for name in names:
+        match = _FILE.fullmatch(name)
+        assert match is not None
+        if int(match[3]) != 1:
+            raise CheckpointError(
+                f"{path}: {name} is one of {int(match[3])}, and {METADATA} is missing"
+            )
+        single = tensorfile.open_path(path / name)
+        for key in single.header.entries:
+            found[key] = [whole(single, key)]
+    return found
+
+
+def _places(storage: Mapping[str, Any], where: Path) -> dict[str, dict[int, str]]:
+    """The file of every slice, by tensor and number of the slice; of replicas the first."""
+    found: dict[str, dict[int, str]] = {}
+    for key, files_of in storage.items():
+        match = _KEY.fullmatch(key)
+        first = files_of[0] if isinstance(files_of, list) and files_of else None
+        name = first.get("file_name") if isinstance(first, dict) else None
+        if match is None or not isinstance(name, str):
+            raise CheckpointError(f"{where}: storage_data: cannot read {key[:200]!r}")
+        if not is_plain_name(name) or "/" in name:
+            raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
+        found.setdefault(match[1], {})[int(match[2])] = name
+    return found
+
+
+def _slices(
+    name: str,
+    value: Any,
+    places: Mapping[int, str],
+    opened: Mapping[str, tensorfile.TensorFile],
+    metadata: Path,
+) -> list[DcpChunk]:
+    """The slices of one tensor; together they cover it."""
+    where = f"{metadata}: {name[:200]!r}"
+    if not isinstance(value, dict) or not isinstance(value.get("chunk"), list):
+        raise CheckpointError(f"{where}: expected global_shape, axis_fragmentations and chunk")
+    shape = sizes(value.get("global_shape"), where)
+    counts = integers(value.get("axis_fragmentations") or [1] * len(shape), len(shape), where)
+    found = []
+    for chunk in value["chunk"]:
+        told = chunk if isinstance(chunk, dict) else {}
+        (number,) = integers(told.get("global_offset"), 1, where)
+        box = _box(number, shape, counts, where)
+        file = opened.get(places.get(number, ""))
+        if file is None or name not in file.header.entries:
+            raise CheckpointError(f"{where}: slice {number} is in no file")
+        if (
+            sizes(told.get("local_shape"), where) != box.shape
+            or file.entry(name).shape != box.shape
+        ):
+            raise CheckpointError(
+                f"{where}: slice {number} is {list(file.entry(name).shape)}, expected "
+                f"{list(box.shape)}"
+            )
+        found.append(DcpChunk(file, shape, box))
+    if not is_covered_once(Box.whole(shape), [one.box for one in found]):
+        parts = counted(len(found), "slice does", "slices do")
+        raise CheckpointError(f"{where}: its {parts} not cover {list(shape)}")
+    if len({one.file.entry(name).dtype for one in found}) > 1:
+        raise CheckpointError(f"{where}: its slices are of different types")
+    return found
+
+
+def _box(number: int, shape: tuple[int, ...], counts: tuple[int, ...], where: str) -> Box:
+    uneven = any(c < 1 or n % c for n, c in zip(shape, counts, strict=True))
+    if uneven or number >= prod(counts):
+        raise CheckpointError(f"{where}: {list(shape)} has no slice {number} of {list(counts)}")
+    start, extent = [], []
+    for length, count in zip(reversed(shape), reversed(counts), strict=True):
+        number, place = divmod(number, count)
+        start.append(place * (length // count))
+        extent.append(length // count)
+    return Box(tuple(start[::-1]), tuple(extent[::-1]))

@@ -1,0 +1,347 @@
+"""Open a folder of MindSpore's weights in any of their forms, as boxes of tensors in files.
+
+Weights of which every rank saved its slice: the file of each box of each tensor.
+
+Infer the slices of ranks without strategy files, from the full shapes of the tensors.
+
+The ratio of a file's dimension to the full one gives the number of shards. The axis that shards it,
+and so the part of each rank, follows if only one layout of this kind of tensor gives these shapes.
+If several do and the values do not distinguish them, the folder is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ...checkpoint.disk import strict_json, tensorfile
+from ...checkpoint.disk.tensorfile import TensorFile
+from ...checkpoint.layouts.dcp import DcpChunk
+from ...checkpoint.layouts.layout import SavedFolder
+from ...errors import CheckpointError, counted
+from ...parallel.box import Box, is_covered_once
+from ...storage import files
+from . import full, iteration
+from .full import whole
+from .parallel_config import MOMENTS, ParallelConfig, weight_of
+from .ranks import (
+    Slice,
+    check_fit,
+    check_same,
+    check_step,
+    file_at,
+    rank_files,
+    rank_folders,
+    recorded_step,
+    root_of,
+    step_of,
+    steps,
+)
+from .strategy import ENDINGS, Strategy, TensorLayout, open_strategy
+
+Shapes = Mapping[str, tuple[int, ...]]  # of whole weights, by MindSpore's names
+
+_ASK = "name the strategy files with --strategy FOLDER"
+
+
+def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
+    """The one strategy that fits the files; a ``CheckpointError`` if there is none, or several."""
+    if shapes is None:
+        raise CheckpointError(
+            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
+            f"unknown; {_ASK}, or name the same model, unsharded, with --base MODEL"
+        )
+    num_stages = _num_stages(opened, shapes, where)
+    size = len(opened) // num_stages
+    fitting = [
+        found
+        for mp in range(1, size + 1)
+        if size % mp == 0
+        and (found := _strategy(opened, shapes, num_stages, mp, where)) is not None
+    ]
+    devices = counted(size, "device")
+    if not fitting:
+        raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
+    if len({_boxes_by_strategy(found, opened, shapes) for found in fitting}) > 1:
+        raise CheckpointError(f"{where}: the shapes fit more than one layout on {devices}; {_ASK}")
+    return fitting[0]
+
+
+def _num_stages(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> int:
+    """The number of blocks of ranks that have no weights in common."""
+    names = [{name for name in file.header.entries if weight_of(name) in shapes} for file in opened]
+    for count in range(len(opened), 0, -1):
+        size = len(opened) // count
+        if len(opened) % count:
+            continue
+        blocks = [set().union(*names[i * size : (i + 1) * size]) for i in range(count)]
+        if sum(map(len, blocks)) == len(set().union(*blocks)) and all(blocks):
+            return count
+    raise CheckpointError(f"{where}: no rank has a weight of the model; is it another model?")
+
+
+def _strategy(
+    opened: Sequence[TensorFile], shapes: Shapes, num_stages: int, mp: int, where: Path
+) -> Strategy | None:
+    """The strategy with ``mp`` devices per model, if there is one; rejected if it is ambiguous."""
+    size = len(opened) // num_stages
+    stages: list[dict[str, list[TensorLayout]]] = []
+    for stage in range(num_stages):
+        files = opened[stage * size : (stage + 1) * size]
+        names = sorted({name for file in files for name in file.header.entries})
+        known = {name: shapes[weight_of(name)] for name in names if weight_of(name) in shapes}
+        found = {n: list(_fitting(n, whole, files, size, mp)) for n, whole in known.items()}
+        if not all(found.values()):
+            return None
+        stages.append(found)
+    for found in stages:
+        for name, ways in found.items():
+            whole = shapes[weight_of(name)]
+            if len({_boxes(layout, whole, size) for layout in ways}) > 1:
+                raise CheckpointError(
+                    f"{where}: {name[:200]!r} of shape {list(whole)} can be sharded over {size} "
+                    f"devices in several ways that give these files; {_ASK}"
+                )
+    return Strategy([{name: ways[0] for name, ways in own.items()} for own in stages], where)
+
+
+def _fitting(
+    name: str, whole: tuple[int, ...], files: Sequence[TensorFile], size: int, mp: int
+) -> Iterator[TensorLayout]:
+    """The layouts that give the shapes, and are consistent with the values, of these files."""
+    held = [(rank, file) for rank, file in enumerate(files) if name in file.header.entries]
+    local = {file.entry(name).shape for _, file in held}
+    for layout in _candidates(weight_of(name), whole, size, mp):
+        try:
+            boxes = _boxes(layout, whole, size)
+        except CheckpointError:
+            continue
+        if local == {boxes[0].shape} and _agrees(name, layout, whole, held):
+            yield layout
+
+
+def _candidates(weight: str, whole: tuple[int, ...], size: int, mp: int) -> Iterator[TensorLayout]:
+    """The ways MindSpore Transformers may lay out a tensor of this name."""
+    told = {weight: ("F32", whole)}
+    for vocab_emb_dp in (True, False):
+        config = ParallelConfig(size // mp, mp, vocab_emb_dp=vocab_emb_dp)
+        try:
+            (plain,) = (stage[weight] for stage in config.stages(told))
+        except CheckpointError:
+            continue
+        yield plain
+        for shards in range(2, size + 1):
+            if size % shards == 0:
+                yield replace(plain, num_shards=shards)
+
+
+def _agrees(
+    name: str, layout: TensorLayout, whole: tuple[int, ...], held: Sequence[tuple[int, TensorFile]]
+) -> bool:
+    slices = [Slice(rank, DcpChunk(file, whole, layout.box(whole, rank))) for rank, file in held]
+    try:
+        check_fit({name: slices}, Path())
+    except CheckpointError:
+        return False
+    return True
+
+
+def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box, ...]:
+    return tuple(layout.box(whole, device) for device in range(size))
+
+
+def _boxes_by_strategy(
+    found: Strategy, opened: Sequence[TensorFile], shapes: Shapes
+) -> tuple[object, ...]:
+    size = len(opened) // len(found.stages)
+    return tuple(
+        (name, _boxes(own[name], shapes[weight_of(name)], size))
+        for own in found.stages
+        for name in sorted(own)
+    )
+
+
+Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
+_FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
+_RANKS = 6  # told of in an error
+_INT4 = "Int4"
+
+
+def open_distributed(
+    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> Boxes:
+    """The slices of every tensor in the files of one step.
+
+    ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
+    ``strategy`` are files that are not beside the ranks. Without any, slices are inferred from the
+    full ``shapes``, if these leave one possible layout.
+    """
+    found = rank_files(path)
+    opened = [tensorfile.open_path(file) for file in found]
+    for file in opened:
+        _refuse_packed(file)
+    check_step(opened)
+    where = root_of(path)
+    if (found_strategy := strategy or find_strategy(where)) is not None:
+        told = open_strategy(found_strategy)
+    elif len(opened) == 1:
+        return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
+    else:
+        told = infer_strategy(opened, shapes, where)
+    if told.world_size != len(opened):
+        raise CheckpointError(_wrong_world(told, len(opened), where))
+    slices, loose = _sort(opened, told)
+    check_fit(slices, told.where)
+    boxes = {name: _joined(name, own, where) for name, own in slices.items()}
+    for name, own in loose.items():
+        first = own[0].stored
+        if first.shape:  # a number differs by stage where it counts what a stage does
+            check_same(name, [(one.rank, one.stored.file) for one in own])
+        boxes[name] = [first]
+    return boxes
+
+
+def find_strategy(root: Path) -> Path | None:
+    """The folder of strategy files that belongs to the folder of ranks ``root``."""
+    for folder in (root / _FOLDER, root.parent / _FOLDER):
+        if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
+            return folder
+    return None
+
+
+def _wrong_world(told: Strategy, found: int, where: Path) -> str:
+    stages = len(told.stages)
+    parts = f"{stages} pipeline stages of " if stages > 1 else ""
+    return (
+        f"{where}: the files of {counted(found, 'rank')}, but {told.where} is about "
+        f"{told.world_size} ({parts}{counted(told.num_devices, 'device')})"
+    )
+
+
+def _sort(
+    opened: Sequence[tensorfile.TensorFile], told: Strategy
+) -> tuple[dict[str, list[Slice]], dict[str, list[Slice]]]:
+    """The tensors of the strategy, by name, and the others, which are replicated."""
+    slices: dict[str, list[Slice]] = {}
+    loose: dict[str, list[Slice]] = {}
+    for rank, file in enumerate(opened):
+        layouts, device = told.of_rank(rank)
+        for name, entry in file.header.entries.items():
+            if name not in layouts:
+                loose.setdefault(name, []).append(Slice(rank, whole(file, name)))
+                continue
+            layout = layouts[name]
+            try:
+                shape = layout.whole(entry.shape)
+                box = layout.box(shape, device)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{told.where}: does not fit {file.path}: {name[:200]!r} of shape "
+                    f"{list(entry.shape)}: {error}"
+                ) from None
+            slices.setdefault(name, []).append(Slice(rank, DcpChunk(file, shape, box)))
+    return slices, loose
+
+
+def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
+    """The slices of one tensor, of equal ones the first, after a check that they cover it."""
+    first = slices[0].stored
+    kinds = {(one.stored.shape, one.stored.file.entry(name).dtype) for one in slices}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"{where}: {name[:200]!r} has another type or shape in other ranks' files"
+        )
+    apart = {one.stored.box: one.stored for one in reversed(slices)}
+    boxes = [apart[box] for box in sorted(apart)]
+    if not is_covered_once(Box.whole(first.shape), [one.box for one in boxes]):
+        ranks = ", ".join(str(one.rank) for one in slices[:_RANKS])
+        raise CheckpointError(
+            f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
+            f"the shape {list(first.shape)}"
+        )
+    return boxes
+
+
+def _refuse_packed(file: tensorfile.TensorFile) -> None:
+    metadata: Mapping[str, str] = file.header.metadata
+    packed = next((name for name, kind in metadata.items() if kind == _INT4), None)
+    if packed is not None:
+        raise CheckpointError(
+            f"{file.path}: {packed[:200]!r} contains two 4-bit integers in a byte, which is not "
+            "supported"
+        )
+
+
+Form = Literal["iteration", "ranks", "full"]
+META = "meta.json"  # of a rank: the last step it saved
+_STATE = {
+    *("epoch_num", "step_num", "global_batch_size", "loss_scale", "learning_rate", "global_step"),
+    *("scale_sense", "current_iterator_step", "last_overflow_iterator_step"),
+}
+
+
+def form_of(path: Path) -> Form | None:
+    """The form of MindSpore's weights in ``path``; None if there are none."""
+    if iteration.recognise(path):
+        return "iteration"
+    is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
+    if is_rank_file or rank_folders(root_of(path)):
+        return "ranks"
+    return "full" if full.recognise(path) else None
+
+
+def open_boxes(
+    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> dict[str, list[DcpChunk]]:
+    """Every tensor by name: weights, moments, numbers; ``strategy`` and ``shapes`` of ranks."""
+    form = form_of(path)
+    if form == "ranks":
+        return open_distributed(path, strategy=strategy, shapes=shapes)
+    if strategy is not None:
+        raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
+    return iteration.open_iteration(path) if form == "iteration" else full.open_full(path)
+
+
+def role_of(name: str, shape: tuple[int, ...]) -> str:
+    """model, optimizer or state."""
+    if name.startswith(MOMENTS):
+        return "optimizer"
+    is_number = not shape and "." not in name  # of the training: modules have paths
+    return "state" if is_number or name in _STATE else "model"
+
+
+def saves(root: Path) -> list[SavedFolder]:
+    """The saves in ``root``, oldest first. Raises ``CheckpointError``."""
+    if form_of(root) == "iteration":
+        paths = iteration.iterations(root) or [root]
+        return [SavedFolder(path, iteration.number_of(path), _size(path)) for path in paths]
+    if form_of(root) != "ranks":
+        return [SavedFolder(root, None, _size(root))]
+    folders = rank_folders(root_of(root)).values()
+    found = []
+    for step in steps(root_of(root)):
+        own = [file_at(folder, step) for folder in folders]
+        with tensorfile.open_path(own[0]) as file:
+            number = recorded_step(file)
+        found.append(SavedFolder(own[0], number, sum(files.size_of(path) or 0 for path in own)))
+    return found
+
+
+def _size(folder: Path) -> int:
+    return sum(files.size_of(folder / name) or 0 for name in files.list_folder(folder))
+
+
+def progress_of(path: Path) -> Mapping[str, Any]:
+    """The training progress in the folder, as JSON."""
+    form = form_of(path)
+    if form == "iteration":
+        where = iteration.chosen(path) / iteration.COMMON
+    elif form == "ranks":
+        where = rank_files(path)[0].parent / META
+    else:
+        return {}
+    if not files.exists(where):
+        return {}
+    return strict_json.read_object(where)

@@ -1,1 +1,0 @@
-"""Open MindSpore folders in any of their forms: full, by rank, by iteration."""

@@ -1,1 +1,0 @@
-"""A YAML file of MindSpore Transformers as the settings of a recipe."""

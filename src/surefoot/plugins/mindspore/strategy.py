@@ -1,0 +1,405 @@
+"""MindSpore's strategy files: how every tensor of a pipeline stage is sliced over its devices.
+
+They are protocol buffers with the ending ``.ckpt``, or JSON. A merged file covers all stages, with
+the stage's number as a prefix of the names. They contain no ranks and usually no shapes; the reader
+must check that they fit the files beside them.
+
+The wire format of protocol buffers, as far as strategy files need it. No length is trusted.
+
+The slice of a tensor on a device: MindSpore's arithmetic of tensor layouts. Pure.
+
+Devices form a matrix; a tensor's dimension is sharded along some of its axes, into equal parts. An
+axis that shards no dimension contains replicas. The optimizer may shard dimension 0 of these again
+(optimizer parallelism), so that no two devices have the same slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.disk import strict_json
+from ...errors import CheckpointError, counted
+from ...parallel.box import Box
+from ...storage import files
+
+Value = int | bytes
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = {_FIXED64: 8, _FIXED32: 4}
+_LONGEST_VARINT = 10  # of a varint: 64 bits by 7
+
+
+def fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
+    """The number and value of every field, in order. ``where`` names the file in errors."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at, where)
+        number, kind = key >> 3, key & 7
+        if not number:
+            raise _damaged(where, at)
+        value: Value
+        if kind == _VARINT:
+            value, at = _varint(data, at, where)
+        else:
+            if kind == _BYTES:
+                length, at = _varint(data, at, where)
+            elif kind in _FIXED:
+                length = _FIXED[kind]
+            else:
+                raise _damaged(where, at)
+            if at + length > len(data):
+                raise _damaged(where, at)
+            value, at = data[at : at + length], at + length
+        yield number, value
+
+
+def integers(values: Sequence[Value], where: str) -> tuple[int, ...]:
+    """A repeated field of signed integers, packed or not."""
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            found.append(_signed(value))
+            continue
+        at = 0
+        while at < len(value):
+            number, at = _varint(value, at, where)
+            found.append(_signed(number))
+    return tuple(found)
+
+
+def integer(number: int, value: int) -> bytes:
+    """A field of one integer."""
+    return _encoded(number << 3 | _VARINT) + _encoded(value)
+
+
+def packed(number: int, values: Sequence[int]) -> bytes:
+    """A field of several integers."""
+    return message(number, b"".join(map(_encoded, values)))
+
+
+def message(number: int, content: bytes) -> bytes:
+    """A field of bytes: text, or a message."""
+    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
+
+
+def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
+    value = 0
+    for i, byte in enumerate(data[at : at + _LONGEST_VARINT]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value & (1 << 64) - 1, at + i + 1
+    raise _damaged(where, at)
+
+
+def _encoded(value: int) -> bytes:
+    left, found = value & (1 << 64) - 1, bytearray()
+    while left > 127:
+        found.append(left & 127 | 128)
+        left >>= 7
+    found.append(left)
+    return bytes(found)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _damaged(where: str, at: int) -> CheckpointError:
+    return CheckpointError(f"{where}: not a strategy file of MindSpore, or damaged at byte {at}")
+
+
+ALL_COPIES = -1  # as a number of shards: over all devices that hold copies
+_WHOLE = -1  # in a tensor map: no axis cuts this dimension
+
+Cut = tuple[int, int]  # into how many parts, and which of them
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """The layout of one tensor on the devices of its pipeline stage, as in a strategy file."""
+
+    device_matrix: tuple[int, ...]
+    tensor_map: tuple[tuple[int, ...], ...]  # one for all dimensions, or one for each
+    num_shards: int = 0  # of the optimizer, within what the matrix leaves; 0: it cuts nothing
+    step: int = 0  # between the devices that share these shards; follows from the rest
+
+    @property
+    def num_devices(self) -> int:
+        """Of the stage."""
+        return prod(self.device_matrix)
+
+    def axes(self, num_dims: int) -> tuple[tuple[int, ...], ...]:
+        """The axes of the matrix, counted from the left, that shard each dimension."""
+        maps = self.tensor_map
+        if len(maps) == 1 and len(maps[0]) == num_dims:
+            maps = tuple((axis,) for axis in maps[0])
+        if len(maps) != num_dims:
+            sharded = counted(len(maps), "dimension")
+            raise CheckpointError(f"it is sharded in {sharded} and has {num_dims}")
+        last = len(self.device_matrix) - 1
+        found = tuple(tuple(last - axis for axis in own if axis != _WHOLE) for own in maps)
+        flat = [axis for own in found for axis in own]
+        if len(set(flat)) < len(flat) or not all(0 <= axis <= last for axis in flat):
+            raise CheckpointError(f"tensor map {maps} does not fit the devices {self._matrix}")
+        return found
+
+    def counts(self, num_dims: int) -> tuple[int, ...]:
+        """The number of parts of each dimension."""
+        return tuple(count * shards for (count, _), (shards, _) in self._cuts(num_dims, 0))
+
+    def box(self, shape: tuple[int, ...], device: int) -> Box:
+        """The slice of a full tensor on one device of the stage; parts must be equal."""
+        start, extent = [], []
+        for length, (outer, inner) in zip(shape, self._cuts(len(shape), device), strict=True):
+            parts = outer[0] * inner[0]
+            if length % parts:
+                raise CheckpointError(f"a dimension of {length} is not {parts} equal parts")
+            part = length // parts
+            start.append((outer[1] * inner[0] + inner[1]) * part)
+            extent.append(part)
+        return Box(tuple(start), tuple(extent))
+
+    def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The full shape of the tensor of which each device has a ``part``."""
+        return tuple(n * count for n, count in zip(part, self.counts(len(part)), strict=True))
+
+    def _cuts(self, num_dims: int, device: int) -> list[tuple[Cut, Cut]]:
+        """For each dimension, its shards by the matrix, and then by the optimizer."""
+        places, found = self._places(device), list[tuple[Cut, Cut]]()
+        for own in self.axes(num_dims):
+            count, index = 1, 0
+            for axis in own:
+                size = self.device_matrix[axis]
+                count, index = count * size, index * size + places[axis]
+            found.append(((count, index), (1, 0)))
+        if self.num_shards and found:
+            used = {axis for own in self.axes(num_dims) for axis in own}
+            found[0] = found[0][0], self._shard(places, used)
+        return found
+
+    def _places(self, device: int) -> list[int]:
+        """The position of a device along every axis, the last one fastest."""
+        places = []
+        for size in reversed(self.device_matrix):
+            device, place = divmod(device, size)
+            places.append(place)
+        return places[::-1]
+
+    def _shard(self, places: list[int], used: set[int]) -> Cut:
+        """The optimizer's shards: over axes of replicas, from the right, until they are enough."""
+        free = [axis for axis in range(len(places)) if axis not in used]
+        copies = prod(self.device_matrix[axis] for axis in free)
+        count = copies if self.num_shards == ALL_COPIES else self.num_shards
+        left, index, weight = count, 0, 1
+        for axis in reversed(free):
+            part = min(self.device_matrix[axis], left)
+            if left % part or self.device_matrix[axis] % part:
+                break
+            index += places[axis] % part * weight
+            weight, left = weight * part, left // part
+        if left != 1 or count < 1:
+            raise CheckpointError(
+                f"{self.num_shards} shards of the optimizer do not fit the devices {self._matrix}"
+            )
+        return count, index
+
+    @property
+    def _matrix(self) -> str:
+        return " x ".join(map(str, self.device_matrix))
+
+
+ENDINGS = (".ckpt", ".json")
+FILE = "ckpt_strategy_rank_{}.ckpt"
+_OF_RANK = re.compile(r".*_rank_(\d{1,6})\.(?:ckpt|json)")
+_OF_STAGE = re.compile(r"(\d{1,6})-(.+)")
+_MOST_BYTES = 256 << 20
+_MOST_DEVICES = 1 << 20
+
+Layouts = Mapping[str, TensorLayout]  # by a tensor's name
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """The layouts of every stage of a pipeline. All stages have as many devices."""
+
+    stages: Sequence[Layouts]
+    where: Path
+
+    @property
+    def num_devices(self) -> int:
+        """Of one stage."""
+        return next(layout.num_devices for own in self.stages for layout in own.values())
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.num_devices * len(self.stages)
+
+    def of_rank(self, rank: int) -> tuple[Layouts, int]:
+        """The layouts of a rank's pipeline stage, and the rank's device in the stage."""
+        stage, device = divmod(rank, self.num_devices)
+        return self.stages[stage], device
+
+
+def open_strategy(path: Path) -> Strategy:
+    """A merged file, that of a single stage, or a folder of ranks' files, which must agree."""
+    with files.raising(CheckpointError, f"cannot read {path}"):
+        if files.is_folder(path):
+            names = [name for name in files.list_folder(path) if name.endswith(ENDINGS)]
+            found = [path / name for name in names]
+        else:
+            found = [path]
+        if not found:
+            raise CheckpointError(f"{path}: contains no strategy files (*.ckpt or *.json)")
+        parsed = {file: _parse(file) for file in found}
+    return _checked(_by_stage(parsed, path), path)
+
+
+def _parse(file: Path) -> tuple[int, dict[str, TensorLayout]]:
+    """The stage of a file, and its layouts."""
+    with files.open_file(file) as opened:
+        data = files.read_all(opened, _MOST_BYTES)
+    return _from_json(data, str(file)) if file.suffix == ".json" else _from_wire(data, str(file))
+
+
+def _by_stage(
+    parsed: Mapping[Path, tuple[int, dict[str, TensorLayout]]], path: Path
+) -> dict[int, dict[str, TensorLayout]]:
+    """The layouts of each stage; those of its ranks are equal."""
+    stages: dict[int, dict[str, TensorLayout]] = {}
+    for file, (stage, layouts) in parsed.items():
+        named, at = _OF_RANK.fullmatch(file.name), stage
+        if named and layouts:  # what it says of its stage may be missing
+            at = int(named.group(1)) // next(iter(layouts.values())).num_devices
+        merged = {name: _OF_STAGE.fullmatch(name) for name in layouts}
+        if layouts and all(merged.values()) and not named:
+            for name, match in merged.items():
+                assert match is not None
+                stages.setdefault(int(match[1]), {})[match[2]] = layouts[name]
+            continue
+        if stages.setdefault(at, layouts) != layouts:
+            raise CheckpointError(
+                f"{file}: differs from the files of the same pipeline stage ({at}) in {path}"
+            )
+    return stages
+
+
+def _checked(stages: Mapping[int, Layouts], path: Path) -> Strategy:
+    if not any(stages.values()):
+        raise CheckpointError(f"{path}: it describes no tensors")
+    if missing := sorted(set(range(max(stages) + 1)) - {s for s, own in stages.items() if own}):
+        raise CheckpointError(f"{path}: the strategy of pipeline stage {missing[0]} is missing")
+    sizes = {layout.num_devices for own in stages.values() for layout in own.values()}
+    if len(sizes) > 1:
+        told = " and ".join(map(str, sorted(sizes)[:2]))
+        raise CheckpointError(f"{path}: tensors are on {told} devices; a stage has one number")
+    return Strategy([stages[stage] for stage in sorted(stages)], path)
+
+
+def _from_wire(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
+    stage, found = 0, {}
+    for number, value in fields(data, where):
+        if number == 2 and isinstance(value, bytes):
+            stage = _stage(value, where)
+        elif number == 3 and isinstance(value, bytes):
+            name, layout = _item(value, where)
+            found[name] = layout
+    return stage, found
+
+
+def _stage(item: bytes, where: str) -> int:
+    """The stage in a ``ParallelStrategyItem``."""
+    for number, value in fields(item, where):
+        if number == 2 and isinstance(value, bytes):
+            inner = dict(fields(value, where))
+            stage = inner.get(1, 0)
+            return stage if isinstance(stage, int) else 0
+    return 0
+
+
+def _item(item: bytes, where: str) -> tuple[str, TensorLayout]:
+    """The name and layout in a ``ParallelLayoutItem``."""
+    told = dict(fields(item, where))
+    name, content = told.get(1, b""), told.get(2, b"")
+    if not isinstance(name, bytes) or not isinstance(content, bytes):
+        raise CheckpointError(f"{where}: not a strategy file of MindSpore")
+    parts: dict[int, list[Value]] = {}
+    for number, value in fields(content, where):
+        parts.setdefault(number, []).append(value)
+    repeated = {n: [_dims(value, where) for value in parts.get(n, ())] for n in (1, 2, 3, 4)}
+    single = {n: (integers(parts.get(n, [0])[-1:], where) or (0,))[0] for n in (5, 6, 7)}
+    text = name.decode("utf-8", "replace")
+    if single[5] or any(repeated[3]) or any(repeated[4]):
+        raise _uneven(where, text)
+    matrix = repeated[1][0] if repeated[1] else ()
+    return text, _layout(matrix, tuple(repeated[2]), (single[7], single[6]), f"{where}: {text}")
+
+
+def _dims(value: Value, where: str) -> tuple[int, ...]:
+    """The integers in a message whose only field they are."""
+    if not isinstance(value, bytes):
+        raise CheckpointError(f"{where}: not a strategy file of MindSpore")
+    return integers([inner for number, inner in fields(value, where) if number == 1], where)
+
+
+def _from_json(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
+    told = strict_json.parse_object(data, where)
+    items, stages = told.get("parallel_layout_item"), told.get("parallel_strategy_item")
+    if not isinstance(items, dict) or not all(isinstance(item, dict) for item in items.values()):
+        raise CheckpointError(f"{where}: expected parallel_layout_item with an entry per tensor")
+    first: object = next(iter(stages.values()), {}) if isinstance(stages, dict) else {}
+    stage = first.get("stage", 0) if isinstance(first, dict) else 0
+    return int(stage), {name: _of_json(name, item, where) for name, item in items.items()}
+
+
+def _of_json(name: str, item: Mapping[str, Any], where: str) -> TensorLayout:
+    if item.get("field") or item.get("param_split_shape") or item.get("indices_offset"):
+        raise _uneven(where, name)
+    here = f"{where}: {name}"
+    matrix, own = (_whole_numbers(item.get(key), here) for key in ("dev_matrix", "tensor_map"))
+    size, step = (item.get(f"opt_weight_shard_{key}", 0) for key in ("size", "step"))
+    return _layout(matrix, (own,), _whole_numbers([size, step], here), here)  # type: ignore[arg-type]
+
+
+def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int for n in value):
+        raise CheckpointError(f"{where}: expected whole numbers, found {str(value)[:60]}")
+    return tuple(value)
+
+
+def _layout(
+    matrix: tuple[int, ...], maps: tuple[tuple[int, ...], ...], shards: tuple[int, int], where: str
+) -> TensorLayout:
+    if not matrix or min(matrix) < 1 or prod(matrix) > _MOST_DEVICES:
+        raise CheckpointError(f"{where}: {list(matrix)[:8]} is no matrix of devices")
+    return TensorLayout(matrix, maps, *shards)
+
+
+def _uneven(where: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {name[:200]!r} has uneven manual slices (param_split_shape), which are not "
+        "supported"
+    )
+
+
+def dump_strategy(stage: int, layouts: Layouts) -> bytes:
+    """The strategy file of one stage, in the form of MindSpore's own functions."""
+    return b"".join(_dumped(stage, layouts))
+
+
+def _dumped(stage: int, layouts: Layouts) -> Iterator[bytes]:
+    yield integer(1, 1)
+    for name in sorted(layouts):
+        strategies = integer(1, stage)
+        yield message(2, message(1, f"Load_{name}".encode()) + message(2, strategies))
+    for name in sorted(layouts):
+        layout = layouts[name]
+        content = message(1, packed(1, layout.device_matrix))
+        content += b"".join(message(2, packed(1, own)) for own in layout.tensor_map)
+        content += message(3, b"") + message(4, b"")  # MindSpore's reader takes the first of each
+        content += integer(5, 0) + integer(6, layout.step) + integer(7, layout.num_shards)
+        yield message(3, message(1, name.encode()) + message(2, content))

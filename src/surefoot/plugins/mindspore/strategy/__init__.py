@@ -1,1 +1,0 @@
-"""How MindSpore cuts tensors over its ranks: strategy files, parallel_config, slices."""

@@ -1,0 +1,329 @@
+"""Convert one of MindSpore's forms to another, and write any tensor source in one of them.
+
+Write any tensor source in the newer form of MindSpore Transformers, ``iteration_00000020``.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from ...checkpoint.disk.commit import new_folder, refuse_taken, write_small
+from ...checkpoint.disk.folder import companions_of
+from ...checkpoint.sources.copying import DtypeName, Progress, cast
+from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
+from ...errors import CheckpointError
+from ...parallel.box import Box
+from ...storage import files
+from .iteration import COMMON, FOLDER, METADATA, TRACKER
+from .model import MindSporeHints, as_huggingface, as_mindspore, by_role, naming_of, open_state
+from .naming import KEEP, FamilyName, heads_near
+from .opening import role_of
+from .parallel_config import ParallelConfig
+from .rank_files import (
+    Described,
+    PlannedFile,
+    file_of,
+    held_by,
+    once,
+    sorted_out,
+    write_distributed,
+    write_file,
+    write_full,
+)
+from .ranks import model_near
+from .strategy import ALL_COPIES, Layouts, TensorLayout, open_strategy
+
+_COMMON = ("epoch_num", "step_num", "global_step", "loss_scale", "global_batch_size")
+_IN_FILES = ("global_step", "learning_rate")  # beside the moments, as tensors
+_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_FORMAT = {"format": "ms"}
+
+
+def write_iteration(
+    source: TensorSource,
+    target: Path,
+    *,
+    stages: Sequence[Layouts] | None = None,
+    prefix: str = "surefoot",
+    remove_redundancy: bool = False,
+    small: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``target/iteration_N``, N the step; ``stages`` as in ``write_distributed``."""
+    tensors, numbers = sorted_out(source)
+    alone = {name: Box.whole(shape) for name, (_, shape) in tensors.items()}
+    held = [alone] if stages is None else held_by(tensors, stages)
+    kept = once(tensors, held) if remove_redundancy else held
+    common = _common(source, numbers)
+    number = common["global_step"] or common["step_num"] or 0
+    beside = {name: numbers[name] for name in _IN_FILES if name in numbers}
+    planned = _planned(tensors, kept, beside, prefix)
+    with new_folder(target) as folder:
+        inner = folder / FOLDER.format(number)
+        files.new_folder(inner)
+        for _, file in planned:
+            write_file(inner, file, source, progress)
+        if stages is not None and len(held) > 1:
+            told = _metadata(tensors, stages, held, _places(planned))
+            files.write_new(inner / METADATA, json.dumps(told, separators=(",", ":")).encode())
+        files.write_new(inner / COMMON, json.dumps(common, indent=4).encode())
+        files.sync_folder(inner)
+        files.write_new(folder / TRACKER, str(number).encode())
+        write_small(folder, small or {})
+
+
+def _planned(
+    tensors: Mapping[str, Described],
+    kept: Sequence[Mapping[str, Box]],
+    beside: Mapping[str, Described],
+    prefix: str,
+) -> list[tuple[int, PlannedFile]]:
+    """The files of weights and of moments, with their ranks; a rank without tensors has none."""
+    found = []
+    for part, role in (("model", "model"), ("opt", "optimizer")):
+        own = {
+            rank: {n: box for n, box in boxes.items() if role_of(n, tensors[n][1]) == role}
+            for rank, boxes in enumerate(kept)
+        }
+        own = {rank: boxes for rank, boxes in own.items() if boxes}
+        for i, (rank, boxes) in enumerate(own.items()):
+            name = f"{prefix}-{part}-{i:07d}-{len(own):07d}.safetensors"
+            more = beside if role == "optimizer" else {}
+            every = {**boxes, **{n: Box.whole(shape) for n, (_, shape) in more.items()}}
+            file = file_of(name, {**tensors, **more}, list(every), every, _FORMAT)
+            found.append((rank, file))
+    return found
+
+
+Places = Mapping[tuple[str, Box], Sequence[tuple[str, int]]]  # files and ranks of every slice
+
+
+def _places(planned: Sequence[tuple[int, PlannedFile]]) -> Places:
+    found: dict[tuple[str, Box], list[tuple[str, int]]] = {}
+    for rank, file in planned:
+        for key in file.boxes.items():
+            found.setdefault(key, []).append((file.plan.name, rank))
+    return found
+
+
+def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:
+    """The content of ``common.json``; null for what the source does not contain."""
+    found = {
+        name: read_whole(source, name).reshape(-1)[0].item() if name in numbers else None
+        for name in _COMMON
+    }
+    return {**found, "consumed_samples": None, "ckpt_status": None}
+
+
+def _metadata(
+    tensors: Mapping[str, Described],
+    stages: Sequence[Layouts],
+    held: Sequence[Mapping[str, Box]],
+    places: Places,
+) -> dict[str, object]:
+    """The entries of ``metadata.json`` for every tensor, and for the file of every slice."""
+    described: dict[str, object] = {}
+    storage: dict[str, object] = {}
+    layouts = {name: layout for own in stages for name, layout in own.items()}
+    for name, (dtype, shape) in tensors.items():
+        counts = layouts[name].counts(len(shape))
+        holders: dict[Box, list[int]] = {}
+        ranks = [rank for rank, boxes in enumerate(held) if name in boxes]  # of its stage
+        for rank in ranks:
+            holders.setdefault(held[rank][name], []).append(rank)
+        numbered = sorted((_number(box, shape, counts), box) for box in holders)
+        replicas = [holders[held[rank][name]].index(rank) for rank in ranks]
+        if dtype not in _TYPES:
+            raise CheckpointError(f"{name[:200]!r}: MindSpore has no type {dtype}")
+        described[name] = {
+            "properties": {
+                "dtype": _TYPES[dtype],
+                "replica_id": replicas,
+                "allow_shape_mismatch": False,
+                "allow_to_save": True,
+            },
+            "global_shape": list(shape),
+            "axis_fragmentations": list(counts),
+            "layout": _layout(name, layouts[name], len(shape), ranks),
+            "chunk": [
+                {"global_offset": [number], "local_shape": list(box.shape)}
+                for number, box in numbered
+            ],
+        }
+        for number, box in numbered:
+            storage[f"('{name}', ({number},))"] = [
+                {"file_name": file, "storage_rank": rank, "rank_group": holders[box]}
+                for file, rank in places[name, box]
+            ]
+    return {"state_dict_metadata": described, "storage_data": storage}
+
+
+def _number(box: Box, shape: tuple[int, ...], counts: tuple[int, ...]) -> int:
+    """The number of a slice, counted row by row over the parts of all dimensions."""
+    number = 0
+    for start, length, count in zip(box.start, shape, counts, strict=True):
+        number = number * count + (start * count // length if length else 0)
+    return number
+
+
+def _layout(
+    name: str, layout: TensorLayout, num_dims: int, ranks: Sequence[int]
+) -> dict[str, object]:
+    """The layout on ``ranks``, with the optimizer's shards as axes that shard dimension 0."""
+    matrix, last = layout.device_matrix, len(layout.device_matrix) - 1
+    maps = [[last - axis for axis in own] for own in layout.axes(num_dims)]
+    if layout.num_shards:
+        used = {axis for own in layout.axes(num_dims) for axis in own}
+        free = [axis for axis in range(len(matrix)) if axis not in used]
+        copies = prod(matrix[axis] for axis in free)
+        if layout.num_shards not in (ALL_COPIES, copies):
+            raise CheckpointError(
+                f"{name[:200]!r}: {layout.num_shards} shards over {copies} replicas; this form "
+                "only supports shards over all of them"
+            )
+        maps[0] += [last - axis for axis in free]
+    plain = [own[0] if len(own) == 1 else own or -1 for own in maps]
+    return {
+        "device_matrix": list(matrix),
+        "tensor_map": plain,
+        "interleaved_parallel": False,
+        "alias_name": list(string.ascii_lowercase[: len(matrix)]),
+        "rank_list": list(ranks),
+    }
+
+
+Form = Literal["full", "distributed"]
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFormat:
+    """The form to write."""
+
+    layout: Form = "full"
+    """full (unsharded tensors), or distributed (one folder of shards per rank)."""
+
+    parallel_config: ParallelConfig | None = None
+    """How DST is sharded over MindSpore's ranks: data_parallel=2,model_parallel=4,
+    pipeline_stage, enable_parallel_optimizer=true, optimizer_weight_shard_size,
+    parallel_optimizer_threshold, vocab_emb_dp=false.
+    """
+
+    target_strategy: Path | None = None
+    """Strategy files that define how DST is sharded over its ranks."""
+
+    names: FamilyName | None = None
+    """The family of names in DST; keep: as they are; unset: the usual one."""
+
+    dtype: DtypeName | None = None
+    """Of the weights; the optimizer's state stays."""
+
+    remove_redundancy: bool = False
+    """Write a slice that several ranks share only once."""
+
+    iteration: bool = False
+    """With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N."""
+
+
+def check(target: Path, wanted: TargetFormat) -> None:
+    """Reject a target that exists, and a form that does not support its options."""
+    refuse_taken(target)
+    if (wanted.layout == "distributed") != (
+        wanted.parallel_config is not None or wanted.target_strategy is not None
+    ):
+        raise CheckpointError(
+            "layout distributed needs a parallel_config or strategy files; layout full needs "
+            "neither"
+        )
+
+
+def rewrite(
+    folder: Path,
+    target: Path,
+    wanted: TargetFormat,
+    *,
+    theirs: MindSporeHints,
+    progress: Progress | None = None,
+) -> None:
+    """Write all that MindSpore saved in ``folder`` into the new folder ``target``."""
+    source = _renamed(folder, wanted, theirs)
+    write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
+
+
+def write(
+    source: TensorSource,
+    folder: Path,
+    target: Path,
+    wanted: TargetFormat,
+    *,
+    small: Mapping[str, bytes],
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source``, which came from ``folder`` and has MindSpore's names."""
+    if wanted.iteration:
+        write_iteration(
+            source,
+            target,
+            stages=_stages(source, wanted) if wanted.layout == "distributed" else None,
+            prefix=naming_of(folder).prefix,
+            remove_redundancy=wanted.remove_redundancy,
+            small=small,
+            progress=progress,
+        )
+        return
+    if wanted.layout == "full":
+        write_full(source, target, small=small, progress=progress)
+        return
+    write_distributed(
+        source,
+        target,
+        stages=_stages(source, wanted),
+        naming=naming_of(folder),
+        remove_redundancy=wanted.remove_redundancy,
+        small=small,
+        progress=progress,
+    )
+
+
+def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
+    if wanted.target_strategy is not None:
+        return open_strategy(wanted.target_strategy).stages
+    return (wanted.parallel_config or ParallelConfig()).stages(sorted_out(source)[0])
+
+
+def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
+    """MindSpore's own content, under other names if requested."""
+    parts = by_role(open_state(folder, theirs))
+    cut: TensorSource = JoinedSource(
+        [("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])]
+    )
+    if wanted.names not in (None, KEEP):
+        plain = as_huggingface(cut, folder, replace(theirs, names=None))
+        cut = as_mindspore(plain, wanted.names, heads_near(folder, theirs.base))
+    return JoinedSource([("", cut), ("", parts["state"])])
+
+
+def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
+    """The configuration and tokenizer of the base, or those beside the weights."""
+    own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
+    place = own or model_near(folder)
+    if place is None:
+        return {}
+    return companions_of(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}

@@ -1,1 +1,0 @@
-"""Write MindSpore folders: full, by rank, by iteration."""
