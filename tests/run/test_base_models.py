@@ -15,6 +15,7 @@ from surefoot.errors import ModelError
 from surefoot.model.pretrained import base_identity
 from surefoot.model.pretrained.base_identity import BaseModel, identify
 from surefoot.model.section import ModelSection
+from surefoot.plugins.cloud.huggingface import HuggingFaceHub
 from surefoot.use import open_model
 
 SHORT = {"max_steps": 2}
@@ -146,12 +147,11 @@ def hub(tmp_path, monkeypatch):
     downloads = tmp_path / "hub" / "snapshots"
     asked = []
 
-    def snapshot_download(name, *, revision, allow_patterns, ignore_patterns):
+    def snapshot(_hub, _kind, name, *, revision=None, **_patterns):
         asked.append(revision)
-        commit = revision or (downloads.parent / "main").read_text()
-        return str(downloads / commit)
+        return downloads / (revision or (downloads.parent / "main").read_text())
 
-    monkeypatch.setattr("surefoot.model.pretrained.loading.snapshot_download", snapshot_download)
+    monkeypatch.setattr(HuggingFaceHub, "snapshot", snapshot)
 
     def push(commit):
         model_folder(downloads / commit, initializer_range=0.02 if commit[0] == "a" else 0.05)

@@ -50,8 +50,8 @@ def start_ranks(
 
 
 def resolved_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe at ``path``, with what it names found. What is wrong with it is reported before the
-    slow imports."""
+    """The recipe at ``path``, with what it names found. What is wrong with it is reported before
+    the slow imports."""
     from ..recipe.recipe import load
     from ..run.resolving import resolved
 

@@ -96,8 +96,8 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
                     break
                 said = f"{path}: its {kind_of_hash} is {wrong}, expected {hash_}"
                 if is_last:
-                    raise HubError(f"{said}; nothing was kept. The file on the hub, or a proxy on "
-                                   "the way, is damaged")  # fmt: skip
+                    why = "the file on the hub, or a proxy on the way, is damaged"
+                    raise HubError(f"{said}; nothing was kept: {why}")
                 logger.warning("%s; downloading it again", said)
 
 

@@ -45,8 +45,14 @@ _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
     show_default=True,
     help="How values are chosen: near the best ones so far, at random, or all of them in order.",
 )
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="K",
-              help="Trials that run at once; GPUs and cores are divided among them.")  # fmt: skip
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Trials that run at once; GPUs and cores are divided among them.",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -65,8 +71,14 @@ _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
     show_default=True,
     help="median: end a trial that is worse than the median of complete ones at the same step.",
 )
-@click.option("--prune-after", type=click.IntRange(1), default=4, show_default=True, metavar="N",
-              help="Complete trials of equal length that pruning needs.")  # fmt: skip
+@click.option(
+    "--prune-after",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Complete trials of equal length that pruning needs.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampler.")
 @JSON
 def sweep(

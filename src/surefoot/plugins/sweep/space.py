@@ -144,8 +144,9 @@ def open_space(recipe: Path, arguments: Sequence[str]) -> Space:
         else:
             swept[key] = text
     if not swept:
-        raise RecipeError(f"nothing varies; name at least one {_EXAMPLE} or "
-                          "method.lora.rank=8,16,32")  # fmt: skip
+        raise RecipeError(
+            f"nothing varies; name at least one {_EXAMPLE} or method.lora.rank=8,16,32"
+        )
     base = load(recipe, fixed)
     space = Space(base, tuple(_key(base, key, text) for key, text in swept.items()))
     for varied in space.keys:

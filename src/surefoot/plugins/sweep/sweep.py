@@ -112,19 +112,25 @@ class Sweep:
         taken = [path.name for path in self.output.glob("*") if path.name.startswith(others)]
         if not (self.output / SPEC).exists():
             if taken:
-                raise RunError(f"{self.output}: contains {min(taken)}, but no {SPEC}, so no sweep "
-                               "wrote it; choose another --output")  # fmt: skip
+                raise RunError(
+                    f"{self.output}: contains {min(taken)}, but no {SPEC}, so no sweep "
+                    "wrote it; choose another --output"
+                )
             write_text(self.output / SPEC, json.dumps(spec, indent=1))
             return
         if STUDY not in taken and taken:
-            raise RunError(f"{self.output}: has trials, but no {STUDY}, which says what they are; "
-                           "restore it, or choose another --output")  # fmt: skip
+            raise RunError(
+                f"{self.output}: has trials, but no {STUDY}, which says what they are; "
+                "restore it, or choose another --output"
+            )
         try:
             known = parse_json(read_inside(self.output, SPEC, _MAX_BYTES))
             differing = [*_differing(known, spec, self.space.base)]
         except (OSError, ValueError, KeyError, TypeError, RecipeError) as error:
-            raise RunError(f"{self.output / SPEC}: cannot be read ({error}); restore it, or choose "
-                           "another --output") from None  # fmt: skip
+            raise RunError(
+                f"{self.output / SPEC}: cannot be read ({error}); restore it, or choose "
+                "another --output"
+            ) from None
         if differing:
             raise RunError(
                 f"{self.output}: contains a sweep with other settings ("

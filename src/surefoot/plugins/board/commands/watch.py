@@ -278,9 +278,17 @@ def _panel(group: Sequence[NamedCurve], width: int, height: int, is_plain: bool)
         scale = f"{low:.4g} to {high:.4g}, steps {first:,.0f} to {last_step:,.0f}"
     frame = box.ASCII if is_plain else box.ROUNDED
     return Panel(
-        body, frame, title=title, subtitle=scale, title_align="left", subtitle_align="right",
-        width=width, height=height, padding=0, border_style="dim",
-    )  # fmt: skip
+        body,
+        frame,
+        title=title,
+        subtitle=scale,
+        title_align="left",
+        subtitle_align="right",
+        width=width,
+        height=height,
+        padding=0,
+        border_style="dim",
+    )
 
 
 def picture(
