@@ -202,8 +202,8 @@ def test_heads_that_processes_cannot_share_are_one_sentence_in_all(tmp_path):
 def test_processes_beyond_a_model_are_copies():
     found = [with_replicas(ParallelSection(tp=2, num_processes=8), n) for n in (2, 8)]
     assert [(s.tp, s.dp_shard, s.dp_replicate) for s in found] == [(2, 1, 1), (2, 1, 4)]
-    assert with_replicas(ParallelSection()).axes(1) == (1, 1, 1, 1)
-    assert with_replicas(ParallelSection(dp_shard=2), 4).axes(4) == (1, 2, 2, 1)
+    assert [*with_replicas(ParallelSection()).axes(1).values()] == [1, 1, 1, 1]
+    assert [*with_replicas(ParallelSection(dp_shard=2), 4).axes(4).values()] == [1, 2, 2, 1]
 
 
 def test_an_answer_of_nothing_is_kept(models, prompts):

@@ -109,7 +109,7 @@ def test_what_comes_out_is_a_recipe_once_there_is_data():
     nested = convert(parse(FILE, "theirs.yaml")).nested()
     recipe = read({**nested, "data": {"datasets": ["mine"], "dataset_dir": "data"}})
     assert recipe.train.global_batch_size == 6
-    assert recipe.parallel.axes(8) == (1, 1, 2, 4)
+    assert [*recipe.parallel.axes(8).values()] == [1, 1, 2, 4]
 
 
 def test_without_a_parallel_optimizer_the_data_parallel_ranks_are_copies():
@@ -315,7 +315,7 @@ def test_a_prediction_becomes_what_the_predict_command_takes():
     assert whole.startswith("max_decode_length counts the prompt, too")
     assert then == "then: surefoot predict RECIPE --prompts FILE --output answers.jsonl --seed 3"
     assert done.left == ["optimizer.type"]
-    assert read_into(Prediction, done.nested()).parallel.axes(8) == (1, 2, 1, 4)
+    assert [*read_into(Prediction, done.nested()).parallel.axes(8).values()] == [1, 2, 1, 4]
 
 
 @pytest.mark.parametrize(

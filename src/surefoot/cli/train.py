@@ -102,10 +102,9 @@ def _check_ranks(recipe: Recipe, count: int) -> None:
     from ..recipe.batch_sizes import with_batch_sizes
 
     try:
-        _, replicas, shards, _ = recipe.parallel.axes(count)
+        ranks = recipe.parallel.num_data_ranks(count)
     except ValueError as error:
         raise RunError(f"parallel: {error}; set parallel.num_processes to as many") from None
-    ranks = replicas * shards
     train = with_batch_sizes(recipe, ranks)[0].train
     if isinstance(train.micro_batch_size, int):
         check_divides(train.global_batch_size, train.micro_batch_size, ranks)

@@ -8,6 +8,7 @@ run. So its error is the one shown, and not the connection errors of the others.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import torch
 from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
 from ..storage.child import LAUNCHER
 from .launch_environment import launched
+from .mesh import AXES
 from .section import ParallelSection
 from .world import die_with_launcher
 
@@ -44,8 +46,8 @@ def num_processes(section: ParallelSection) -> int:
     if launched() is not None:
         return 1
     wanted = section.num_processes or torch.cuda.device_count()
-    axes = section.pp * section.dp_replicate * (section.dp_shard or 1) * section.tp
-    return max(1, wanted, axes)
+    sizes: list[int] = [getattr(section, axis) or 1 for axis in AXES]
+    return max(1, wanted, math.prod(sizes))
 
 
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:

@@ -15,6 +15,10 @@ from ..errors import CheckpointError
 from .box import Box
 from .sharding import AxisShard, local_offset_and_shape
 
+# The axes of a run's ranks, the outermost first. To add one: name it here, give it a size in
+# ``ParallelSection``, and say in ``World`` whether its ranks see other examples.
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+DATA_AXES = AXES[1:3]  # along these, ranks see other examples
 _CUTS = (AxisShard("tp", 0), AxisShard("dp_shard", 0))
 _MOST = 65_536  # processes: their folders have five digits
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..schema import must
+from .mesh import AXES, DATA_AXES
 from .pipeline.schedule import ScheduleName
 
 
@@ -65,14 +66,19 @@ class ParallelSection:
         """Pipeline stages per rank."""
         return self.pp_stages_per_rank or (2 if self.pp_schedule == "interleaved" else 1)
 
-    def axes(self, world_size: int) -> tuple[int, int, int, int]:
-        """``pp``, ``dp_replicate``, ``dp_shard`` and ``tp``; ``ValueError`` if they do not fit."""
-        others = {"pp": self.pp, "dp_replicate": self.dp_replicate, "tp": self.tp}
-        shard = self.dp_shard or max(1, world_size // math.prod(others.values()))
-        if math.prod(others.values()) * shard != world_size:
-            sizes = " x ".join(map(str, (self.pp, self.dp_replicate, shard, self.tp)))
+    def axes(self, world_size: int) -> dict[str, int]:
+        """The size of each of the ``AXES``; ``ValueError`` if they do not fit."""
+        sizes: dict[str, int] = {axis: getattr(self, axis) or 1 for axis in AXES}
+        if self.dp_shard is None:
+            sizes["dp_shard"] = max(1, world_size // math.prod(sizes.values()))
+        if math.prod(sizes.values()) != world_size:
             raise ValueError(
-                f"pp x dp_replicate x dp_shard x tp is {sizes}, but there "
+                f"{' x '.join(AXES)} is {' x '.join(map(str, sizes.values()))}, but there "
                 f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
             )
-        return self.pp, self.dp_replicate, shard, self.tp
+        return sizes
+
+    def num_data_ranks(self, world_size: int) -> int:
+        """Into how many shares the examples are divided; raises as ``axes``."""
+        sizes = self.axes(world_size)
+        return math.prod(sizes[axis] for axis in DATA_AXES)

@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .collectives import MeshAxis
+from .mesh import DATA_AXES
 from .section import ParallelSection
 from .sharding import AxisShard, Cuts
 from .tensor.tensor_parallel import cut_tensors
 from .tensor.tp_plan import LayerRange
-from .world import DATA_AXES, World
+from .world import World
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel

@@ -20,10 +20,9 @@ from ..errors import LostPeerError, RunError, SurefootError
 from ..log import announced
 from ..storage.child import LAUNCHER
 from .launch_environment import launched
+from .mesh import AXES
 from .section import ParallelSection
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-DATA_AXES = AXES[1:3]  # along these, processes see other examples
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _WAIT = (
@@ -235,7 +234,7 @@ def connected(section: ParallelSection, rank: int, size: int, local: int = 0) ->
                     world_size=size,
                     timeout=timedelta(minutes=section.timeout_minutes),
                 )
-            mesh = init_device_mesh(kind, section.axes(size), mesh_dim_names=AXES)
+            mesh = init_device_mesh(kind, tuple(section.axes(size).values()), mesh_dim_names=AXES)
             patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
             yield World(rank, size, mesh, patient, local)
     finally:

@@ -18,9 +18,10 @@ from surefoot.model.precision import autocast
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import build_optimizer, update_size
 from surefoot.optim.rules import chunks
+from surefoot.parallel.mesh import AXES
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
-from surefoot.parallel.world import AXES, World
+from surefoot.parallel.world import World
 from surefoot.use.estimate.dry_run import describe, dry_run_batch
 from surefoot.use.estimate.live_bytes import LiveBytes
 from surefoot.use.estimate.memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory

@@ -37,10 +37,9 @@ def alone(recipe: Recipe) -> SingleRankRecipe:
         )
     count = 1 if found is not None else num_processes(recipe.parallel)
     try:
-        _, replicate, shard, _ = recipe.parallel.axes(count)
+        ranks = recipe.parallel.num_data_ranks(count)
     except ValueError as error:
         raise RecipeError(f"parallel: {error}") from None
-    ranks = replicate * shard
     recipe, note = with_batch_sizes(recipe, ranks)
     if note is not None:
         logger.info("%s", note)

@@ -71,12 +71,12 @@ def whole(recipe: Recipe, ground: PlanBase) -> DryRunModel:
 def mesh_of(recipe: Recipe, machine: Machine) -> MeshShape:
     """The mesh of the recipe; a ``RecipeError`` if the ranks do not form it."""
     try:
-        pp, replicate, shard, tp = recipe.parallel.axes(machine.num_processes)
+        axes = recipe.parallel.axes(machine.num_processes)
     except ValueError as error:
         raise RecipeError(
             f"parallel: {error}; change them, or plan for that number with --num-processes"
         ) from None
-    return MeshShape(replicate, shard, recipe.parallel.reshard_after_forward, tp, pp)
+    return MeshShape(**axes, reshard_after_forward=recipe.parallel.reshard_after_forward)
 
 
 def precision_of(recipe: Recipe, machine: Machine) -> PrecisionName:
