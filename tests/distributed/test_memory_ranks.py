@@ -91,7 +91,7 @@ def test_one_rank_chooses_the_size_for_all_by_the_mesh_that_they_form(mesh, tmp_
     machine = Machine(2, on_gpu=False)
     needed = fitting._Trial.of(recipe, machine, "none").peak(2)
     free = [int(needed / (1 - fitting.SPARE)) + 1]
-    monkeypatch.setattr(fitting, "_free", lambda num_local_ranks: free[0])
+    monkeypatch.setattr(fitting, "available", lambda num_local_ranks: free[0])
 
     def work(world):
         def choose(*given):
@@ -162,7 +162,7 @@ class Short(TrainerCallback):
 if "RANK" not in os.environ:
     raise SystemExit(launch([sys.executable, *sys.argv], 2))
 plain = training_run.run
-training_run.run = lambda *a, **k: plain(*a, **k, callbacks=[Short()])
+training_run.run = lambda *a, **k: plain(*a, **k | {"callbacks": [Short()]})
 main()
 """
 

@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.training.state import Kernels, TrainerState
 
-STEPS = {"log_steps": 1, "eval_steps": None, "save_steps": 5}
+STEPS = (1, None, 5)  # log_steps, eval_steps, save_steps
 
 
 def test_a_state_is_read_back_as_it_was_but_for_the_length_of_the_run():
