@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hub_server import serving
+from hub_server import serving, sha256
+from surefoot.plugins.cloud import huggingface
+from surefoot.plugins.cloud.huggingface import HUGGING_FACE
 from surefoot.plugins.cloud.modelscope import MODELSCOPE
 from surefoot.storage import hubs as module
 from surefoot.storage.hubs import HubError
@@ -41,6 +43,46 @@ def test_without_its_package_modelscope_is_refused_with_the_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "modelscope_hub", None)
     with pytest.raises(HubError, match=r"owner/x is of ModelScope.*surefoot\[modelscope\]"):
         MODELSCOPE.snapshot("models", "owner/x")
+
+
+def test_a_file_of_the_cache_is_hashed_once_whoever_has_downloaded_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    blobs, snapshot, sent, hashed = tmp_path / "blobs", tmp_path / "snapshot", [BIG], []
+    names = {
+        "model.safetensors": sha256(BIG),
+        "config.json": "9e26dfeeb6e641a33dae4961196235bdb965b21b",
+    }
+    blobs.mkdir()
+    snapshot.mkdir()
+
+    def snapshot_download(*_, **__):
+        """As the library does: it downloads what is not there."""
+        for name, content in (("model.safetensors", sent[-1]), ("config.json", b"{}")):
+            if not (blob := blobs / names[name]).exists():
+                blob.write_bytes(content)
+                (snapshot / name).unlink(missing_ok=True)
+                (snapshot / name).symlink_to(blob)
+        return str(snapshot)
+
+    def digest_of(path, *how):
+        hashed.append(path.name)
+        return module.digest_of(path, *how)
+
+    monkeypatch.setattr(huggingface, "_prefetch", lambda *_: None)
+    monkeypatch.setattr(huggingface, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface, "digest_of", digest_of)
+    assert HUGGING_FACE.snapshot("models", "owner/x") == snapshot
+    HUGGING_FACE.snapshot("models", "owner/x")
+    assert sorted(hashed) == sorted(names.values())
+    weights = snapshot / "model.safetensors"
+    weights.write_bytes(BIG[:-1] + b"!")  # as long as it was
+    assert HUGGING_FACE.snapshot("models", "owner/x") == snapshot
+    assert weights.read_bytes() == BIG
+    weights.write_bytes(b"cut")
+    sent.append(b"damaged")
+    with pytest.raises(HubError, match=r"model.safetensors: its hash is \w+, expected .* removed"):
+        HUGGING_FACE.snapshot("models", "owner/x")
+    assert not weights.exists()
 
 
 @pytest.fixture

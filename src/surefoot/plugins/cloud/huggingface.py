@@ -2,14 +2,18 @@
 
 The library begins a file again when its process was killed, and compares lengths alone. So files
 are downloaded to its cache first, where it finds them. The cache names them by the sha256 that the
-hub announces, or by their hash in git if they are small, and gets none that has another one.
+hub announces, or by their hash in git if they are small. Every file is hashed once, whoever has
+downloaded it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
@@ -31,6 +35,8 @@ from ...storage.hubs import HubError, Kind, digest_of, locked, offline_setting
 
 logger = logging.getLogger(__name__)
 LOST = (ConnectionError, TimeoutError, socket.gaierror)
+_HASH = re.compile("[0-9a-f]+")
+_KINDS = {64: "sha256", 40: "sha1"}  # by the length of a name: the second of git
 _Chosen = tuple[list[str], list[str]]  # patterns, and those of what is ignored
 
 
@@ -51,8 +57,9 @@ class HuggingFaceHub:
         try:
             if offline_setting() is None:
                 _prefetch(kind, name, revision, chosen)
-            return Path(
-                snapshot_download(
+            return _verified(
+                partial(
+                    snapshot_download,
                     name,
                     repo_type=kind.removesuffix("s"),
                     revision=revision,
@@ -65,6 +72,58 @@ class HuggingFaceHub:
         except (HTTPError, LocalEntryNotFoundError, OSError) as error:
             why = _why_not_reached(error)
             raise HubError(f"the Hugging Face hub did not return it: {why}") from None
+
+
+def _verified(load: Callable[[], str]) -> Path:
+    """The folder that ``load`` downloads to, or has downloaded before, once all of its files are
+    verified. A damaged file is removed, and downloaded again once. Raises ``HubError``."""
+    folder = Path(load())
+    for path, wrong in list(_damaged(folder)):
+        logger.warning("%s: %s; downloading it again", path.name, wrong)
+        _remove(path)
+    folder = Path(load())
+    for path, wrong in list(_damaged(folder)):
+        _remove(path)
+        raise HubError(
+            f"{path.name}: {wrong}; it was removed. The file on the hub, or a proxy on the way, is "
+            "damaged"
+        )
+    return folder
+
+
+def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Links to files of the cache whose content is not what their name says."""
+    for path in sorted(link for link in folder.rglob("*") if link.is_symlink() and link.is_file()):
+        blob = path.resolve()
+        kind = _KINDS.get(len(blob.name)) if _HASH.fullmatch(blob.name) else None
+        if kind is None or _mark_of(blob).exists():
+            continue
+        head = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
+        if (found := digest_of(blob, kind, head)) != blob.name:
+            yield path, f"its hash is {found}, expected {blob.name}"
+        else:
+            _note(blob)
+
+
+def _mark_of(blob: Path) -> Path:
+    """An empty file that says of a file, as it is now, that it was verified."""
+    status = blob.stat()
+    name = f"{blob.name}-{status.st_size}-{status.st_mtime_ns}"
+    return default_cache().with_name("verified") / name
+
+
+def _note(blob: Path) -> None:
+    """Keep that a file is verified. Where that fails, it is hashed again the next time."""
+    mark = _mark_of(blob)
+    with contextlib.suppress(OSError):
+        files.make_folder(mark.parent)
+        mark.touch()
+
+
+def _remove(path: Path) -> None:
+    blob = path.resolve()
+    path.unlink(missing_ok=True)
+    blob.unlink(missing_ok=True)
 
 
 def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> None:
@@ -108,6 +167,8 @@ def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
     with files.raising(HubError, f"cannot write to {blob.parent}"):
         files.make_folder(blob.parent)
     with part.open("ab") as file:
+        if file.tell() > size:  # of a server that sent too much, and would refuse to continue it
+            file.truncate(0)
         http_get(
             url,
             file,
@@ -119,6 +180,7 @@ def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
     found = digest_of(part) if kind == "sha256" else digest_of(part, "sha1", b"blob %d\0" % size)
     if found == blob.name:
         part.replace(blob)
+        _note(blob)
         return None
     part.unlink()
     return found
