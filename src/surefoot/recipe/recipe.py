@@ -6,6 +6,7 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,20 +108,20 @@ class ConvertedFile:
     is_complete: bool = True  # whether it names all that a run needs
 
 
-class Importer:
+class Importer(ABC):
     """A program whose files can be converted."""
 
     title: ClassVar[str]
     """The program, for people; empty for one whose files are refused."""
 
+    @abstractmethod
     def recognise(self, data: Mapping[str, object]) -> bool:
         """Whether a file with this content is the program's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
         """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
         had here, with line, reason and way out."""
-        raise NotImplementedError
 
     def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
         """The document and the overrides of a command line without a file; None if it reads no

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -66,9 +67,9 @@ _OF_SCHEDULES = ("train.num_epochs", "train.max_steps")  # of FREE: they change 
 class RunUploads(TrainerCallback, AbstractContextManager["RunUploads"]):
     """Uploads a run to a hub while it trains; it leaves no process behind."""
 
+    @abstractmethod
     def finish(self, *, is_complete: bool) -> None:
         """The run has ended: upload its result and wait for it, unless the run was stopped."""
-        raise NotImplementedError
 
 
 _UPLOADS: Extended[Callable[[TrainSection], RunUploads]] = Extended("uploads", {})

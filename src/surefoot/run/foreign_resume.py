@@ -5,6 +5,7 @@ Plugins name the trainers. What their loaders share is here, too."""
 from __future__ import annotations
 
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..storage import files
 from ..training.trainer import Trainer
 
 
-class ForeignTrainer:
+class ForeignTrainer(ABC):
     """Another trainer, from whose checkpoints a run can resume."""
 
     title: ClassVar[str]
@@ -34,9 +35,9 @@ class ForeignTrainer:
     needs_base: ClassVar[bool]
     """Whether the weights of the base must be loaded before its checkpoint is."""
 
+    @abstractmethod
     def recognise(self, folder: Path) -> bool:
         """Whether it wrote ``folder``. From names alone."""
-        raise NotImplementedError
 
     def latest_in(self, run: Path) -> Path | None:
         """The latest complete checkpoint in the folder of a run of its own; None if there is none,
@@ -48,11 +49,12 @@ class ForeignTrainer:
         return []
 
     def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
-        """Refuse what shows without a model."""
+        """Refuse what shows without a model; by default nothing."""
+        return
 
+    @abstractmethod
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
         """Make ``trainer`` what the other trainer was."""
-        raise NotImplementedError
 
 
 TRAINERS: Mapping[str, ForeignTrainer] = Extended("trainers", {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -79,6 +79,7 @@ class Done:
     words: str = ""  # for people
 
 
+@dataclass(frozen=True, kw_only=True)
 class Target(ABC):
     """What ``export`` and ``ckpt convert --to NAME`` write. Its fields are their options."""
 
@@ -93,8 +94,9 @@ class Target(ABC):
 
     @property
     def hints(self) -> Hints:
-        """What its options say of the folder to convert."""
-        return Hints()
+        """What its options say of the folder to convert: those that ``Hints`` has."""
+        known = {one.name for one in fields(Hints)}
+        return Hints(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in known})
 
     @abstractmethod
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
@@ -111,11 +113,6 @@ class WeightsTarget(Target):
     trust_pickle: bool = False
     """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
 
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(None, self.trust_pickle)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTarget(WeightsTarget):
@@ -123,8 +120,3 @@ class ModelTarget(WeightsTarget):
 
     base: str | None = None
     """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return replace(super().hints, base=self.base)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...checkpoint.converting.origin import Done, Hints, Origin, Target
+from ...checkpoint.converting.origin import Done, Origin, Target
 from ...checkpoint.sources.copying import Progress
 from ...use.exporting.conversion import model_folders
 
@@ -30,11 +30,6 @@ class GGUF(Target):
     base: str | None = None
     """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
-    @property
-    def hints(self) -> Hints:
-        """What it says of the model to write."""
-        return Hints(self.base)
-
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The file, and what Ollama needs beside it."""
         module = import_module(f"{__package__}.export")
@@ -55,11 +50,6 @@ class GGUFAdapter(Target):
 
     base: str | None = None
     """The base model of the adapter, if it moved."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the model to write."""
-        return Hints(self.base)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The file."""

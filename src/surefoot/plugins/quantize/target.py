@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...checkpoint.converting.origin import Done, Hints, Origin, Target
+from ...checkpoint.converting.origin import Done, Origin, Target
 from ...checkpoint.sources.copying import DtypeName, Progress
 from ...schema.named_values import ByteSize
 from ...use.exporting.conversion import model_folders
@@ -43,11 +43,6 @@ class QuantizedFolder(Target):
 
     base: str | None = None
     """The base model of an adapter, if it moved."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the model to write."""
-        return Hints(self.base)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """A model of a run, of a checkpoint or of Hugging Face, its adapter merged."""

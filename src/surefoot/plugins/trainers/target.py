@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoint.converting.origin import Done, Hints, Origin, Target
+from ...checkpoint.converting.origin import Done, Origin, Target
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.sources.copying import Progress
 from ...errors import CheckpointError
@@ -20,11 +20,6 @@ class TrainerCheckpoint(Target):
 
     base: str | None = None
     """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(self.base)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """Weights, moments, schedule, generators and log of a Surefoot checkpoint."""

@@ -12,27 +12,16 @@ from ...disk import strict_json
 from ...disk.commit import new_folder, write_small
 from ...layouts.detection import detect_layout
 from ...layouts.opening import open_folder
-from ...sources.copying import DtypeName, Progress, cast, copy
+from ...sources.copying import Progress, cast, copy
 from ...sources.source import Renamed, TensorSource
 from ...sources.weights import ADAPTER_CONFIG, DISTRIBUTED
 from ..model_files import adapter_files
-from ..origin import Done, Hints, Origin, Target
+from ..origin import Done, Origin, WeightsTarget
 
 
-@dataclass(frozen=True)
-class PEFTAdapter(Target):
+@dataclass(frozen=True, kw_only=True)
+class PEFTAdapter(WeightsTarget):
     """An adapter by itself."""
-
-    dtype: DtypeName | None = None
-    """Of the weights; the optimizer's state stays."""
-
-    trust_pickle: bool = False
-    """Read the pickles of a checkpoint of DeepSpeed, or of PyTorch's DCP, as inert records."""
-
-    @property
-    def hints(self) -> Hints:
-        """What it says of the folder to convert."""
-        return Hints(trust_pickle=self.trust_pickle)
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """The adapter's weights and settings, without the state of its training."""
