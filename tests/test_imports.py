@@ -55,7 +55,7 @@ except SystemExit as error:
         "surefoot.plugins.board.commands.runs",
         "surefoot.plugins.board.commands.watch",
         "surefoot.plugins.board.app",
-        "surefoot.plugins.cloud.uploader",
+        "surefoot.plugins.cloud.mirror",
         "surefoot.training.callbacks.trackers.worker",
     ],
 )

@@ -20,7 +20,7 @@ from surefoot.parallel import launcher
 from surefoot.training.callbacks import training_process
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.use", "torch.distributed.checkpoint"]
-IMPORTED += ["surefoot.plugins.cloud.uploader", "s3fs", "first_time"]
+IMPORTED += ["surefoot.plugins.cloud.mirror", "s3fs", "first_time"]
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(IMPORTED)
 

@@ -116,6 +116,18 @@ class Child:
         """End it now, with all that it has started."""
         self._end()
 
+    def release(self, *, wait: bool) -> None:
+        """Send nothing more: it ends once it has done what it was sent, and may outlive this
+        process unless it is waited for."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._end.detach()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if wait:
+            self.process.wait()
+        self.process.stdout.close()
+
 
 def _end(process: subprocess.Popen[bytes], patience: float, pid: int) -> None:
     if os.getpid() != pid:  # in a copy of the process that has started it

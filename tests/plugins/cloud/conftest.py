@@ -7,7 +7,7 @@ import fsspec
 import pytest
 
 import warm
-from surefoot.plugins.cloud import mirror as upload_worker
+from surefoot.storage import child
 
 from .stores import Bucket, Proxy, moto, point_at
 
@@ -15,8 +15,8 @@ from .stores import Bucket, Proxy, moto, point_at
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """The process that uploads has imported; one of a process of its own starts as a user's."""
-    started = SimpleNamespace(Popen=warm.Popen, PIPE=subprocess.PIPE)
-    monkeypatch.setattr(upload_worker, "subprocess", started)
+    names = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=warm.Popen, **names))
 
 
 @pytest.fixture(scope="session")

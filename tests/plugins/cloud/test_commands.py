@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.cli.main import main
+from surefoot.plugins.cloud.checkpoints import upload
 from surefoot.plugins.cloud.store import Store
-from surefoot.plugins.cloud.uploader import upload
 from surefoot.storage.address import Address
 
 STATE = {"log_history": [{"step": 2, "loss": 0.25}], "global_step": 2, "best_global_step": 2}

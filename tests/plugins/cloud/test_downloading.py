@@ -7,9 +7,15 @@ from surefoot.checkpoint.disk import strict_json
 from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.plugins.cloud.checkpoints import StoredDamageError, download, list_store, verify
+from surefoot.plugins.cloud.checkpoints import (
+    StoredDamageError,
+    download,
+    list_store,
+    remove,
+    upload,
+    verify,
+)
 from surefoot.plugins.cloud.store import Store
-from surefoot.plugins.cloud.uploader import remove, upload
 from surefoot.storage.address import Address
 
 URL = Address("memory://runs/tiny")

@@ -16,7 +16,7 @@ from project import Project, assert_same, checkpoints, losses, start
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
-from surefoot.plugins.cloud.uploader import LOCK
+from surefoot.plugins.cloud.mirror import LOCK
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.address import Address
@@ -386,8 +386,8 @@ def test_two_runs_at_one_url_never_overwrite_each_other(project, bucket, tmp_pat
 
 
 def _upload_another(project, url, tmp_path):
+    from surefoot.plugins.cloud.checkpoints import upload
     from surefoot.plugins.cloud.store import Store
-    from surefoot.plugins.cloud.uploader import upload
 
     folder = train(project, tmp_path / "here", train__max_steps=3, train__seed=5)
     upload(Store(url), folder / "checkpoint-3")

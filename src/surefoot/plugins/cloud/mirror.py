@@ -1,9 +1,13 @@
-"""Remote mirror: keeps the store's copy of a run up to date while it trains.
+"""Keeps the store's copy of a run up to date while it trains.
 
 At most one upload is in flight. The latest checkpoint is always uploaded next. An older one that
 had to wait is uploaded when there is no later one, if the retention policy has kept it. Errors
 never stop training: they are logged, and the upload is retried with the next save. Only the end of
-the run waits for all uploads. A process of its own uploads, or a thread for the in-memory store.
+the run waits for all uploads.
+
+``python -m surefoot.plugins.cloud.mirror URL FOLDER SECONDS`` is the process that uploads: a task a
+line, as JSON, and its outcome as the answer. It ends with its input, not with the run: the upload
+that a killed run has begun is finished.
 """
 
 from __future__ import annotations
@@ -12,121 +16,43 @@ import contextlib
 import json
 import logging
 import os
-import select
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
-
-import surefoot
+from typing import Any, Literal
 
 from ...checkpoint.disk.commit import committed, step_of
-from ...errors import CheckpointError, LostPeerError
+from ...checkpoint.disk.manifest import is_plain_name
+from ...errors import STOP_SIGNALS, CheckpointError, LostPeerError, SurefootError
+from ...storage import files
 from ...storage.address import Address
-from .store import Store, readable
-from .uploader import Uploader
-
-Task = Mapping[str, object]
-Answer = dict[str, Any]
-
-
-class UploadWorker(Protocol):
-    """Does one task at a time, in the background."""
-
-    def start(self, task: Task) -> None:
-        """Begin."""
-
-    def answer(self, *, wait: bool) -> Answer | None:
-        """The result of the task; None if it is not done and ``wait`` is false."""
-
-    def close(self, *, wait: bool) -> None:
-        """End it once it has done its tasks."""
-
-
-def hand(address: Address, folder: Path, seconds: float) -> UploadWorker:
-    """The worker for the store: ``memory://`` exists only inside this process."""
-    if address.scheme == "memory":
-        return _Thread(Uploader(Store(address, seconds=seconds), folder))
-    return _Process(address, folder, seconds)
-
-
-class _Thread:
-    def __init__(self, uploader: Uploader) -> None:
-        self._uploader = uploader
-        self._pool = ThreadPoolExecutor(1)
-        self._running: Future[Answer] | None = None
-
-    def start(self, task: Task) -> None:
-        self._running = self._pool.submit(self._uploader.serve, task)
-
-    def answer(self, *, wait: bool) -> Answer | None:
-        if self._running is None or not (wait or self._running.done()):
-            return None
-        return self._running.result()
-
-    def close(self, *, wait: bool) -> None:
-        self._pool.shutdown(wait=wait)
-
-
-class _Process:
-    def __init__(self, address: Address, folder: Path, seconds: float) -> None:
-        self._arguments = (str(address), str(folder.absolute()), str(seconds))
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, task: Task) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            self.close(wait=True)  # it was killed
-        if self._process is None:
-            self._process = _launch(self._arguments)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # told by the answer that does not come
-            self._process.stdin.write(json.dumps(task).encode() + b"\n")
-            self._process.stdin.flush()
-
-    def answer(self, *, wait: bool) -> Answer | None:
-        process = self._process
-        if process is None or process.stdout is None:
-            return None
-        if not wait and not select.select([process.stdout], [], [], 0)[0]:
-            return None
-        line = process.stdout.readline()
-        if line.endswith(b"\n"):
-            told: Answer = json.loads(line)
-            return told
-        code = process.wait()
-        how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-        return {"error": f"the process that uploads was ended {how}"}
-
-    def close(self, *, wait: bool) -> None:
-        if self._process is not None and self._process.stdin and self._process.stdout:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-            if wait:
-                self._process.wait()
-            self._process.stdout.close()
-            self._process = None
-
-
-def _launch(arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """The process; `-P` and the path make it import this very package and nothing else."""
-    home = str(Path(surefoot.__file__).parent.parent)
-    known = os.environ.get("PYTHONPATH")
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.uploader", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([home, known] if known else [home])},
-        )
-    except OSError as error:
-        raise CheckpointError(f"cannot start the uploader process: {error}") from error
-
+from ...storage.child import Child
+from ...storage.parallel_work import in_parallel
+from .checkpoints import WORKERS, remove, upload
+from .store import MAX_RUN_FILE, Store, readable
 
 logger = logging.getLogger(__name__)
+LOCK = ".upload.lock"
+_PAUSE = 0.2  # seconds between two looks at a lock
+_LONG = 3600.0  # seconds; an answer that is waited for is waited for again
+Task = Mapping[str, Any]  # upload: a step or None; replace: what is damaged there; forget: steps
+Answer = dict[str, Any]
+Stamp = tuple[int, int]  # nanoseconds of the last change of a file, its length
+
+
+@dataclass
+class _Checkpoint:
+    """What the mirror knows of one step."""
+
+    there: Literal["missing", "damaged", "whole"] = "missing"  # its copy in the store
+    is_dropped: bool = False  # the run has deleted it, and so it is deleted there, too
+    has_failed: bool = False  # it could not be uploaded or deleted, since the last save
 
 
 class Mirror:
@@ -147,20 +73,167 @@ class Mirror:
     ) -> None:
         self.address = store.address
         self._folder = folder
-        self._there = set(there)  # steps that exist in the store
-        self._damaged = set(damaged) - self._there  # steps whose place may be taken there
-        self._failed: dict[int, str] = {}  # steps that could not be uploaded, and why, until a save
-        self._let_go: set[int] = set()  # steps to delete in the store
-        self._released: set[int] = set()  # steps that nobody wants any more
-        self._going: set[int] = set()  # steps that are about to be dropped here
-        self._in_flight: int | None = None
-        self._is_busy = False
         self._seconds = seconds
-        self._hand: UploadWorker | None = None
+        self._checkpoints = defaultdict[int, _Checkpoint](_Checkpoint)
+        for step in damaged:
+            self._checkpoints[step].there = "damaged"
+        for step in there:
+            self._checkpoints[step].there = "whole"
+        self._leaving: set[int] = set()  # steps that the save in progress deletes here
+        self._task: Task | None = None  # in flight
+        self._failure: str | None = None  # of an upload, since the last save
+        self._worker: Child | _Inline | None = None
+
+    @property
+    def _uploading(self) -> int | None:
+        return None if self._task is None else self._task["upload"]
+
+    def _next(self) -> int | None:
+        """The latest checkpoint that is local, not in the store, and may be uploaded."""
+        for step in sorted(map(step_of, committed(self._folder)), reverse=True):
+            known = self._checkpoints[step]
+            is_done = known.there == "whole" or step == self._uploading
+            if not (is_done or known.is_dropped or known.has_failed or step in self._leaving):
+                return step
+        return None
+
+    def _start(self, *, run_files: bool = False) -> None:
+        """Give the worker its next task, if there is one: a checkpoint to upload, those to delete,
+        or at least the ``run_files``, which each task brings up to date."""
+        step = self._next()
+        # one is deleted there once a newer one exists, so that there is always one
+        newest = max(self.steps | ({step} if step is not None else set()), default=-1)
+        dropped = [old for old in self.steps if old < newest and self._checkpoints[old].is_dropped]
+        forget = sorted(old for old in dropped if not self._checkpoints[old].has_failed)
+        if step is None and not forget and not run_files:
+            return
+        replace = step is not None and self._checkpoints[step].there == "damaged"
+        self._task = {"upload": step, "replace": replace, "forget": forget}
+        if isinstance(self._worker, Child) and self._worker.code is not None:  # it was killed
+            self._worker = None
+        if self._worker is None:
+            self._worker = _worker(self.address, self._folder, self._seconds)
+        self._worker.send(self._task)
+
+    def _answer(self, *, wait: bool) -> Answer | None:
+        """The outcome of the task in flight; None if it is not done and ``wait`` is false."""
+        assert self._worker is not None
+        try:
+            answer = self._worker.answer(0.0)
+            while wait and answer is None:
+                answer = self._worker.answer(_LONG)
+            return answer
+        except EOFError:
+            return {"error": f"the process that uploads was ended {self._worker.ending}"}
+
+    def _note(self, answer: Answer) -> None:
+        """Record the outcome of the task in flight, which has ended."""
+        assert self._task is not None
+        task, self._task = self._task, None
+        step = task["upload"]
+        if "error" in answer:
+            self._failure = answer["error"]
+            for failed in {step, *task["forget"]} - {None}:
+                self._checkpoints[failed].has_failed = True
+            logger.warning("%s; training continues, the upload is retried later", answer["error"])
+            return
+        for old in answer["forgotten"]:
+            self._checkpoints[old].there = "missing"
+        if answer["problem"]:
+            logger.warning("%s", answer["problem"])
+            for old in task["forget"]:
+                self._checkpoints[old].has_failed = True  # not again and again
+        if step is not None:
+            self._checkpoints[step].there = "whole"
+            size = readable(answer["num_bytes"])
+            said = "uploaded checkpoint-%d to %s (%s in %.1f s)"
+            logger.info(said, step, self.address, size, answer["seconds"])
+
+    def _try_again(self) -> None:
+        """Forget what has failed, and so do it with the next task."""
+        self._failure = None
+        for known in self._checkpoints.values():
+            known.has_failed = False
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps that exist in the store, as far as is known."""
+        known = self._checkpoints.items()
+        return frozenset(step for step, checkpoint in known if checkpoint.there == "whole")
+
+    @property
+    def protected(self) -> set[int]:
+        """Steps whose local copies are needed: in flight, or next and later than all uploaded."""
+        waiting = self._next()
+        is_ahead = waiting is not None and waiting > max(self.steps, default=-1)
+        steps = {self._uploading, waiting if is_ahead else None}
+        return {step for step in steps if step is not None}
 
     def __enter__(self) -> Mirror:
         self._start()  # what an earlier start of the run could not upload
         return self
+
+    def on_save(self, replaces: Iterable[str]) -> None:
+        """Do not start to upload checkpoints that are about to be deleted in ``folder``."""
+        self._leaving = set(map(_step, replaces))
+
+    def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
+        """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
+        self._try_again()
+        uploading = self._uploading
+        for step in sorted(set(map(_step, replaces)) - self.steps - {uploading}):
+            logger.info(
+                "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
+                "the retention policy has deleted this one",
+                step,
+            )
+        self.on_deleted(replaces)
+        self._checkpoints[step_of(path)].is_dropped = False
+        self.on_poll()
+        if self._task is None:
+            self._start()
+        elif uploading is not None and uploading < step_of(path):
+            said = "upload of %s queued: checkpoint-%d is still being uploaded to %s"
+            logger.info(said, path.name, uploading, self.address)
+
+    def on_deleted(self, names: Iterable[str]) -> None:
+        """Delete these in the store too, as soon as a later one is there."""
+        self._leaving = set()
+        for step in map(_step, names):
+            self._checkpoints[step].is_dropped = True
+
+    def on_poll(self) -> None:
+        """If the upload in flight has ended, store its outcome and start the next."""
+        if self._task is not None and (answer := self._answer(wait=False)) is not None:
+            self._note(answer)
+            self._start()
+
+    def finish(self) -> None:
+        """Wait until everything is uploaded; a ``CheckpointError`` if it could not be."""
+        self._try_again()
+        self._leaving = set()  # no save is on its way any more that would drop them
+        self._wait()
+        if self._failure is None:
+            self._start(run_files=True)
+            self._wait()
+        if self._failure is not None:
+            raise CheckpointError(
+                f"not everything could be uploaded to {self.address}: {self._failure}. The local "
+                f"copy is in {self._folder}; start the same command again to upload what is missing"
+            )
+
+    def _wait(self) -> None:
+        """Wait until there is nothing left to do, or something failed."""
+        if self._task is None:
+            self._start()
+        while self._task is not None:
+            if (step := self._uploading) is not None:
+                logger.info("waiting for the upload of checkpoint-%d to %s", step, self.address)
+            answer = self._answer(wait=True)
+            assert answer is not None
+            self._note(answer)
+            if self._failure is None:
+                self._start()
 
     def __exit__(
         self,
@@ -177,143 +250,130 @@ class Mirror:
                 raise
             logger.error("%s", failure)
         finally:
-            if self._hand is not None:
-                self._hand.close(wait=not self._is_busy)
-
-    @property
-    def steps(self) -> frozenset[int]:
-        """The steps that exist in the store, as far as is known."""
-        return frozenset(self._there)
-
-    @property
-    def protected(self) -> set[int]:
-        """Steps whose local copies are needed: in flight, or next and later than all uploaded."""
-        waiting = self._next()
-        is_ahead = waiting is not None and waiting > max(self._there, default=-1)
-        steps = {self._in_flight, waiting if is_ahead else None}
-        return {step for step in steps if step is not None}
-
-    def on_save(self, replaces: Iterable[str]) -> None:
-        """Do not start to upload checkpoints that are about to be deleted in ``folder``."""
-        self._going = set(map(_step, replaces))
-
-    def on_committed(self, path: Path, replaces: Iterable[str]) -> None:
-        """Upload ``path``, and delete in the store the checkpoints that it ``replaces``."""
-        self._failed.clear()
-        for step in sorted(set(map(_step, replaces)) - self._there - {self._in_flight}):
-            logger.info(
-                "checkpoint-%d was not uploaded: a newer checkpoint was uploaded first, and "
-                "the retention policy has deleted this one",
-                step,
-            )
-        self.on_deleted(replaces)
-        self._released.discard(step_of(path))
-        self.on_poll()
-        if not self._is_busy:
-            self._start()
-        elif self._in_flight is not None and self._in_flight < step_of(path):
-            logger.info(
-                "upload of %s queued: checkpoint-%d is still being uploaded to %s",
-                path.name,
-                self._in_flight,
-                self.address,
-            )
-
-    def on_deleted(self, names: Iterable[str]) -> None:
-        """Delete these in the store too, as soon as a later one is there."""
-        steps = set(map(_step, names))
-        self._going = steps
-        uploaded = {step for step in steps if step in self._there or step == self._in_flight}
-        self._let_go |= uploaded
-        self._released |= steps
-
-    def on_poll(self) -> None:
-        """If the upload in flight has ended, store its outcome and start the next."""
-        if self._is_busy and self._hand is not None:
-            answer = self._hand.answer(wait=False)
-            if answer is not None:
-                self._note(answer)
-                self._start()
-
-    def finish(self) -> None:
-        """Wait until everything is uploaded; a ``CheckpointError`` if it could not be."""
-        self._failed.clear()
-        self._going.clear()  # no save is on its way any more that would drop them
-        self._wait()
-        if not self._failed:
-            self._start(run_files=True)
-            self._wait()
-        if self._failed:
-            reason = self._failed[max(self._failed)]
-            raise CheckpointError(
-                f"not everything could be uploaded to {self.address}: {reason}. The local copy "
-                f"is in {self._folder}; start the same command again to upload what is missing"
-            )
-
-    def _wait(self) -> None:
-        """Wait until there is nothing left to do, or something failed."""
-        if not self._is_busy:
-            self._start()
-        while self._is_busy and self._hand is not None:
-            if self._in_flight is not None:
-                logger.info(
-                    "waiting for the upload of checkpoint-%d to %s", self._in_flight, self.address
-                )
-            answer = self._hand.answer(wait=True)
-            assert answer is not None
-            self._note(answer)
-            if not self._failed:
-                self._start()
-
-    def _next(self) -> int | None:
-        """The latest checkpoint that is local, not in the store, and may be uploaded."""
-        here = {step_of(path) for path in committed(self._folder)}
-        gone = {self._in_flight, *self._there, *self._failed, *self._going, *self._released}
-        return max(here - gone, default=None)
-
-    def _start(self, *, run_files: bool = False) -> None:
-        """Give the upload worker its next task, if there is one."""
-        step = self._next()
-        # a step is deleted there once a newer one exists, so that there is always one
-        newest = max(self._there | ({step} if step is not None else set()), default=-1)
-        forget = sorted(old for old in self._let_go & self._there if old < newest)
-        if step is None and not forget and not run_files:
-            return
-        if self._hand is None:
-            self._hand = hand(self.address, self._folder, self._seconds)
-        self._in_flight, self._is_busy = step, True
-        self._hand.start(
-            {
-                "upload": None if step is None else f"checkpoint-{step}",
-                "replace": step in self._damaged,
-                "forget": [f"checkpoint-{old}" for old in forget],
-            }
-        )
-
-    def _note(self, answer: Answer) -> None:
-        """Record the outcome of the upload in flight."""
-        step, self._in_flight, self._is_busy = self._in_flight, None, False
-        if "error" in answer:
-            self._failed[-1 if step is None else step] = answer["error"]
-            logger.warning("%s; training continues, the upload is retried later", answer["error"])
-            return
-        for name in answer["forgotten"]:
-            self._there.discard(_step(name))
-            self._let_go.discard(_step(name))
-        if answer["problem"]:
-            logger.warning("%s", answer["problem"])
-            self._let_go.clear()  # not again and again; the next save asks anew
-        if step is not None:
-            self._there.add(step)
-            self._damaged.discard(step)
-            logger.info(
-                "uploaded checkpoint-%d to %s (%s in %.1f s)",
-                step,
-                self.address,
-                readable(answer["num_bytes"]),
-                answer["seconds"],
-            )
+            if self._worker is not None:
+                self._worker.release(wait=self._task is None)
 
 
 def _step(name: str) -> int:
     return step_of(Path(name))
+
+
+class _Inline:
+    """The worker of ``memory://``, which exists only inside this process."""
+
+    ending = ""
+
+    def __init__(self, uploader: Uploader) -> None:
+        self._uploader = uploader
+        self._outcome: Answer = {}
+
+    def send(self, task: Task) -> None:
+        self._outcome = self._uploader.serve(task)
+
+    def answer(self, _seconds: float) -> Answer:
+        return self._outcome
+
+    def release(self, *, wait: bool) -> None:
+        pass
+
+
+def _worker(address: Address, folder: Path, seconds: float) -> Child | _Inline:
+    """What does tasks in the background, one after another."""
+    if address.scheme == "memory":
+        return _Inline(Uploader(Store(address, seconds=seconds), folder))
+    command = ["-m", __name__, str(address), str(folder.absolute()), str(seconds)]
+    try:
+        return Child(command, talks=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot start the process that uploads: {error}") from error
+
+
+class Uploader:
+    """Does the tasks of one run, one after another."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+        self._sent: dict[str, Stamp] = {}  # files of the run that are in the store as they are here
+
+    def serve(self, task: Task) -> Answer:
+        """Do one task: upload a checkpoint, or none, then delete those to ``forget``."""
+        began = time.monotonic()
+        try:
+            done = self._do(task)
+        except SurefootError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"cannot upload: {type(error).__name__}: {error}"}
+        return {**done, "seconds": time.monotonic() - began}
+
+    def _do(self, task: Task) -> Answer:
+        self._upload_run_files()  # first: metrics must not lag behind a step
+        num_bytes, step = 0, task["upload"]
+        if step is not None:
+            path = self._folder / f"checkpoint-{step}"
+            num_bytes = upload(self._store, path, replace=task["replace"])
+        forgotten: list[int] = []
+        problem = None
+        try:
+            for old in task["forget"]:
+                remove(self._store, f"checkpoint-{old}")
+                forgotten.append(old)
+        except CheckpointError as error:
+            problem = f"cannot delete an old checkpoint: {error}"
+        return {"num_bytes": num_bytes, "forgotten": forgotten, "problem": problem}
+
+    def _upload_run_files(self) -> None:
+        """Upload the run's files that have changed: recipe, metrics, plots, results."""
+        stamps = {name: stamp for name, stamp in self._stamps() if self._sent.get(name) != stamp}
+
+        def send(name: str) -> None:
+            with files.raising(CheckpointError):
+                data = files.read_inside(self._folder, name, MAX_RUN_FILE)
+            self._store.write(name, data)
+            self._sent[name] = stamps[name]
+
+        in_parallel(send, sorted(stamps), WORKERS)
+
+    def _stamps(self) -> Iterator[tuple[str, Stamp]]:
+        """The run's files, without checkpoints and hidden files."""
+        for at, folders, names in os.walk(self._folder):
+            inside = Path(at).relative_to(self._folder)
+            others = (".", "checkpoint-")
+            folders[:] = [name for name in folders if not str(inside / name).startswith(others)]
+            for name in (str(inside / name) for name in names):
+                path = self._folder / name
+                if is_plain_name(name) and path.is_file() and not path.is_symlink():
+                    status = path.stat()
+                    yield name, (status.st_mtime_ns, status.st_size)
+
+
+def main(url: str, folder: Path, seconds: float) -> None:
+    """Serve until the end of the input."""
+    for number in STOP_SIGNALS:  # for the process that trains
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(19)  # not idle, as the writer: a run may end while other jobs take all cores
+    uploader = Uploader(Store(Address(url), seconds=seconds), folder)
+    with contextlib.suppress(BrokenPipeError):
+        for line in sys.stdin.buffer:
+            with _alone(folder):
+                answer = uploader.serve(json.loads(line))
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process uploads from ``folder``, such as that of a run that died."""
+    with files.open_or_create(folder / LOCK) as lock:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                lock.lock()
+                break
+            time.sleep(_PAUSE)
+        yield
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))

@@ -8,27 +8,22 @@ older checkpoint because of a network failure.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...checkpoint.disk.commit import committed, named, step_of
+from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
 from ...checkpoint.reading.latest import refuse_damaged, set_aside
 from ...checkpoint.reading.verification import Found, Report, verify_checkpoint
-from ...errors import CheckpointError
+from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
 from ...storage import files
 from ...storage.address import Address, default_cache
-from .checkpoints import (
-    StoredDamageError,
-    download,
-    list_store,
-    verified_line,
-    verify_store,
-)
+from .checkpoints import StoredDamageError, download, list_store, verify
 from .mirror import Mirror
-from .run_files import pull
-from .store import Contents, Store
+from .store import MAX_RUN_FILE, Contents, Store
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +47,25 @@ class StoredRun:
         """The local folder to resume from; None if there is no checkpoint anywhere. Raises
         ``CheckpointError`` if there are some, none of which is valid."""
         self._tell_of_uncommitted()
-        passed_over: list[tuple[Path, str]] = []  # local ones
-        lost: list[tuple[Path, str]] = []  # those in the store
-        here, path = {step_of(path): path for path in named(self.folder)}, None
-        for step in sorted(here.keys() | self.steps, reverse=True):
-            path = self._kept(here[step], passed_over) if step in here else None
-            if path is None and step in self.steps:
-                if step in here:  # the one in the store takes its place
-                    set_aside(Found(None, [passed_over.pop()]))
-                path = self._downloaded(step, lost)
-            if path is not None:
-                break
-        if path is None:
-            everything = Found(None, [*passed_over, *lost])
-            refuse_damaged(str(self.store.address), everything, "choose another train.output_dir")
-        set_aside(Found(path, passed_over))
-        return path
+        local = {step_of(path): path for path in named(self.folder)}
+        damaged_here: list[tuple[Path, str]] = []
+        damaged_there: list[tuple[Path, str]] = []
+        for step in sorted(local.keys() | self.steps, reverse=True):
+            if step in local:
+                report = verify_checkpoint(local[step], full=True)
+                if report.ok:
+                    set_aside(Found(local[step], damaged_here))
+                    return local[step]
+                damaged_here.append((local[step], report.problems[0]))
+            if step in self.steps:
+                if step in local:  # the one in the store takes its place
+                    set_aside(Found(None, [damaged_here.pop()]))
+                if (path := self._downloaded(step, damaged_there)) is not None:
+                    set_aside(Found(path, damaged_here))
+                    return path
+        nothing_sound = Found(None, [*damaged_here, *damaged_there])
+        refuse_damaged(str(self.store.address), nothing_sound, "choose another train.output_dir")
+        return None
 
     @property
     def address(self) -> Address:
@@ -85,10 +83,8 @@ class StoredRun:
 
     def mirror(self) -> Mirror:
         """What uploads while the run trains."""
-        steps = self.steps
-        return Mirror(
-            self.store, self.folder, there=steps, damaged=self.damaged, seconds=self.seconds
-        )
+        there, damaged = self.steps, self.damaged
+        return Mirror(self.store, self.folder, there=there, damaged=damaged, seconds=self.seconds)
 
     def load(self, name: str) -> Path:
         """One checkpoint, downloaded unless a local copy exists. It must be valid."""
@@ -104,23 +100,15 @@ class StoredRun:
         """Download the run's recipe, unless the run has already saved locally."""
         is_here = committed(self.folder) and files.exists(self.folder / RUN_RECIPE)
         if RUN_RECIPE in self.there.files and not is_here:
-            only = Contents({RUN_RECIPE: self.there.files[RUN_RECIPE]})
-            pull(self.store, self.folder, only, keep=lambda _: False)
+            self._bring([RUN_RECIPE])
 
-    def _kept(self, path: Path, passed_over: list[tuple[Path, str]]) -> Path | None:
-        report = verify_checkpoint(path, full=True)
-        if report.ok:
-            return path
-        passed_over.append((path, report.problems[0]))
-        return None
-
-    def _downloaded(self, step: int, lost: list[tuple[Path, str]]) -> Path | None:
+    def _downloaded(self, step: int, damaged: list[tuple[Path, str]]) -> Path | None:
         name = self.there.committed[step]
         try:
             found = download(self.store, name, self.folder)
         except StoredDamageError as error:
             self.damaged.add(step)
-            lost.append((Path(name), str(error)))
+            damaged.append((Path(name), str(error)))
             logger.warning("checkpoint-%d is skipped: %s", step, error)
             return None
         self._bring_run_files()
@@ -128,7 +116,17 @@ class StoredRun:
 
     def _bring_run_files(self) -> None:
         """Download the run's logs, so that they continue."""
-        pull(self.store, self.folder, self.there, keep=lambda name: name == RUN_RECIPE)
+        has_recipe = files.exists(self.folder / RUN_RECIPE)
+        self._bring(n for n in self.there.of_the_run if not (has_recipe and n == RUN_RECIPE))
+
+    def _bring(self, names: Iterable[str]) -> None:
+        """Download some of the run's files."""
+        for name in names:
+            if is_plain_name(name) and self.there.files[name] <= MAX_RUN_FILE:
+                data = self.store.read(name)
+                with files.raising(RunError, f"cannot copy {self.address}/{name}"):
+                    files.make_folder((self.folder / name).parent)
+                    files.write_aside(self.folder / name, data)
 
     def _tell_of_uncommitted(self) -> None:
         newest = max(self.steps, default=-1)
@@ -165,11 +163,24 @@ class ObjectStores:
     def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
         """The checkpoints of a run, or one of them."""
         lines = list_store(address)
-        return [verified_line(address, line) for line in lines] if verified else lines
+        return [self._verified(address, line) for line in lines] if verified else lines
+
+    def _verified(self, run: Address, line: CheckpointLine) -> CheckpointLine:
+        """The same line, every byte checked."""
+        if line.problem is not None:
+            return line
+        is_itself = run.name == line.path.name
+        address = run if is_itself else run.inside(line.path.name)
+        report = self.verify(address, full=True)
+        if report.ok:
+            return replace(line, verified="every byte")
+        return replace(line, problem=report.problems[0].removeprefix(f"{address}/"))
 
     def verify(self, checkpoint: Address, *, full: bool) -> Report:
         """Check a checkpoint where it is stored."""
-        return verify_store(checkpoint, full=full)
+        if step_of(Path(checkpoint.name)) < 0:
+            raise CheckpointError(f"{checkpoint}: expected the URL of a checkpoint, …/checkpoint-N")
+        return verify(Store(checkpoint.parent, seconds=60), checkpoint.name, full=full)
 
 
 def _open(address: Address, folder: Path, seconds: float) -> StoredRun:

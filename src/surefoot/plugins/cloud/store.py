@@ -70,6 +70,7 @@ def readable(num_bytes: float) -> str:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_RUN_FILE = 1 << 30  # bytes of a file of a run that is no checkpoint's
 
 _CREDENTIALS = re.compile("Credential|Token|Profile|SSO|RefreshError|Authentication")
 # What an error of our own call is; what a library or the network raises may pass.
