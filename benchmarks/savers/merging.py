@@ -23,7 +23,7 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import TensorsInMemory
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 RANKS = Mesh(dp_shard=8)
 

@@ -28,7 +28,7 @@ from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.parallel.box import Box
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 EIGHT, FOUR = Mesh(dp_shard=8), Mesh(dp_shard=4)
 

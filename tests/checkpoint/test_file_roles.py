@@ -22,7 +22,7 @@ from surefoot.checkpoint.state.roles import FileRole
 from surefoot.checkpoint.state.states import FileState, UnshardedState
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 from .sample import Holder, same
 

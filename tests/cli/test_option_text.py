@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.cli.option_text import parse_mesh
 from surefoot.errors import CheckpointError
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 
 def test_a_mesh_is_read_in_any_order():

@@ -18,7 +18,7 @@ from surefoot.checkpoint.sources.copying import copy, described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.rank_files import write_distributed
 from surefoot.schema import settings

@@ -13,8 +13,8 @@ from spread import save
 from surefoot.data.text.prompts import Prompt, read_prompts
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.parallel.generation_sharding import with_replicas
 from surefoot.parallel.section import ParallelSection
+from surefoot.parallel.sharded_model import with_replicas
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.target import MindSporeFolder

@@ -9,7 +9,7 @@ from spread import UNEVEN, learn, trainer
 from surefoot.methods.lora import LoRA
 from surefoot.model.head.outputs import WholeVocabulary
 from surefoot.parallel.collectives import MeshAxis, part
-from surefoot.parallel.tensor.vocab_parallel import VocabParallelLogits, cut_vocabulary
+from surefoot.parallel.vocab_parallel import VocabParallelLogits, cut_vocabulary
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 

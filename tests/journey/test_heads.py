@@ -24,7 +24,7 @@ from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.cli.main import main
 from surefoot.network.network import Network
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.stages import STAGES

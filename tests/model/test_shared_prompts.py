@@ -22,7 +22,7 @@ from surefoot.model.head import outputs
 from surefoot.model.head.outputs import logprob_head_of
 from surefoot.model.pretrained.layers import compile_layers, recompute_activations
 from surefoot.parallel.sharded_model import layers
-from surefoot.parallel.tensor.sequence_parallel import widened
+from surefoot.parallel.tensor_parallel import widened
 
 CASES = [
     ("llama", "sdpa", {}),

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ranks
-from surefoot.parallel.grad_norm import global_norm
+from surefoot.parallel.sharded_model import global_norm
 
 
 def whole():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.parallel.box import Box, is_covered_once
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 
 def test_the_axes_of_a_mesh_are_those_of_a_run():

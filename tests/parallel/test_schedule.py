@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.parallel.pipeline.schedule import order
+from surefoot.parallel.pipeline import order
 
 SIZES = {"size": st.integers(2, 8), "parts": st.integers(1, 4), "count": st.integers(1, 40)}
 

@@ -12,8 +12,8 @@ from surefoot.errors import RecipeError
 from surefoot.model.attention import isolation
 from surefoot.model.head import outputs
 from surefoot.parallel.section import ParallelSection
-from surefoot.parallel.tensor.sequence_parallel import block, widened
-from surefoot.parallel.tensor.tp_plan import ModulePlan
+from surefoot.parallel.tensor_parallel import block, widened
+from surefoot.parallel.tp_plan import ModulePlan
 
 
 def features(*lengths):

@@ -6,8 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from surefoot.errors import CheckpointError
-from surefoot.parallel.box import Box
-from surefoot.parallel.slices import select
+from surefoot.parallel.box import Box, select
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 BOUNDS = st.none() | st.integers(-8, 8)

@@ -8,7 +8,7 @@ import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.sharded_model import layers
-from surefoot.parallel.tensor.tp_plan import LayerRange, module_plans
+from surefoot.parallel.tp_plan import LayerRange, module_plans
 
 
 def styles(model, size):

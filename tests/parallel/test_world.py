@@ -9,8 +9,7 @@ import pytest
 import ranks
 from surefoot import log
 from surefoot.errors import LostPeerError, RunError
-from surefoot.parallel.launch_environment import launched
-from surefoot.parallel.section import ParallelSection
+from surefoot.parallel.section import ParallelSection, launched
 from surefoot.parallel.world import ALONE, World, connected, joined
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a"}

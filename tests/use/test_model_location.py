@@ -11,7 +11,7 @@ from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
 from surefoot.checkpoint.converting.targets.surefoot import SurefootCheckpoint
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.errors import CheckpointError, ModelError, SurefootError
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 from surefoot.use import export, locate, open_model
 from surefoot.use.exporting.conversion import convert
 

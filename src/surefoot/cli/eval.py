@@ -152,7 +152,7 @@ def _of_recipe(
     if parallel != ParallelSection():
         start_ranks(parallel)
     with loading():
-        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.sharded_model import with_replicas
 
     parallel = with_replicas(parallel)
     with joined(parallel) as world:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from ..errors import CheckpointError
-from ..parallel.mesh import Mesh
+from ..parallel.sharding import Mesh
 from ..schema.named_values import pairs
 
 _MESH = "for example dp_shard=4,tp=2"

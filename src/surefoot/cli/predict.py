@@ -117,7 +117,7 @@ def _answer(
 
     start_ranks(asked.parallel)
     with loading():
-        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.answer_journal import Output
         from ..use.prediction import AnswerOptions, answer_prompts
@@ -155,7 +155,7 @@ def _score(
 
     start_ranks(asked.parallel)
     with loading():
-        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.scoring import read_responses, score_rows
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import click
 
 from ..errors import ModelError, installation
-from ..parallel.mesh import Mesh
+from ..parallel.sharding import Mesh
 from ..schema import Setting, settings
 from .option_text import parse_mesh
 

@@ -44,7 +44,7 @@ def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
     start_ranks(prediction.parallel)
     with loading():
         from ..data.text.answers import write_rows
-        from ..parallel.generation_sharding import with_replicas
+        from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.answer_journal import Output
         from ..use.benchmarks import harness
@@ -81,7 +81,7 @@ def _prediction(asked: TaskCommand, options: Mapping[str, Any]) -> Prediction:
 
 def _open(prediction: Prediction, asked: TaskCommand, world: World) -> tuple[LoadedModel, int]:
     """The model, and ``generate.batch_size`` of its run or of the command line."""
-    from ..parallel.generation_sharding import with_replicas
+    from ..parallel.sharded_model import with_replicas
     from ..recipe.prediction import load
     from ..use.model_loading import open_model
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import SKIPPED_STEPS, RunError, counted
-from ..parallel.launch_environment import launched
+from ..parallel.section import launched
 from ..terminal_text import visible
 from .loading import loading, start_ranks
 

@@ -20,13 +20,12 @@ from ..model.pipeline_stages import IdentityStub, Stages, keep, parameters_of
 from ..model.precision import PrecisionName, autocast
 from ..optim.trained import TrainedParameters
 from ..parallel.collectives import Axis, MeshAxis
-from ..parallel.pipeline.pipeline import Finish, Pipeline, tie
-from ..parallel.pipeline.stage_links import connect
+from ..parallel.pipeline import Finish, Pipeline, connect, tie
 from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import gather_nothing, reduce_gradients
 from ..parallel.sharding import Cuts
-from ..parallel.tensor.sequence_parallel import placed, widened
-from ..parallel.tensor.tp_plan import LayerRange
+from ..parallel.tensor_parallel import placed, widened
+from ..parallel.tp_plan import LayerRange
 from ..parallel.world import World
 from .method import UnshardedWeights, Weights
 

@@ -25,7 +25,7 @@ from ..optim.parameter_kind import check_kinds
 from ..optim.state_cuts import check_shards, shapes_of_state
 from ..parallel.section import ParallelSection
 from ..parallel.sharding import AxisShard
-from ..parallel.tensor.tp_plan import module_plans
+from ..parallel.tp_plan import module_plans
 from ..parallel.world import ALONE
 from .draft import NetworkOptions
 from .network import Network

@@ -30,12 +30,11 @@ from ..model.head.outputs import LogprobHead
 from ..model.precision import PrecisionName, autocast
 from ..model.pretrained.loading import device
 from ..optim.trained import TrainedParameters
-from ..parallel.generation_sharding import full_logits
-from ..parallel.memory_vote import vote_on_memory
-from ..parallel.pipeline.pipeline import Finish, Pipeline, run_forward, run_window
+from ..parallel.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection
-from ..parallel.tensor.sequence_parallel import widened
-from ..parallel.world import ALONE, World
+from ..parallel.sharded_model import full_logits
+from ..parallel.tensor_parallel import widened
+from ..parallel.world import ALONE, World, vote_on_memory
 from .pipelined import PipelinedModel
 
 

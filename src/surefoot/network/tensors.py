@@ -33,10 +33,9 @@ from ..model.pretrained.quantized import (
 from ..model.section import ModelSection
 from ..model.seeding import seed_everything
 from ..parallel.box import Box
-from ..parallel.generation_sharding import shard_for_generation
-from ..parallel.sharded_model import shard
+from ..parallel.sharded_model import shard, shard_for_generation
 from ..parallel.sharding import Cuts
-from ..parallel.tensor.vocab_parallel import cut_vocabulary
+from ..parallel.vocab_parallel import cut_vocabulary
 from .draft import Draft
 from .heads import stored_heads
 from .pipelined import to_pipeline

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .sharding import chunk
 
@@ -100,6 +100,11 @@ class MeshAxis:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, op=how, group=self.mesh.get_group())
         return total
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of ``tensor``, as a plain tensor that shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part(length: int, axis: Axis) -> slice:

@@ -22,9 +22,8 @@ import torch
 
 from ..errors import OUT_OF_MEMORY, SKIPPED_STEPS, STOP_SIGNALS, RunError
 from ..storage.child import LAUNCHER
-from .launch_environment import launched
-from .mesh import AXES
-from .section import ParallelSection
+from .section import ParallelSection, launched
+from .sharding import AXES
 from .world import die_with_launcher
 
 logger = logging.getLogger(__name__)

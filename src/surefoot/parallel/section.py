@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ..schema import must
-from .mesh import AXES, DATA_AXES
-from .pipeline.schedule import ScheduleName
+from .sharding import AXES, DATA_AXES
+
+ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +86,19 @@ class ParallelSection:
         """Into how many shares the examples are divided; raises as ``axes``."""
         sizes = self.axes(world_size)
         return math.prod(sizes[axis] for axis in DATA_AXES)
+
+
+# What launchers call rank, number of ranks, and rank on this machine: torchrun's names and SLURM's.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int] | None:
+    """Rank, world size and local rank, if a launcher has started this process."""
+    for names in _LAUNCHERS:
+        if all(name in environment for name in names) and environment.get("MASTER_ADDR"):
+            rank, size, local = (int(environment[name]) for name in names)
+            return rank, size, local
+    return None

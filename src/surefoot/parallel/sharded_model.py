@@ -3,26 +3,34 @@ sharding of each tensor is recorded.
 
 Gradients are summed over the ranks, never averaged: the step divides once, by the weight of the
 complete window.
+
+For generation a model is sharded by tensor parallelism over ``tp``, then by FSDP over ``dp_shard``.
+Ranks that generate together must sample the same next token. So the logits of one position per
+prompt are gathered from all shards, and are bitwise the same on each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from .collectives import MeshAxis
-from .mesh import DATA_AXES
-from .section import ParallelSection
-from .sharding import AxisShard, Cuts
-from .tensor.tensor_parallel import cut_tensors
-from .tensor.tp_plan import LayerRange
+from .collectives import MeshAxis, gather_from_tp_region, local
+from .section import ParallelSection, launched
+from .sharding import DATA_AXES, AxisShard, Cuts
+from .tensor_parallel import AXIS, cut_tensors
+from .tp_plan import LayerRange, cuts_vocabulary
 from .world import World
 
-if TYPE_CHECKING:  # half of all imports, and here only a name
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
@@ -99,3 +107,108 @@ def gather_nothing(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def with_replicas(section: ParallelSection, count: int | None = None) -> ParallelSection:
+    """``section`` for ``count`` ranks, by default all that a launcher has started: those that
+    ``tp`` and ``dp_shard`` leave hold replicas of the model."""
+    count = count or (launched() or (0, 1, 0))[1]
+    shards = section.dp_shard or 1
+    copies = section.dp_replicate
+    if copies == 1:
+        copies = max(1, count // (shards * section.tp))
+    return replace(section, num_processes=None, dp_shard=shards, dp_replicate=copies)
+
+
+def shard_for_generation(
+    model: PreTrainedModel, world: World, section: ParallelSection
+) -> dict[str, Cuts]:
+    """Shard ``model``, without the wrapper of an adapter, in place; returns the sharding of each
+    parameter, by name. Along ``dp_replicate`` there are full replicas. Raises ``RecipeError`` if
+    the architecture cannot be sharded over ``tp``."""
+    if world.mesh is None:
+        return {}
+    model.requires_grad_(False)  # so that an adapter may have another type than its base
+    along_tp = cut_tensors(model, MeshAxis(world.mesh[AXIS])) if world.tp > 1 else {}
+    cuts: dict[str, Cuts] = {n: along_tp.get(p, ()) for n, p in model.named_parameters()}
+    axes = [axis for axis in (AXIS, "dp_shard") if world.axes[axis] > 1]
+    model.get_output_embeddings().forward = _full_logits(model, world, axes)
+    if "dp_shard" in axes:
+        cuts = {name: (*found, AxisShard("dp_shard", 0)) for name, found in cuts.items()}  # type: ignore[misc]
+        mesh, again = world.mesh["dp_shard"], section.reshard_after_forward
+        for module in (*layers(model), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=again)
+    return cuts
+
+
+@contextmanager
+def full_logits(model: PreTrainedModel, world: World) -> Iterator[None]:
+    """While it lasts, the head of a model that is trained gives the same full logits to all ranks
+    of ``tp``."""
+    if world.tp == 1:
+        yield
+        return
+    head = model.get_output_embeddings()
+    own = vars(head).get("forward")
+    head.forward = _full_logits(model, world, [AXIS])
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def _full_logits(
+    model: PreTrainedModel, world: World, axes: Sequence[str]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward pass of the head that gives the same full logits to all ranks along ``axes``."""
+    assert world.mesh is not None
+    head, mesh = model.get_output_embeddings(), world.mesh
+    own, is_cut = head.forward, world.tp > 1 and cuts_vocabulary(model)
+    size = model.config.get_text_config().vocab_size
+    shared = list(axes)
+    if is_cut:
+        shared.remove(AXIS)  # gathered from all, they are the same already
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = own(hidden)
+        if is_cut:
+            logits = gather_from_tp_region(logits, MeshAxis(mesh[AXIS]), size)
+        for axis in shared:  # ranks that sampled other tokens would wait for each other forever
+            logits = logits.contiguous()
+            dist.broadcast(logits, group=mesh[axis].get_group(), group_src=0)
+        return logits
+
+    return forward
+
+
+def global_norm(
+    gradients: Sequence[torch.Tensor],
+    totals: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+) -> torch.Tensor:
+    """The Euclidean norm of all elements of all ``gradients``, which are on ``device``.
+
+    ``totals`` sums over all ranks. Replicated values count once. The sum is float64 on every rank,
+    even without gradients, so all ranks clip with the same bits.
+    """
+    if not gradients:  # here; another stage of a pipeline may have some
+        return totals(torch.zeros(1, dtype=torch.float64, device=device)).sqrt()[0]
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_copies.setdefault(_copies(gradient), []).append(local(gradient))
+    shares = [
+        torch.stack(torch._foreach_norm(here)).double().square().sum() / copies
+        for copies, here in by_copies.items()
+    ]
+    return totals(torch.stack(shares).sum()[None]).sqrt()[0]
+
+
+def _copies(gradient: torch.Tensor) -> int:
+    """The number of ranks with the same shard."""
+    assert isinstance(gradient, DTensor)
+    axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in axes if isinstance(placement, Replicate))

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import LostPeerError, RunError, SurefootError
 from ..log import announced
 from ..storage.child import LAUNCHER
-from .launch_environment import launched
-from .mesh import AXES
-from .section import ParallelSection
+from ..storage.memory import allocator_message, is_out_of_memory
+from .section import ParallelSection, launched
+from .sharding import AXES
 
 _PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -274,3 +274,25 @@ def _short(error: RuntimeError) -> str:
 def _is_loss(error: RuntimeError) -> bool:
     """Whether a rank has failed only because another one is gone."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+class AgreedShortageError(MemoryError):
+    """Memory did not suffice on some rank; all ranks raise this at the same place."""
+
+
+@contextlib.contextmanager
+def vote_on_memory(world: World) -> Iterator[None]:
+    """Run a forward pass in the block. Raises ``AgreedShortageError`` on all ranks if one of them
+    runs out of memory in it. Does nothing unless all ranks are replicas."""
+    if not world.has_replicas_only:
+        yield
+        return
+    shortage = None
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        shortage = allocator_message(error)
+    if world.largest([float(shortage is not None)])[0]:
+        raise AgreedShortageError(shortage or "out of memory on another rank")

@@ -19,7 +19,7 @@ from ..data.prepared.training_data import AnyData, open_stream, prepare
 from ..data.text.codec import Codec
 from ..errors import DataError
 from ..model.pretrained.loading import device
-from ..parallel.launch_environment import launched
+from ..parallel.section import launched
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import encoding_of

@@ -13,7 +13,7 @@ from ..model.lora_targets import is_added
 from ..network.method import Weights
 from ..network.network import Network
 from ..optim.trained import TrainedParameters
-from ..parallel.grad_norm import local
+from ..parallel.collectives import local
 from ..parallel.sharded_model import gather_nothing
 from .step import Step
 

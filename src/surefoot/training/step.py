@@ -16,7 +16,8 @@ from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 from ..model.precision import LossScaler
 from ..optim.bf16_weights import move_weights
 from ..optim.schedules import Schedule
-from ..parallel.grad_norm import global_norm, local
+from ..parallel.collectives import local
+from ..parallel.sharded_model import global_norm
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # each of some float64 values, over processes
 

@@ -19,7 +19,7 @@ from surefoot.checkpoint.reading.loading import load
 from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 from surefoot.storage import files
 
 from ..sample import Holder, blank, num_open, same, sample_states, tree_bytes

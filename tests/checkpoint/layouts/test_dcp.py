@@ -19,7 +19,7 @@ from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 from ..sample import same, sample_states
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from surefoot.checkpoint.looking.tensor_stats import EDGE, MAX_READ, excerpt
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.parallel.slices import select
+from surefoot.parallel.box import select
 
 
 class Counting:

@@ -4,7 +4,7 @@ import json
 
 from checkpoint.sample import tree_bytes
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.parallel.mesh import Mesh
+from surefoot.parallel.sharding import Mesh
 
 from .runner import run
 

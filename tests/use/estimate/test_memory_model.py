@@ -18,9 +18,9 @@ from surefoot.model.precision import autocast
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import build_optimizer, update_size
 from surefoot.optim.rules import chunks
-from surefoot.parallel.mesh import AXES
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
+from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import World
 from surefoot.use.estimate.dry_run import describe, dry_run_batch
 from surefoot.use.estimate.live_bytes import LiveBytes

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...parallel.box import Box
-from ...parallel.mesh import Mesh
+from ...parallel.sharding import Mesh
 from ...storage import files
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
 from ..disk.file_plan import plan_save

@@ -11,8 +11,7 @@ from math import prod
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
-from ...parallel.slices import Selection
+from ...parallel.box import Box, Selection
 from ..sources.source import TensorSource
 
 BLOCK = 1 << 18  # elements; 2 MB in 64 bits, so that they stay in the cache

@@ -10,7 +10,7 @@ import click
 
 from ...checkpoint.reading.contents import find_tensor, open_contents, shown
 from ...errors import CheckpointError
-from ...parallel.slices import select
+from ...parallel.box import select
 from ...storage.address import Address
 from ..table import JSON, cell, console, dims, print_json
 from .checkpoint_path import PLACE, local

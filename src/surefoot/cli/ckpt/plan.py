@@ -49,7 +49,7 @@ def plan(
     tensor files are read. manifest.json itself is not counted.
     """
     from ...checkpoint.converting.resharding import plan_reshard
-    from ...parallel.mesh import Mesh
+    from ...parallel.sharding import Mesh
     from ..option_text import parse_mesh
 
     wanted = layout or ("full" if mesh is None else "distributed")

@@ -19,8 +19,8 @@ from ...data.text.answers import write_rows
 from ...data.text.collation import collate
 from ...errors import RunError
 from ...model.pretrained.loading import device
-from ...parallel.generation_sharding import with_replicas
 from ...parallel.section import ParallelSection
+from ...parallel.sharded_model import with_replicas
 from ...parallel.world import joined
 from ...recipe.recipe import Recipe
 from ...storage.files import make_folder, raising, write_aside

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...parallel.launch_environment import launched
+from ...parallel.section import launched
 from .arguments import ARGUMENTS, RefusedError, Rows
 
 Settings = dict[str, object]  # dotted settings of a recipe

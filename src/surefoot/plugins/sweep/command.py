@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...cli.table import JSON, cell, console, frame, number, print_json, table
 from ...errors import RecipeError, RunError, counted
-from ...parallel.launch_environment import launched
+from ...parallel.section import launched
 from ...storage.folder_lock import lock
 from ...terminal_text import visible
 

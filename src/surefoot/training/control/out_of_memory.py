@@ -23,8 +23,7 @@ from ...data.order.micro_batches import fitting_micro_batch
 from ...errors import OutOfMemoryError, RunError, counted
 from ...generate.section import GenerateSection
 from ...model.malloc import return_freed_memory
-from ...parallel.memory_vote import AgreedShortageError
-from ...parallel.world import ALONE, World
+from ...parallel.world import ALONE, AgreedShortageError, World
 from ...storage import files
 from ...storage.memory import allocator_message, is_out_of_memory
 from ..section import TrainSection

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from ...data.order.micro_batches import check_divides
 from ...errors import RecipeError, RunError
-from ...parallel.launch_environment import launched
 from ...parallel.launcher import num_processes
-from ...parallel.section import ParallelSection
+from ...parallel.section import ParallelSection, launched
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
 

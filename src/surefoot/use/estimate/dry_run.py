@@ -26,7 +26,7 @@ from ...network.preflight import check_optimizer_shards
 from ...optim.blocks import LONG
 from ...optim.state_cuts import shapes_of_state
 from ...parallel.sharded_model import layers
-from ...parallel.tensor.sequence_parallel import widened
+from ...parallel.tensor_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
 from ...run.networks.auxiliary_networks import open_networks, parts_of

@@ -20,9 +20,9 @@ from ...network.runner import ModelForward
 from ...network.tensors import from_config, method_of
 from ...parallel.sharded_model import layers
 from ...parallel.sharding import chunk
-from ...parallel.tensor.tensor_parallel import cut_tensors
-from ...parallel.tensor.tp_plan import LayerRange, cuts_vocabulary
-from ...parallel.tensor.vocab_parallel import VocabParallelLogits
+from ...parallel.tensor_parallel import cut_tensors
+from ...parallel.tp_plan import LayerRange, cuts_vocabulary
+from ...parallel.vocab_parallel import VocabParallelLogits
 from .fake_quantized import pack, will_be_packed
 
 

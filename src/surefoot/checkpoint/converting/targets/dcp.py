@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....parallel.mesh import Mesh
+from ....parallel.sharding import Mesh
 from ....storage import files
 from ...disk.commit import new_folder, write_small
 from ...disk.file_plan import plan_save

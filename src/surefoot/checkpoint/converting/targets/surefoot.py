@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ....parallel.mesh import Mesh
+from ....parallel.sharding import Mesh
 from ...disk.commit import named
 from ...disk.manifest import Kind
 from ...layouts.detection import detect_layout, model_near

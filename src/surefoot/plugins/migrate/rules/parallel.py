@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import RecipeError
-from ....parallel.launch_environment import launched
+from ....parallel.section import launched
 from ....recipe.files import read_text
 from ....recipe.yaml import parse
 from ..arguments import FILES, RefusedError

@@ -7,22 +7,22 @@ stage both have (embedding and head) are updated with the sum of both gradients.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import cached_property
-from itertools import zip_longest
-from typing import TypeVar
+from itertools import chain, pairwise, zip_longest
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...batch import Batch, Loss, LossFunction, Outputs, Window
-from ..grad_norm import local
-from ..world import World
-from .schedule import Op, ScheduleName, order
-from .stage_links import Arrival, Links, pipelines
+from ..batch import Batch, Loss, LossFunction, Outputs, Window
+from .collectives import local
+from .section import ScheduleName
+from .world import World
 
 T = TypeVar("T")
 Advance = Callable[[int, Batch, torch.Tensor | None], torch.Tensor]
@@ -233,3 +233,152 @@ def _from_last(links: Links, value: T) -> T:
     group = links.groups["forward", False]
     dist.broadcast_object_list(box, src=links.ranks[-1], group=group)
     return box[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One micro-batch through one of this rank's stages."""
+
+    is_forward: bool
+    part: int  # which of the process's stages, from the model's beginning
+    index: int  # of the micro-batch
+
+
+def order(name: ScheduleName, rank: int, size: int, parts: int, count: int) -> list[Op]:
+    """The operations of rank ``rank`` of ``size``, with ``parts`` virtual stages, for ``count``
+    micro-batches.
+
+    ``1f1b`` (arXiv:1806.03377) runs forward until the last rank has its first micro-batch, and then
+    alternates backward and forward, so that a rank stores the activations of at most ``size``
+    micro-batches. ``interleaved`` (arXiv:2104.04473) does the same with several virtual stages per
+    rank, which idles less. ``gpipe`` (arXiv:1811.06965) runs all forward passes first.
+    """
+    groups = _groups(size, count)
+    forward = [(part, index) for group in groups for part in range(parts) for index in group]
+    backward = [(parts - 1 - part, index) for part, index in forward]
+    ahead = {
+        "1f1b": size - 1 - rank,
+        "interleaved": 2 * (size - 1 - rank) + (parts - 1) * len(groups[0]),
+        "gpipe": len(forward),
+    }[name]
+    first = [Op(True, *visit) for visit in forward]
+    second = [Op(False, *visit) for visit in backward]
+    ahead = min(ahead, len(first))
+    steady = chain.from_iterable(zip(first[ahead:], second, strict=False))
+    return [*first[:ahead], *steady, *second[len(first) - ahead :]]
+
+
+def _groups(size: int, count: int) -> list[range]:
+    """Number of micro-batches that run through one virtual stage before any runs through the
+    next: at least ``size``, if there are so many. With fewer, ranks would wait for each other
+    forever."""
+    whole = max(1, count // size)
+    each, more = divmod(count, whole)
+    bounds = [each * i + min(i, more) for i in range(whole + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
+
+
+Direction = Literal["forward", "backward"]
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_Route = tuple[Direction, bool]  # the second: between the last process and the first
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor that this rank is receiving."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has arrived."""
+        self.work.wait()
+        return self.tensor
+
+
+@dataclass
+class Links:
+    """The other ranks of this rank's pipeline. Stage s is on rank s mod ``size``."""
+
+    ranks: Sequence[int]  # of the pipeline's processes, in the order of their stages
+    place: int  # of this process among them
+    num_stages: int
+    device: torch.device
+    groups: dict[_Route, dist.ProcessGroup]
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of what enters each stage
+    _sent: deque[tuple[dist.Work, torch.Tensor]] = field(default_factory=deque)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def enter(self, hidden: torch.Tensor, stage: int) -> None:
+        """Send the input of ``stage`` to its rank."""
+        if stage not in self.dtypes:
+            self.dtypes[stage] = hidden.dtype
+            told = torch.tensor([_DTYPES.index(hidden.dtype)], device=self.device)
+            self._send(told, stage, "forward")
+        self._send(hidden.detach(), stage, "forward")
+
+    def entering(self, shape: Sequence[int], stage: int) -> Arrival:
+        """The input of ``stage``, which is on this rank."""
+        if stage not in self.dtypes:
+            told = torch.empty(1, dtype=torch.int64, device=self.device)
+            self._receive(told, stage, "forward").wait()
+            self.dtypes[stage] = _DTYPES[int(told)]
+        hidden = torch.empty(tuple(shape), dtype=self.dtypes[stage], device=self.device)
+        return self._receive(hidden, stage, "forward")
+
+    def give_back(self, gradient: torch.Tensor, stage: int) -> None:
+        """Send the gradient of the input of ``stage`` to the rank that sent the input."""
+        self._send(gradient, stage, "backward")
+
+    def given_back(self, output: torch.Tensor, stage: int) -> Arrival:
+        """The gradient of ``output``, which was the input of ``stage``."""
+        gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+        return self._receive(gradient, stage, "backward")
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        self._wait_for_all_but(0)
+
+    def _send(self, tensor: torch.Tensor, stage: int, direction: Direction) -> None:
+        # The tensor is kept until it has arrived; older ones have by now (tests/parallel/
+        # test_schedule.py), so that nobody waits here.
+        self._wait_for_all_but(2 * self.num_stages)
+        tensor, group = tensor.contiguous(), self.groups[direction, stage % self.size == 0]
+        other = self.ranks[(stage if direction == "forward" else stage - 1) % self.size]
+        work = dist.isend(tensor, other, group=group)
+        assert work is not None
+        self._sent.append((work, tensor))
+
+    def _receive(self, into: torch.Tensor, stage: int, direction: Direction) -> Arrival:
+        other = self.ranks[(stage - 1 if direction == "forward" else stage) % self.size]
+        work = dist.irecv(into, other, group=self.groups[direction, stage % self.size == 0])
+        assert work is not None
+        return Arrival(into, work)
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._sent) > count:
+            self._sent.popleft()[0].wait()
+
+
+def pipelines(world: World) -> list[list[int]]:
+    """The ranks of each pipeline."""
+    assert world.mesh is not None
+    rows: list[list[int]] = world.mesh.mesh.flatten(1).T.tolist()
+    return rows
+
+
+def connect(world: World, *, num_parts: int, device: torch.device, timeout_minutes: float) -> Links:
+    """The links of this rank. A collective call."""
+    timeout = timedelta(minutes=timeout_minutes)
+    routes: list[_Route] = [("forward", False), ("backward", False)]
+    if num_parts > 1:
+        routes += [("forward", True), ("backward", True)]
+    for ranks in pipelines(world):
+        made = {route: dist.new_group(ranks, timeout=timeout) for route in routes}
+        if world.rank in ranks:
+            mine, groups = ranks, made
+    return Links(mine, world.pp_rank, num_parts * world.pp, device, groups)

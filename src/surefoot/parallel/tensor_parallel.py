@@ -9,48 +9,56 @@ DTensor's own dispatch and supports sizes that do not divide.
 PEFT's adapters follow the matrix that they modify. If it is sharded by columns (its output), B is
 sharded in the same way and A is replicated; if it is sharded by rows (its input), A is sharded and
 B is replicated.
+
+Sequence parallelism: a block of sharded matrices gathers the tokens at its start, and its last
+matrix leaves each rank its shard of the sum (reduce-scatter), which costs as much as the sum alone
+(arXiv:2205.05198). Weights that are applied to a shard of the tokens have only a part of the
+gradient; it is summed over the ranks. Shards are equal: a batch whose length does not divide is
+padded on the right, where no token attends to the padding.
+
+In a pipeline, stages exchange only the shards: nothing is gathered at the end of a stage. The model
+derives masks and positions from the length of its input before the first layer of the stage runs.
+So a stage gets a full-length tensor: this rank's tokens in place, zeros elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ...errors import RecipeError
-from ..collectives import (
+from ..batch import IGNORE_INDEX, Batch
+from ..errors import RecipeError
+from .collectives import (
     Axis,
     copy_to_tp_region,
+    gather_from_sequence_region,
     gather_from_tp_region,
+    local,
     part,
     reduce_from_tp_region,
     reduce_scatter_to_sequence_region,
     scatter_to_tp_region,
 )
-from ..sharding import AxisShard
-from .sequence_parallel import (
-    TOKENS,
-    block,
-    block_of_experts,
-    dropout,
-    entered_layer,
-    first_layer,
-    last_layer,
-)
+from .sharding import AxisShard
 from .tp_plan import LayerRange, ModulePlan, Style, module_plans
 
-if TYPE_CHECKING:  # half of all imports, and here only a name
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 AXIS = "tp"
 # Whole parameter: what has taken its place, and along which dimension that is cut.
 Shared = dict[nn.Parameter, tuple[nn.Parameter, int | None]]
+TOKENS = 1  # the dimension of tokens
+_INPUT = "hidden_states"  # what transformers calls the input of a layer or block
+Forward = Callable[..., object]
 
 
 def cut_tensors(
@@ -86,22 +94,12 @@ def _cut(
             )
 
 
-def _here(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _weight(module: nn.Linear) -> torch.Tensor:
+    return local(module.weight)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    weight = _here(module.weight)  # type: ignore[arg-type]
-    assert weight is not None
-    return weight
-
-
-def _bias(module: nn.Module) -> torch.Tensor | None:
-    return _here(module.bias)  # type: ignore[arg-type]
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    module.forward = forward
+def _bias(module: nn.Linear) -> torch.Tensor | None:
+    return None if module.bias is None else local(module.bias)
 
 
 # Each style: how the parameters lie, and the forward pass on what is here of them. B rows, T
@@ -118,7 +116,7 @@ def _by_columns(role: ModulePlan, axis: Axis, shared: Shared, *, gather: bool = 
         return gather_from_tp_region(y_BTo, axis, module.out_features) if gather else y_BTo
 
     _cut(module, axis, shared, weight=0, bias=0)
-    _set_forward(module, forward)
+    role.module.forward = forward
 
 
 def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = False) -> None:
@@ -139,7 +137,7 @@ def _by_rows(role: ModulePlan, axis: Axis, shared: Shared, *, split: bool = Fals
         return y_BTO + (copy_to_tp_region(bias_O, axis) if role.on_parts else bias_O)
 
     _cut(module, axis, shared, weight=1, bias=None)
-    _set_forward(module, forward)
+    role.module.forward = forward
 
 
 def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
@@ -156,7 +154,7 @@ def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
         return F.linear(x_BTI, copy_to_tp_region(_weight(module), axis)[rows], bias_o)
 
     _cut(module, axis, shared, weight=None, bias=None)
-    _set_forward(module, forward)
+    role.module.forward = forward
 
 
 def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
@@ -175,7 +173,7 @@ def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
         is_here = mine.start <= module.padding_idx < mine.stop
         module.padding_idx = module.padding_idx - mine.start if is_here else None
     _cut(module, axis, shared, weight=0, bias=None)
-    _set_forward(module, forward)
+    role.module.forward = forward
 
 
 def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
@@ -190,7 +188,7 @@ def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False
             return found
 
     _cut(module, axis, shared, weight=None, bias=None)
-    _set_forward(module, forward)
+    role.module.forward = forward
 
 
 def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
@@ -227,8 +225,7 @@ def _local_parameters(
     """Let the module's own code find the local tensors in place of its parameters."""
     spread = dict(module._parameters)
     for name, parameter in spread.items():
-        local = _here(parameter)
-        module._parameters[name] = None if local is None else use(local)  # type: ignore[assignment]
+        module._parameters[name] = None if parameter is None else use(local(parameter))  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -246,7 +243,137 @@ def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
         ones_BTI = x_BTi.new_ones(*x_BTi.shape[:-1], role.length)
         return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., mine]
 
-    _set_forward(module, forward)
+    role.module.forward = forward
+
+
+# Sequence parallelism: between the blocks of sharded matrices, each rank has only a shard of the
+# tokens. Around a block (attention, MLP), norms and sums are independent for each token, so the
+# ranks need not all compute them, and save them for the backward pass.
+
+
+def widened(batch: Batch, multiple: int) -> Batch:
+    """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a packed
+    row by a document of its own, and this is masked."""
+    length = batch.input_ids.shape[1]
+    more = -length % multiple
+    if not more:
+        return batch
+    mask, bounds, branches = batch.attention_mask, batch.cu_seqlens, batch.branches
+    return replace(
+        batch,
+        input_ids=F.pad(batch.input_ids, (0, more)),
+        labels=F.pad(batch.labels, (0, more), value=IGNORE_INDEX),
+        position_ids=F.pad(batch.position_ids, (0, more)),
+        attention_mask=None if mask is None else F.pad(mask, (0, more)),
+        cu_seqlens=None if bounds is None else F.pad(bounds, (0, 1), value=length + more),
+        branches=None
+        if branches is None
+        else torch.cat([branches, branches.new_tensor([[more, 0, 0]])]),
+    )
+
+
+def first_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """The first layer takes its shard of the tokens."""
+
+    def take(x_BTH: torch.Tensor) -> torch.Tensor:
+        if x_BTH.shape[TOKENS] % axis.size:  # the others would wait for parts of another size
+            raise ValueError(
+                f"{x_BTH.shape[TOKENS]} tokens do not divide into {axis.size} equal shards"
+            )
+        return scatter_to_tp_region(x_BTH, axis, TOKENS)
+
+    _before(role.module, take)
+
+
+def placed(x_BtH: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """[B, T, H]: a shard of the tokens in its place among all of them, the others zero."""
+    tokens = x_BtH.shape[TOKENS]
+    before = axis.rank * tokens
+    return F.pad(x_BtH, (0, 0, before, (axis.size - 1) * tokens - before))
+
+
+def entered_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """The first layer of a later stage takes its shard of the tokens from the ``placed`` tensor."""
+
+    def take(x_BTH: torch.Tensor) -> torch.Tensor:
+        tokens = x_BTH.shape[TOKENS] // axis.size
+        return x_BTH.narrow(TOKENS, axis.rank * tokens, tokens)
+
+    _before(role.module, take)
+
+
+def last_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """After the last layer, all ranks have all tokens."""
+    forward: Forward = role.module.forward
+
+    def whole(*arguments: object, **named: object) -> object:
+        x_BtH = _checked(forward(*arguments, **named), role.module)
+        return gather_from_tp_region(x_BtH, axis, x_BtH.shape[TOKENS] * axis.size, TOKENS)
+
+    role.module.forward = whole
+
+
+def block(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """A block gathers the tokens of its input. Later computation differs between ranks, or is the
+    same on all of them if heads are not sharded."""
+
+    def join(x_BtH: torch.Tensor) -> torch.Tensor:
+        if role.on_parts:
+            return gather_from_sequence_region(x_BtH, axis, TOKENS)
+        return gather_from_tp_region(x_BtH, axis, x_BtH.shape[TOKENS] * axis.size, TOKENS)
+
+    _before(role.module, join)
+
+
+def block_of_experts(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """A block that routes tokens to experts needs all of them, and gives the same on all ranks:
+    each takes its shard of the result."""
+    forward: Forward = role.module.forward
+
+    def part(*arguments: object, **named: object) -> object:
+        found = forward(*arguments, **named)
+        if isinstance(found, tuple):  # with what the router has said
+            return scatter_to_tp_region(_checked(found[0], role.module), axis, TOKENS), *found[1:]
+        return scatter_to_tp_region(_checked(found, role.module), axis, TOKENS)
+
+    role.module.forward = part
+    block(role, axis, _shared)
+
+
+def dropout(role: ModulePlan, axis: Axis, _shared: object) -> None:
+    """Dropout of a shard of the tokens, with its part of the mask of all tokens."""
+    module = role.module
+    assert isinstance(module, nn.Dropout)
+
+    def forward(x_BtH: torch.Tensor) -> torch.Tensor:
+        rows, tokens, *rest = x_BtH.shape
+        ones_BTH = x_BtH.new_ones(rows, tokens * axis.size, *rest)
+        mask_BTH = F.dropout(ones_BTH, module.p, module.training)
+        return x_BtH * mask_BTH.narrow(TOKENS, axis.rank * tokens, tokens)
+
+    module.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _before(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Make ``module`` get a changed input."""
+    forward: Forward = module.forward
+
+    def changed(*arguments: object, **named: object) -> object:
+        if _INPUT in named:
+            return forward(*arguments, **{**named, _INPUT: change(_checked(named[_INPUT], module))})
+        first, *rest = arguments
+        return forward(change(_checked(first, module)), *rest, **named)
+
+    module.forward = changed
+
+
+def _checked(x: object, module: nn.Module) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.ndim != 3:
+        raise RecipeError(
+            f"parallel.sequence_parallel: {type(module).__name__} returns more than one "
+            "sequence of hidden states; set it to false"
+        )
+    return x
 
 
 _STYLES: dict[Style, Callable[[ModulePlan, Axis, Shared], None]] = {

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from ..collectives import Axis, MeshAxis, part, reduce_from_tp_region
-from ..world import World
+from .collectives import Axis, MeshAxis, part, reduce_from_tp_region
 from .tp_plan import cuts_vocabulary
+from .world import World
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel

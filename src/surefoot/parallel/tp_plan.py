@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from ...errors import RecipeError
+from ..errors import RecipeError
 
 if TYPE_CHECKING:  # half of all imports, and here only a name
     from transformers import PreTrainedModel

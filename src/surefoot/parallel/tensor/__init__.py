@@ -1,1 +1,0 @@
-"""Tensor and sequence parallelism."""
