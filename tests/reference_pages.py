@@ -25,7 +25,6 @@ from surefoot.plugins.migrate.arguments import ARGUMENTS, FILES, GROUPS, TRAINER
 from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.yaml import emit
-from surefoot.run.machine.device_choices import CHOICES, KINDS
 from surefoot.schema import Setting, json_schema, markdown, settings, variant_name
 from surefoot.schema.reading import write_setting
 
@@ -70,17 +69,6 @@ model: {path: runs/qwen}
 generate: {max_new_tokens: 100}
 parallel: {tp: 2}
 ```
-"""
-DEVICES = """# What depends on the device
-
-Surefoot uses other kernels and dtypes on a GPU than on a CPU. Each choice is a fixed rule, never a
-timing: so a run does not round differently because a machine was busy. `surefoot env` shows what a
-recipe with default settings uses on this machine, and `surefoot bench RECIPE` what a recipe uses.
-
-Figures are those of [the results](../../benchmarks/RESULTS.md) or were measured when the code was
-written; S and M are the models there. "not measured" means that no figure supports the choice:
-nothing has been measured on a GPU yet. `make gpu` measures on a GPU; the last column of the second
-table names the part and the case whose figure would justify the choice or change it.
 """
 OPTIMIZERS_PAGE = """# Optimizers
 
@@ -191,27 +179,9 @@ def cli_page() -> str:
     return "\n".join([NOTE, CLI, *_commands()])
 
 
-def devices_page() -> str:
-    """Every choice that depends on the device, with its figures."""
-    return "\n".join([NOTE, DEVICES, *_choices()])
-
-
 def optimizers_page() -> str:
     """The state of every optimizer, and what it can be sharded over."""
     return "\n".join([NOTE, OPTIMIZERS_PAGE, *_optimizers()])
-
-
-def _choices() -> Iterator[str]:
-    for kind, title in KINDS.items():
-        yield f"## {title}\n"
-        more = " which figure of `make gpu` decides |" if kind == "cuda" else ""
-        yield f"| what | setting | what is used, in order | why | figure |{more}"
-        yield "|---|---|---|---|---|" + ("---|" if more else "")
-        for choice in CHOICES:
-            on, setting = choice.on(kind), f"`{choice.setting}`" if choice.setting else ""
-            last = f" {choice.decides} |" if more else ""
-            yield f"| {choice.name} | {setting} | {on.used} | {on.why} | {on.figure} |{last}"
-        yield ""
 
 
 def _optimizers() -> Iterator[str]:
@@ -410,7 +380,6 @@ PAGES = {
     "recipe.md": recipe_page,
     "recipe.schema.json": schema_page,
     "cli.md": cli_page,
-    "devices.md": devices_page,
     "optimizers.md": optimizers_page,
     "llamafactory.md": arguments_page,
     "other-trainers.md": settings_page,

@@ -33,7 +33,7 @@ from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.run.columns import eval_set
+from surefoot.run.contexts import eval_set
 from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items

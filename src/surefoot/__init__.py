@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from .lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .run.from_python.outcome import Outcome
-    from .run.from_python.stages import StageParts
+    from .run.from_python import StageParts
+    from .run.launch import Outcome
     from .run.training_run import train
 
 __all__ = ["Outcome", "StageParts", "__version__", "train"]
@@ -22,7 +22,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 # torch takes seconds to import
 _HOMES = {
     ".run.training_run": ("train",),
-    ".run.from_python.outcome": ("Outcome",),
-    ".run.from_python.stages": ("StageParts",),
+    ".run.launch": ("Outcome",),
+    ".run.from_python": ("StageParts",),
 }
 __getattr__ = lazy_getattr(__name__, _HOMES)

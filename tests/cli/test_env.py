@@ -1,13 +1,17 @@
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from surefoot import __version__
 from surefoot.cli.main import main
-from surefoot.run.machine import environment as env
+from surefoot.run import environment as env
+from surefoot.run.policy import used_here
 
 
 @pytest.fixture
@@ -68,6 +72,14 @@ def test_a_crash_in_a_package_is_told_by_its_exit_code():
 def test_a_package_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(env, "TIMEOUT", 0.5)
     assert env.probe("import time; time.sleep(60)") == ("", "nothing after 0.5 s")
+
+
+def test_what_is_used_here_is_what_the_page_of_devices_says():
+    page = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
+    table = page.partition("## GPU")[2 * torch.cuda.is_available()]
+    rows = {row[0]: row[2] for row in (r[2:-2].split(" | ") for r in table.splitlines()) if row[2:]}
+    for name, used in used_here().items():
+        assert {*re.findall(r"\w+", used)} <= {*re.findall(r"\w+", rows[name])}, name
 
 
 def test_every_package_we_need_is_asked_for():

@@ -33,7 +33,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer
-from surefoot.run.columns import precompute
+from surefoot.run.contexts import precompute
 from surefoot.run.policy import frozen_options, options_of
 from surefoot.stages.sft import SFT
 from surefoot.training.section import TrainSection

@@ -36,7 +36,7 @@ from surefoot.optim.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer
-from surefoot.run.columns import precompute
+from surefoot.run.contexts import precompute
 from surefoot.run.policy import open_policy
 from surefoot.stages.sft import SFT
 from surefoot.storage import files

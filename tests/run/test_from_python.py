@@ -25,7 +25,7 @@ from surefoot.optim import OPTIMIZERS
 from surefoot.optim.adamw import AdamW
 from surefoot.optim.state_tensor import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
-from surefoot.run.from_python.rows import with_rows
+from surefoot.run.from_python import with_rows
 from surefoot.stages import STAGES
 from surefoot.stages.sft import SFT
 from surefoot.training import TrainerCallback

@@ -17,7 +17,7 @@ from project import Project, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
-from surefoot.run.prepared_model import compare_prepared
+from surefoot.run.policy import compare_prepared
 from surefoot.run.training_run import build
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.state import Kernels

@@ -8,7 +8,7 @@ import pytest
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.errors import DataError
 from surefoot.parallel.world import ALONE
-from surefoot.run.columns import eval_set
+from surefoot.run.contexts import eval_set
 from surefoot.stages.dpo import DPO
 from surefoot.training.precompute import PIECE, precomputation, with_items
 

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ..run.machine.environment import describe_environment
+from ..run.environment import describe_environment
 
 
 @click.command()

@@ -22,7 +22,7 @@ from .loading import loading, start_ranks
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
     from ..run.folder import SizeChoice
-    from ..run.from_python.outcome import Outcome
+    from ..run.launch import Outcome
     from ..training.state import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist

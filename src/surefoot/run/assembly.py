@@ -48,22 +48,20 @@ from ..training.state import TrainerControl, TrainerState
 from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
 from . import data_loading
-from .base_models import find_bases
 from .code_files import check_code, code_of
-from .columns import RunColumns, precompute
-from .contexts import build_evaluation, served_policy
+from .contexts import RunColumns, build_evaluation, precompute, served_policy
 from .foreign_resume import ForeignTrainer, detect_trainer
-from .from_python.stages import AS_IN_THE_RECIPE, StageParts
-from .networks.auxiliary_networks import check_models, open_auxiliary
+from .from_python import AS_IN_THE_RECIPE, StageParts
+from .models import check_models, find_bases, open_auxiliary
 from .policy import (
     Around,
     build_codec,
     build_learner,
+    compare_prepared,
     end_with_responses,
     open_policy,
     settle_packing,
 )
-from .prepared_model import compare_prepared
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ..training.rewards.kinds import FunctionReward
 from ..training.rewards.process import RewardProcess, Texts
 from ..training.rewards.reward import computed, stepped
 from ..training.rollouts.rollout import DatasetRow, Event
-from .from_python.stages import AS_IN_THE_RECIPE, GIVEN, StageParts
+from .from_python import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0  # that a file may take to be run

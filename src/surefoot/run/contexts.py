@@ -1,26 +1,146 @@
-"""What the stage of a recipe computes with before it trains, and how its policy is measured."""
+"""What the stage of a recipe computes with: auxiliary models before the first step, whose columns
+are cached on disk and joined with the examples, and the policy in windows and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from ..checkpoint.background.saver import AsyncSaver
+from ..data.prepared.training_data import AnyData
+from ..data.store.cache import default_folder
+from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
+from ..model.pretrained.loading import resolve
 from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..training.context import NetworkContext
+from ..training.context import BlankContext, NetworkContext
 from ..training.control.out_of_memory import MemoryGuard
-from ..training.evaluation import Evaluation
+from ..training.evaluation import Evaluation, EvaluationSet, windows_of
+from ..training.precompute import (
+    NOTHING,
+    KeptWindows,
+    Precomputation,
+    WindowSet,
+    identity_of,
+    model_of,
+    precomputation,
+    with_items,
+    with_windows,
+)
 from ..training.rewards.process import RewardProcess
 from ..training.rollouts.served_policy import ServedPolicy
-from ..training.stage import POLICY
+from ..training.stage import POLICY, auxiliary_models
 from ..training.state import PolicyVersion
-from ..training.windows import Place, StageState
+from ..training.windows import Place, StageState, windows_of_run
+from . import data_loading
 from .data_loading import collation_of
 from .folder import lineage_of
+from .models import needs_start, open_networks
+from .policy import options_of
+
+OpenPolicy = Callable[[bool], Network]  # whether it is needed as it was before the first step
+OpenModel = Callable[[str], Network]  # by role
+
+
+@dataclass(frozen=True)
+class RunColumns:
+    """The examples of a run with all the columns that are computed before the first step."""
+
+    data: AnyData  # with those that are cached by item
+    kept: KeptWindows  # those of training's windows that are cached by window
+    evals: Mapping[str, EvaluationSet]
+
+
+def precompute(
+    recipe: Recipe,
+    data: AnyData,
+    folders: Mapping[str, Path],
+    codec: Codec,
+    world: World,
+    open_policy: OpenPolicy,
+    open_model: OpenModel,
+    *,
+    is_blank: bool = False,
+) -> tuple[RunColumns, dict[str, Network]]:
+    """Compute the columns that are not known yet, and open the networks of the run, by role.
+
+    What needs no policy is computed before the policy is opened, so that the two are never in
+    memory together. ``is_blank``: columns of zeros, for measurements of speed."""
+    size = recipe.train.global_batch_size
+    held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
+    train = _train_set(recipe, data, world)
+    sets = [*([] if train is None else [train]), *held_out.values()]
+    found = columns_of(recipe, folders, sets, world)
+    if is_blank:
+        found.blank(BlankContext(codec, recipe.stage, data_loading.collation_of(recipe)))
+    ahead = {} if found.is_complete else auxiliary_models(recipe.stage, "ahead")
+
+    def run(policy: Network | None) -> None:
+        networks = {} if policy is None else {POLICY: policy}
+        for role, one in ahead.items():
+            networks[role] = networks[POLICY] if one.model is None else open_model(role)
+        found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+
+    if all(one.model is not None for one in ahead.values()):
+        run(None)
+        ahead = {}
+    policy = open_policy(bool(ahead) or needs_start(recipe))
+    if ahead:
+        run(policy)
+    joined = _joined(found, data, train, held_out)
+    return joined, open_networks(recipe, policy, open_model)
+
+
+def _joined(
+    found: Precomputation,
+    data: AnyData,
+    train: WindowSet | None,
+    held_out: Mapping[str, WindowSet],
+) -> RunColumns:
+    if train is not None:
+        held = {name: with_items(examples, found) for name, examples in data.evals.items()}
+        data = replace(data, train=with_items(train.items, found), evals=held)
+    evals = {
+        name: EvaluationSet(examples, with_windows(held_out[name], found))
+        for name, examples in data.evals.items()
+    }
+    return RunColumns(data, NOTHING if train is None else with_windows(train, found), evals)
+
+
+def _train_set(recipe: Recipe, data: AnyData, world: World) -> WindowSet | None:
+    """The training examples, and the windows of the run; None if nothing is computed for them."""
+    if not auxiliary_models(recipe.stage, "ahead") or data.whole is None:
+        return None
+    loader = data_loading.build_loader(recipe, data, data_loading.collation_of(recipe), world)
+    order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
+    windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
+    return WindowSet(data.whole, windows, str(sorted(order.items())))
+
+
+def columns_of(
+    recipe: Recipe, folders: Mapping[str, Path], sets: Sequence[WindowSet], world: World
+) -> Precomputation:
+    """The known columns of ``sets``, and what is to be computed."""
+    stage, options = recipe.stage, options_of(recipe)
+    ahead = auxiliary_models(stage, "ahead")
+    models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
+    found = {
+        role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
+        for role, model in models.items()
+    }
+    identity = identity_of(stage, found, options.precision, options.packing)
+    return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
+
+
+def eval_set(dataset: EncodedDataset, size: int) -> WindowSet:
+    """The examples of an evaluation, and its windows of ``size``."""
+    windows = partial(windows_of, len(dataset), size)
+    return WindowSet(dataset, windows, f"{dataset.fingerprint} in order, {size}")
 
 
 def context_of(

@@ -40,8 +40,6 @@ from ..storage.files import (
 from ..storage.folder_lock import lock
 from ..training.callback import TrainerCallback
 from ..training.section import TrainSection
-from .machine import launch_record
-from .machine.launch_record import LaunchRecord
 
 logger = logging.getLogger(__name__)
 SizeChoice = Callable[[Recipe, World], int]  # from a recipe and the ranks that train it
@@ -103,14 +101,6 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
             _refuse_another_run(run, recipe)
         world.wait()
         yield run
-
-
-def recorded(
-    folder: RunFolder, recipe: Recipe, world: World, start: Path | None
-) -> AbstractContextManager[LaunchRecord]:
-    """Record the launch inside the block in the folder, which is locked: its begin, its end. The
-    trackers of the recipe follow it."""
-    return launch_record.recorded(folder.path, recipe, world, start)
 
 
 @contextmanager

@@ -1,14 +1,21 @@
-"""The model that a recipe trains, its tokens, and how its packed rows are computed."""
+"""The model that a recipe trains, its tokens, and how its packed rows are computed.
+
+How it was made ready is recorded in its state: a resumed model takes another path to the same
+values, without files or with other ranks. What decides how it computes beside the values must be
+equal on the same kind of machine.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..batch import StepRunner
@@ -16,8 +23,10 @@ from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
 from ..model.attention import kernels as selection
 from ..model.attention import packed
+from ..model.lora_targets import is_added
 from ..model.precision import LossScaler, choose, slowness
-from ..model.pretrained.loading import device, resolve
+from ..model.pretrained.loading import device, resolve, training_dtype
+from ..model.section import ModelSection
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.network import Network
@@ -29,6 +38,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder
 from ..training.learner import Learner
 from ..training.precompute import model_of
+from ..training.state import Kernels
 from ..training.step import Step
 from ..training.trainer import Trainer
 from . import data_loading
@@ -36,6 +46,17 @@ from . import data_loading
 logger = logging.getLogger(__name__)
 Around = Callable[[StepRunner], StepRunner]
 COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}  # otherwise as weights are held
+
+
+def used_here() -> dict[str, str]:
+    """What a recipe with default settings uses on this machine; docs/devices.md says why."""
+    weights = training_dtype(ModelSection(path=""))
+    kernels = [*selection.candidates(device()), f"{selection.BY_DOCUMENT} (one call per document)"]
+    return {
+        "precision": choose("auto"),
+        "weights": "trained: float32; frozen: as stored" if weights == "auto" else str(weights)[6:],
+        "packed attention": ", ".join(kernels),
+    }
 
 
 def build_codec(recipe: Recipe, base: Path) -> Codec:
@@ -160,3 +181,56 @@ def build_learner(
         copies=policy.engine.replicas(),
     )
     return Learner(policy, step, trained)
+
+
+MACHINE = "machine"  # of two kinds of machines, nothing is compared
+
+
+def compare_prepared(kernels: Kernels, network: Network) -> None:
+    """Record how ``network`` was made ready. Logs what differs from the record of a run that is
+    resumed on the same kind of machine."""
+    now, before = prepared(network), kernels.prepared or {}
+    kernels.prepared = now
+    if before.get(MACHINE) != now[MACHINE]:
+        return
+    different = [name for name in now if before.get(name, now[name]) != now[name]]
+    if different:
+        changes = "; ".join(f"{name}: {before[name]}, now {now[name]}" for name in different)
+        logger.warning(
+            "the model is not prepared as when this run was saved, so losses may differ: %s",
+            changes,
+        )
+
+
+def prepared(network: Network) -> dict[str, str]:
+    """What decides how a network computes, by a name for people."""
+    world, module = network.world, network.module
+    head = network.engine.runner.head
+    dtypes = sorted({f"{p.dtype}".removeprefix("torch.") for p in module.parameters()})
+    return {
+        MACHINE: f"{device().type}, tp {world.tp}, pp {world.pp}, ranks {world.size}",
+        "attention kernel": str(network.inner.config._attn_implementation),
+        "output head": "logits" if head is None else "log-probabilities in chunks",
+        "precision": network.options.precision,
+        "dtypes of weights": ", ".join(dtypes),
+        "hash of buffers": _hash(dict(_buffers(module))),
+    }
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that no checkpoint contains."""
+    for prefix, part in module.named_modules():
+        for name in sorted(part._non_persistent_buffers_set):
+            if is_added(f"{prefix}.{name}"):  # PEFT's copy of the embeddings that it replaces
+                continue
+            if (values := part._buffers.get(name)) is not None:
+                yield f"{prefix}.{name}", values
+
+
+def _hash(buffers: Mapping[str, torch.Tensor]) -> str:
+    digest = xxhash.xxh3_64()
+    for name, values in sorted(buffers.items()):
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+        data = values.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(data.numpy().tobytes())
+    return digest.hexdigest()

@@ -24,6 +24,7 @@ from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import TrainerCallback
 from ..training.callbacks.jsonl import NAME as METRICS
 from ..training.callbacks.jsonl import restore
+from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
@@ -32,17 +33,14 @@ from .folder import (
     SizeChoice,
     no_choice,
     opened,
-    recorded,
     resume_point,
     uploads_of,
     with_chosen_size,
     write_recipe,
 )
 from .foreign_resume import refuse_output_dir
-from .from_python.given import Given
-from .from_python.outcome import Outcome, outcome_of
-from .from_python.rows import Rows
-from .from_python.stages import AS_IN_THE_RECIPE, StageParts
+from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
+from .launch import Outcome, recorded
 from .resolving import resolved
 
 logger = logging.getLogger(__name__)
@@ -92,7 +90,6 @@ def train(
         eval_dataset=eval_dataset,
         model=model,
         tokenizer=tokenizer,
-        parts=parts,
     )
     loaded = given.stored(read_recipe(recipe, given.overrides(overrides)))
     return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)
@@ -137,7 +134,7 @@ def _run(
             start = resume_point(folder, recipe)
             mirror = folder.away.mirror() if folder.away else None
         start = world.from_main(start)
-        with recorded(folder, recipe, world, start) as launch:
+        with recorded(folder.path, recipe, world, start) as launch:
             uploads = uploads_of(recipe.train) if world.is_main else None
             trainer = build(
                 recipe,
@@ -186,6 +183,19 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         finish(trainer)
         trainer.saver.finish(**trainer.ranking)
     return outcome_of(trainer)
+
+
+def outcome_of(trainer: Trainer) -> Outcome:
+    """The model of a run that has ended, ready to generate."""
+    codec = trainer.evaluation.context((EVALUATION, 0)).codec
+    return Outcome(
+        trainer.state,
+        trainer.policy.module.eval(),
+        codec.tokenizer,
+        trainer.section.folder,
+        trainer.signal,
+        trainer.world.is_main,
+    )
 
 
 @contextmanager

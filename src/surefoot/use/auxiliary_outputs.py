@@ -19,9 +19,8 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..run.columns import columns_of, eval_set
-from ..run.contexts import context_of
-from ..run.networks.auxiliary_networks import heads_of, refuse_other_tokens
+from ..run.contexts import columns_of, context_of, eval_set
+from ..run.models import heads_of, refuse_other_tokens
 from ..training.precompute import Precomputation, WindowSet, model_of, with_items, with_windows
 from ..training.stage import POLICY, auxiliary_models, longest_row
 from .evaluation import encoded, ready_to_measure

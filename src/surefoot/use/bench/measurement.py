@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...batch import Window
 from ...data.order.loader import Loader
 from ...errors import STOP_SIGNALS
+from ...model.fused_lora import count_fused
 from ...model.precision import choose
 from ...model.pretrained.loading import device
+from ...optim.bf16_weights import rule_of
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
-from ...run.machine.device_choices import used_by
 from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback
 from ...training.state import TrainerControl, TrainerState
+from ...training.trainer import Trainer
 from ...training.windows import num_steps
 from ..estimate.batches import heaviest
 from .clock import Clock, timed
@@ -145,3 +148,35 @@ def _heaviest_window(loader: Loader, run_steps: int) -> int:
     lengths = loader.order.examples.lengths_of(np.arange(int(order.max()) + 1))
     items = heaviest(loader, -(-len(order) // size), lengths, np.zeros_like(lengths))
     return int(np.argmax(order == items[0])) // size
+
+
+def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
+    """What a run that is ready uses, of what a recipe can change or a check decides."""
+    network = trainer.policy.network
+    module, inner = network.module, network.inner
+    kernel = trainer.state.kernels.packed_attention if recipe.data.packing else None
+    rule = rule_of(trainer.policy.step.optimizer)
+    is_fused = all(group.get("fused") for group in rule.param_groups)
+    found = {
+        "precision": network.options.precision,
+        "weights": _dtypes(module),
+        "attention": f"{kernel} (packed)" if kernel else str(inner.config._attn_implementation),
+        "output head": "full logits of trained positions"
+        if network.engine.runner.head is None
+        else "chunked cross entropy",
+        "optimizer": type(rule).__name__.removeprefix("Fused") + (", fused" if is_fused else ""),
+        "compilation": "on" if recipe.model.compile else "off",
+    }
+    if recipe.model.float8 is not None:
+        found["float8"] = recipe.model.float8
+    if count := count_fused(module):
+        found["LoRA"] = f"fused in {count:,} layers"
+    return found
+
+
+def _dtypes(module: nn.Module) -> str:
+    kinds = {
+        "trained": {str(p.dtype)[6:] for p in module.parameters() if p.requires_grad},
+        "frozen": {str(p.dtype)[6:] for p in module.parameters() if not p.requires_grad},
+    }
+    return "; ".join(f"{kind}: {', '.join(sorted(of))}" for kind, of in kinds.items() if of)

@@ -29,7 +29,7 @@ from ...parallel.sharded_model import layers
 from ...parallel.tensor_parallel import widened
 from ...parallel.world import ALONE
 from ...recipe.recipe import Recipe
-from ...run.networks.auxiliary_networks import open_networks, parts_of
+from ...run.models import open_networks, parts_of
 from ...run.policy import options_of
 from ...training.stage import POLICY
 from .fake_tensors import FakeTensors, HoldingOptions

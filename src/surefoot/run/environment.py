@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from ... import __version__
+from .. import __version__
 
 # distribution -> what to import of it
 PACKAGES = {
@@ -61,8 +61,8 @@ found = {
 """
 
 CHOICES = """
-from surefoot.run.machine.device_choices import here
-found = here()
+from surefoot.run.policy import used_here
+found = used_here()
 """
 
 SAY = """
@@ -92,7 +92,7 @@ def describe_environment() -> dict[str, Facts]:
     return {
         "surefoot": {
             "version": __version__,
-            "folder": str(Path(__file__).parent.parent),
+            "folder": str(Path(__file__).parents[1]),
             "python": f"{platform.python_version()} at {sys.executable}",
         },
         "machine": machine(),

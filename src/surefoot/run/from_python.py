@@ -1,0 +1,391 @@
+"""What a program gives to ``surefoot.train`` in place of names in a recipe."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec
+from ..checkpoint.disk.commit import new_folder, write_small
+from ..checkpoint.disk.folder import TOKENIZER
+from ..data.rows.formats.fields import Row, shown
+from ..data.rows.recognition import FORMS, LOOK, recognized
+from ..data.section import DataSection
+from ..errors import DataError, ModelError, RecipeError, RunError
+from ..extensions import Extended
+from ..methods import METHODS
+from ..model.pretrained.companions import saved_files
+from ..model.pretrained.loading import resolve
+from ..model.section import ModelSection
+from ..network.method import Method
+from ..optim import OPTIMIZERS
+from ..optim.optimizer import Optimizer
+from ..recipe.recipe import Recipe
+from ..schema import is_section
+from ..schema.locations import DatasetReference
+from ..stages import STAGES
+from ..storage import files
+from ..storage.address import Address
+from ..storage.files import digest
+from ..training.stage import POLICY, Stage
+
+VARIANTS: Mapping[str, tuple[Extended[type[Any]], type]] = {
+    "stage": (STAGES, Stage),
+    "method": (METHODS, Method),
+    "optim": (OPTIMIZERS, Optimizer),
+}
+TRAIN, EVAL = "train_dataset", "eval_dataset"  # names of the datasets in the recipe of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Objects; None: what the recipe names."""
+
+    train_dataset: Rows | None = None
+    eval_dataset: Rows | None = None
+    model: nn.Module | None = None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None
+
+    def overrides(self, others: Mapping[str, object]) -> dict[str, object]:
+        """The settings of a recipe with these objects, and ``others``; the classes of variants in
+        these become known."""
+        for name, (choices, protocol) in VARIANTS.items():
+            register(name, others.get(name), choices, protocol)
+        found = dict[str, object]()
+        if self.model is not None:
+            found["model.path"] = PLACEHOLDER
+        if self.train_dataset is not None:
+            found["data.datasets"] = [TRAIN]
+        if self.eval_dataset is not None:
+            found["data.eval_datasets"] = [EVAL]
+        return found | dict(others)
+
+    def stored(self, recipe: Recipe) -> Recipe:
+        """``recipe`` with the objects written into its folder. Raises ``SurefootError`` if they
+        cannot be."""
+        rows = {TRAIN: self.train_dataset, EVAL: self.eval_dataset}
+        given = {name: value for name, value in rows.items() if value is not None}
+        if given:
+            data = with_rows(recipe.data, given, recipe.train.folder)
+            recipe = replace(recipe, data=data)
+        if self.model is not None or self.tokenizer is not None:
+            recipe = with_model(recipe, self.model, self.tokenizer)
+        return recipe
+
+
+# Rows, as a ``datasets.Dataset`` has them, or columns, as a ``pandas.DataFrame`` does.
+Rows: TypeAlias = "Iterable[Mapping[str, object]] | Mapping[str, Sequence[object]]"
+
+
+def with_rows(section: DataSection, given: Mapping[str, Rows], folder: Path) -> DataSection:
+    """``section``, whose datasets named in ``given`` are entries of these rows, written below
+    ``folder``. Its other datasets stay. Raises ``DataError`` for rows that no file can contain, or
+    of no known form."""
+    contents = {name: _text(name, rows) for name, rows in given.items()}
+    digest = xxhash.xxh3_128()
+    for name, text in contents.items():
+        digest.update(f"{name}:{len(text)}:".encode() + text)
+    target = (folder / f"datasets-{digest.hexdigest()[:12]}").absolute()
+    with files.raising(RunError, f"train.output_dir: cannot write in {folder}"):
+        files.make_folder(target)
+        for name, text in contents.items():
+            files.write_aside(target / f"{name}.jsonl", text)
+
+    def entry(reference: DatasetReference) -> DatasetReference:
+        if (name := str(reference)) not in contents:
+            return reference
+        return DatasetReference.of({"name": name, "file_name": str(target / f"{name}.jsonl")})
+
+    return replace(
+        section,
+        datasets=tuple(map(entry, section.datasets)),
+        eval_datasets=tuple(map(entry, section.eval_datasets)),
+    )
+
+
+def _text(name: str, rows: Rows) -> bytes:
+    """The rows as lines of JSON."""
+    lines = list[str]()
+    for index, row in enumerate(_plain(name, rows)):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{name}: row {index}: expected a mapping of columns, got {shown(row)}")
+        try:
+            lines.append(json.dumps(dict(row), default=_number))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{name}: row {index}: {error}; use text, numbers and lists") from None
+    if not lines:
+        raise DataError(f"{name}: has no rows")
+    _check_form(name, [json.loads(line) for line in lines[:LOOK]])
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _check_form(name: str, rows: Sequence[Row]) -> None:
+    """Raise ``DataError`` if no format has the columns of ``rows``."""
+    if recognized(rows) is None:
+        columns = dict.fromkeys(column for row in rows for column in row)
+        raise DataError(
+            f"{name}: its columns are {', '.join(columns)}; expected one of these forms: "
+            f"{'; '.join(FORMS)}. Rename the columns, or write a file and describe it by an entry "
+            "in data.datasets"
+        )
+
+
+def _plain(name: str, rows: Rows) -> Rows:
+    """The rows themselves, whatever form ``datasets`` would give them; of a DataFrame or of columns
+    what stands side by side."""
+    for package in ("pandas", "polars"):
+        if (frames := sys.modules.get(package)) and isinstance(rows, frames.DataFrame):
+            frame: Any = rows
+            if package == "polars":
+                return list[Row](frame.to_dicts())
+            return list[Row](frame.astype(object).where(frame.notna(), None).to_dict("records"))
+    if isinstance(rows, Mapping) and not isinstance(rows, _dataset_dicts()):
+        return _of_columns(name, rows)
+    datasets = sys.modules.get("datasets")  # nobody has one of its objects who has not imported it
+    if datasets is None:
+        return rows
+    if isinstance(rows, datasets.DatasetDict | datasets.IterableDatasetDict):
+        splits = ", ".join(rows)
+        raise DataError(f"{name}: expected one split, got all of them; take one of: {splits}")
+    return rows.with_format(None) if isinstance(rows, datasets.Dataset) else rows
+
+
+def _dataset_dicts() -> tuple[type, ...]:
+    datasets = sys.modules.get("datasets")
+    return () if datasets is None else (datasets.DatasetDict, datasets.IterableDatasetDict)
+
+
+def _of_columns(name: str, columns: Mapping[str, object]) -> list[dict[str, object]]:
+    """The rows of columns. Raises ``DataError`` if they are no lists of equal length."""
+    lists = {key: [*value] for key, value in columns.items() if _is_column(value)}
+    if len(lists) < len(columns) or len({len(values) for values in lists.values()}) != 1:
+        sizes = (f"{key}: {_size(value)}" for key, value in columns.items())
+        raise DataError(
+            f"{name}: expected rows, or for each column a list, all of equal length, got "
+            f"{{{', '.join(sizes)}}}"
+        )
+    return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+
+
+def _is_column(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def _size(value: object) -> str:
+    return f"{len(value)} values" if _is_column(value) else shown(value)
+
+
+def _number(value: object) -> object:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a value is of type {type(value).__name__}")
+
+
+logger = logging.getLogger(__name__)
+PLACEHOLDER = "given as an object"  # the path of a model that has none yet
+
+
+def with_model(
+    recipe: Recipe,
+    model: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+) -> Recipe:
+    """``recipe`` for this model and tokenizer; one that is None is that of the recipe, or of the
+    model's folder. Raises ``RecipeError`` or ``ModelError`` if they cannot be written."""
+    if isinstance(recipe.train.output_dir, Address):
+        raise RecipeError(
+            "train.output_dir: a model or tokenizer object is written into the folder of the run, "
+            f"and {recipe.train.output_dir} is a URL; save it and set model.path"
+        )
+    if isinstance(tokenizer, str | Path):
+        known = _tokenizer_at(str(tokenizer), f"tokenizer: no tokenizer in {str(tokenizer)!r}")
+    elif tokenizer is None:
+        name = getattr(model, "name_or_path", "")
+        known = _tokenizer_at(
+            name, f"model: no tokenizer in {name!r}, where it comes from; give one"
+        )
+    else:
+        known = tokenizer
+    files, folder = saved_files(known), recipe.train.folder.absolute()
+    if model is None:
+        base = resolve(recipe.model)
+        target = folder / f"base-model-{_digest(files, base)}"
+        return _at(recipe, target if target.exists() else _linked(base, files, target))
+    if recipe.model.path != PLACEHOLDER:
+        raise RecipeError("model.path: the model is given as an object, too; keep one of them")
+    whole = _checked(model)
+    target = folder / f"base-model-{_digest(files, whole)}"
+    return _at(recipe, target if target.exists() else _saved(whole, files, target))
+
+
+def _at(recipe: Recipe, folder: Path) -> Recipe:
+    model: ModelSection = replace(recipe.model, path=str(folder), revision=None)
+    return replace(recipe, model=model)
+
+
+def _checked(model: nn.Module) -> PreTrainedModel:
+    if not isinstance(model, PreTrainedModel):
+        advice = (
+            "give its base model, and its saved folder as model.adapter"
+            if hasattr(model, "peft_config")
+            else "expected a model of transformers"
+        )
+        raise ModelError(f"model: {type(model).__name__} cannot be trained: {advice}")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ModelError("model: it is quantized; give model.path and model.quantization_bit")
+    return model
+
+
+def _tokenizer_at(name: str, problem: str) -> PreTrainedTokenizerBase:
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        raise ModelError(problem) from None
+    return found
+
+
+def _digest(files: Mapping[str, bytes], model: PreTrainedModel | Path) -> str:
+    """Equal for equal weights, configuration and tokenizer."""
+    digest = xxhash.xxh3_128()
+    for name, data in sorted(files.items()):
+        digest.update(name.encode() + data)
+    if isinstance(model, Path):
+        digest.update(str(model).encode())
+        return digest.hexdigest()[:12]
+    digest.update(model.config.to_json_string().encode())
+    for name, tensor in model.state_dict().items():
+        values = tensor.detach().cpu().contiguous().flatten()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:12]
+
+
+def _saved(model: PreTrainedModel, tokenizer: Mapping[str, bytes], target: Path) -> Path:
+    disable_progress_bar()  # of transformers
+    with new_folder(target) as folder:
+        model.save_pretrained(folder)
+        write_small(folder, tokenizer)
+    logger.info("model: a copy of the given object is trained, from %s", target)
+    return target
+
+
+def _linked(base: Path, tokenizer: Mapping[str, bytes], target: Path) -> Path:
+    """Links to the files of a model, with another tokenizer."""
+    with new_folder(target) as folder:
+        write_small(folder, tokenizer)
+        for path in sorted(base.iterdir()):
+            is_tokenizer = any(fnmatch(path.name, pattern) for pattern in TOKENIZER)
+            if not is_tokenizer and not (folder / path.name).exists():
+                (folder / path.name).symlink_to(path.absolute())
+    return target
+
+
+Collation = Callable[..., Batch]  # (features, *, packing), as ``Stage.collate``
+MetricFunction = Callable[[Outputs, Batch], Mapping[str, torch.Tensor]]
+GIVEN = tuple(f"{part} given from Python" for part in ("loss", "collation", "metric"))
+MEASURED = ("logps", "predictions")  # what ``metrics`` reads, computed in evaluations
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What replaces members of a recipe's stage; None: its own."""
+
+    loss: LossFunction | None = None
+    loss_outputs: Sequence[str] = ("logps",)  # fields of ``Outputs`` that ``loss`` reads
+    collate: Collation | None = None
+    metrics: MetricFunction | None = None  # sums over the weight of the loss
+
+    def code(self) -> dict[str, str]:
+        """The given functions, and hashes of their source."""
+        given = zip(GIVEN, (self.loss, self.collate, self.metrics), strict=True)
+        return {role: _hash(function) for role, function in given if function is not None}
+
+    def of(self, stage: Stage) -> Stage:
+        """``stage`` with these parts. Raises ``RecipeError`` for outputs that do not exist."""
+        members: dict[str, object] = {}
+        spec, eval_spec = stage.spec, stage.eval_spec
+        if self.loss is not None:
+            spec = eval_spec = _spec(self.loss_outputs)
+            members["metrics"] = Stage.metrics  # no perplexity of another loss
+        if self.metrics is not None:
+            names = dict.fromkeys((*eval_spec.outputs, *MEASURED))
+            eval_spec = replace(eval_spec, outputs=tuple(names))
+        if self.loss is not None or self.metrics is not None:
+            members |= {"spec": spec, "eval_spec": eval_spec, "loss": self._loss_of(stage)}
+        if self.collate is not None:
+            members["collate"] = staticmethod(self.collate)
+        return _with_members(stage, members) if members else stage
+
+    def _loss_of(self, stage: Stage) -> Callable[[object, str, Outputs, Batch], Loss]:
+        loss, metrics = self.loss, self.metrics
+
+        def compute(_self: object, role: str, outputs: Outputs, batch: Batch) -> Loss:
+            is_own = loss is not None and role == POLICY
+            found = loss(outputs, batch) if loss and is_own else stage.loss(role, outputs, batch)
+            if not isinstance(found, Loss):
+                kind = type(found).__name__
+                raise RunError(f"loss: expected a surefoot.batch.Loss(total, weight), got {kind}")
+            if metrics is None or outputs.predictions is None:
+                return found
+            return replace(found, metrics={**found.metrics, **metrics(outputs, batch)})
+
+        return compute
+
+
+AS_IN_THE_RECIPE = StageParts()
+
+
+def _with_members(stage: Stage, members: Mapping[str, object]) -> Stage:
+    """An instance of a new class with the settings of ``stage``. It has the same name, by which
+    encoded datasets are cached: no part changes these."""
+    cls: Any = type(stage)
+    made = type(cls.__name__, (cls,), dict(members))
+    found: Stage = made(**{one.name: getattr(stage, one.name) for one in fields(cls)})
+    return found
+
+
+def _spec(outputs: Sequence[str]) -> OutputSpec:
+    try:
+        return OutputSpec(tuple(outputs))
+    except ValueError as error:
+        raise RecipeError(f"loss_{error}") from None
+
+
+def _hash(function: Callable[..., object]) -> str:
+    try:
+        return digest(inspect.getsource(function).encode())
+    except (OSError, TypeError):  # typed at a prompt, or built in
+        return digest(repr(getattr(function, "__qualname__", type(function))).encode())
+
+
+def register(name: str, value: object, choices: Extended[type[Any]], protocol: type) -> None:
+    """Make the class of ``value``, an instance of a stage, say, known under its name, unless it is
+    known. Raises ``RecipeError`` if that name is another class's, or if it lacks members of
+    ``protocol``."""
+    if not is_section(value) or type(value) in choices.values():
+        return
+    cls = type(value)
+    if cls.__name__ in choices:
+        raise RecipeError(f"{name}: there is another {cls.__name__}; give the class its own name")
+    declared = (*vars(protocol), *inspect.get_annotations(protocol))
+    missing = [one for one in declared if not one.startswith("_") and not hasattr(value, one)]
+    if missing:
+        raise RecipeError(
+            f"{name}: the class {cls.__name__} has no {', '.join(missing)}; add what "
+            f"{protocol.__module__}.{protocol.__name__} declares"
+        )
+    choices.own[cls.__name__] = cls

@@ -1,0 +1,188 @@
+"""One launch of a run: its record in the run's folder, its trackers, and what it comes to."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from .. import __version__, schema
+from ..errors import RecipeError
+from ..model.pretrained.loading import device
+from ..network.preflight import check_packages
+from ..parallel.world import World
+from ..recipe.recipe import Recipe
+from ..training.callback import TrainerCallback
+from ..training.callbacks.heartbeat import Heartbeat
+from ..training.callbacks.launches import MAX_LINE, LaunchFiles
+from ..training.callbacks.reports import Reports
+from ..training.callbacks.trackers.launching import TrackerProcess, finish
+from ..training.callbacks.trackers.redaction import redacted
+from ..training.section import TrainSection
+from ..training.state import Record, TrainerState
+from ..training.trainer import Trainer
+
+
+@contextmanager
+def recorded(
+    folder: Path, recipe: Recipe, world: World, start: Path | None
+) -> Iterator[LaunchRecord]:
+    """Record the launch inside the block in ``folder``, which is locked: its begin, its end, an
+    error; and report it to the trackers of the recipe. Nothing on other ranks. Raises
+    ``RecipeError`` if a tracker or the webhook's URL is missing."""
+    world.on_main(partial(_check_reports, recipe.train))
+    files = LaunchFiles(folder)
+    if not world.is_main:
+        yield LaunchRecord(files)
+        return
+    trackers = _trackers(recipe)
+    for tracker in trackers:
+        tracker.start()
+    reports = [Reports(trackers)] if trackers else []
+    record = LaunchRecord(files, [Heartbeat(files), *reports])
+    try:
+        resumed_from = start and start.name
+        files.begin(ranks=world.size, device=device().type, resumed_from=resumed_from, **machine())
+        with record.before_uploads():
+            yield record
+    finally:  # errors may name what they were given
+        said = {n: redacted(v) if isinstance(v, str) else v for n, v in record.end.items()}
+        finish(trackers, **said)
+
+
+@dataclass
+class LaunchRecord:
+    """What is known of the launch so far."""
+
+    files: LaunchFiles
+    callbacks: Sequence[TrainerCallback] = ()  # of rank 0
+    end: dict[str, object] = field(default_factory=lambda: {"outcome": "failed"})
+    _error: BaseException | None = None
+
+    def follow(self, trainer: Trainer) -> Trainer:
+        """The trainer is built: its saver knows the time that saves cost."""
+        for callback in self.callbacks:
+            if isinstance(callback, Heartbeat):
+                callback.blocking_seconds = lambda: trainer.saver.blocking_seconds
+        return trainer
+
+    def ended(self, outcome: Outcome) -> Outcome:
+        """Record that the launch has ended as it should."""
+        if self.callbacks:
+            is_cut_short = outcome.signal is not None and not outcome.state.is_complete
+            facts = {} if outcome.signal is None else {"signal": outcome.signal.name}
+            name = "stopped" if is_cut_short else "complete"
+            self._record(outcome=name, step=outcome.global_step, **facts)
+        return outcome
+
+    @contextmanager
+    def before_uploads(self) -> Iterator[None]:
+        """Record an error inside the block at once, so that a store gets the record, too."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed(error)
+            raise
+
+    def _failed(self, error: BaseException) -> None:
+        if self.callbacks and error is not self._error:
+            self._error = error
+            words = str(error) or type(error).__name__
+            kind = type(error).__name__
+            self._record(outcome="failed", error=words[:MAX_LINE], kind=kind)
+
+    def _record(self, **end: object) -> None:
+        self.end = end
+        self.files.end(**end)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its state, the trained model, and the signal that stopped it, if one did.
+
+    The model is ready to ``generate``. On several ranks, it is this rank's shards.
+    """
+
+    state: TrainerState
+    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
+    output_dir: Path
+    signal: signal.Signals | None = None
+    is_main: bool = True  # whether this is the rank that speaks for all
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the run."""
+        return self.state.global_step
+
+    @property
+    def log_history(self) -> list[Record]:
+        """All logs and evaluations."""
+        return self.state.log_history
+
+    @property
+    def best_metric(self) -> float | None:
+        """The value of ``train.metric_for_best_model`` at ``best_global_step``."""
+        return self.state.best_metric
+
+    @property
+    def best_global_step(self) -> int | None:
+        """The step of the best checkpoint."""
+        return self.state.best_global_step
+
+
+def machine() -> dict[str, object]:
+    """What trains: the device, cores, memory in bytes, and versions."""
+    found = device()
+    is_gpu = found.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(found) if is_gpu else platform.machine(),
+        "cores": len(psutil.Process().cpu_affinity() or ()) if sys.platform == "linux" else None,
+        "memory": psutil.virtual_memory().total,
+        "surefoot": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def _check_reports(section: TrainSection) -> None:
+    """Raise ``RecipeError`` if a tracker is not installed, or the webhook has no URL."""
+    for name in section.report_to:
+        check_packages([name], f"train.report_to: {name}")
+    if section.webhook is not None and not os.environ.get(section.webhook):
+        raise RecipeError(
+            f"train.webhook: the environment variable {section.webhook} is not set; set it to the "
+            "URL of the webhook, or remove train.webhook"
+        )
+
+
+def _trackers(recipe: Recipe) -> list[TrackerProcess]:
+    section = recipe.train
+    order: dict[str, object] = {
+        "folder": str(section.folder.absolute()),
+        "run_name": section.run_name or section.folder.absolute().name,
+        "project": section.project,
+        "is_offline": section.report_offline,
+    }
+    config = json.loads(redacted(json.dumps(schema.write(recipe), default=str)))
+    trackers = [
+        TrackerProcess(name, {**order, "config": config})
+        for name in section.report_to
+        if name != "tensorboard"  # which is a callback: it writes files itself
+    ]
+    url = os.environ.get(section.webhook) if section.webhook else None
+    if url:
+        variables = {"_SUREFOOT_WEBHOOK_URL": url}
+        trackers.append(TrackerProcess("webhook", {**order, "is_eager": True}, variables))
+    return trackers

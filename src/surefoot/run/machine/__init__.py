@@ -1,1 +1,0 @@
-"""The machine: what is installed, and what is chosen by its device."""

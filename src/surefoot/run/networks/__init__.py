@@ -1,1 +1,0 @@
-"""The networks of a run: the policy's auxiliary models as they are opened."""
