@@ -15,7 +15,7 @@ import pytest
 
 from folders import save_model
 from serve.running import Client, running
-from surefoot.plugins.serve import streaming
+from surefoot.plugins.serve import responses as streaming
 from surefoot.plugins.serve.engine import EngineThread
 
 TEXT = "/v1/completions"

@@ -251,7 +251,7 @@ def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
         ({"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
         ({"suffix": "end"}, 400, "suffix", "invalid_value"),
         ({"echo": True}, 400, "echo", "invalid_value"),
-        ({"best_of": 3}, 400, "best_of", None),
+        ({"best_of": 3}, 400, "best_of", "invalid_value"),
         ({"stop": ""}, 400, "stop", "invalid_value"),
         ({"prompt": []}, 400, "prompt", None),
         ({"prompt": ""}, 400, "prompt", None),

@@ -17,19 +17,18 @@ from typing import Literal
 
 from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
+from prometheus_client import generate_latest
 from pydantic import Field
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ... import __version__
 from ...storage.web import Hosts, LimitedBody
-from . import chat, completions
-from .body import Strict, post
-from .errors import ANSWERED, ApiError, answered
+from .body import ANSWERED, ApiError, Strict, answered, post
+from .completions import Chat, ChatCompletionBody, Completion, CompletionBody
 from .models import ServeSettings
-from .responses import answer_at
-from .server_state import ServerState
+from .responses import ServerState, answer_at
 
 _OPEN = ("/health",)  # for whoever watches over the server
 _REFUSALS: dict[int | str, dict[str, object]] = {
@@ -59,20 +58,23 @@ def create_app(settings: ServeSettings) -> ASGIApp:
         title="Surefoot", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     router = APIRouter(responses=_REFUSALS)
-    kind = chat.ChatCompletionBody
-    answer_at(router, "/v1/chat/completions", kind, state, chat.prepared)
-    answer_at(router, "/v1/completions", completions.CompletionBody, state, completions.prepared)
+    answer_at(router, "/v1/chat/completions", Chat, ChatCompletionBody, state)
+    answer_at(router, "/v1/completions", Completion, CompletionBody, state)
     _add_models(router, state)
     app.include_router(router)
     for error in ANSWERED:
         app.add_exception_handler(error, answered)
-    app.get("/health")(lambda: JSONResponse({"status": "ok"}))
 
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """For whoever watches over the server."""
+        return {"status": "ok"}
+
+    @app.get("/metrics")
     async def metrics() -> Response:
         """Figures in Prometheus' format."""
-        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    app.get("/metrics")(metrics)
+        figures = generate_latest(state.metrics.registry)
+        return Response(figures, media_type="text/plain; version=0.0.4")
 
     def note(path: str, status: int) -> None:
         state.metrics.requests.labels(path, str(status)).inc()

@@ -1,4 +1,4 @@
-"""The body of a request: what every one may have, and how it is read.
+"""The body of a request: how it is read, what every one may have, and how one is refused.
 
 It is parsed and checked in a thread, since both grow with it and the event loop has other clients.
 Lists end at their first wrong element: the errors of a million would take minutes.
@@ -7,7 +7,7 @@ Lists end at their first wrong element: the errors of a million would take minut
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, TypeVar
 
@@ -15,9 +15,11 @@ from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from pydantic_core import ErrorDetails, from_json
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
-from .errors import ApiError
+from ...errors import SurefootError
 
 WITHOUT_EFFECT = "It has no effect on the answer."
 _FIRST = Field(fail_fast=True)  # the first wrong element of a list or dict is its only error
@@ -26,6 +28,7 @@ Ids = Annotated[list[int], _FIRST]
 Prompts = str | Texts | Ids | Annotated[list[Ids], _FIRST]
 _MOST_PARTS = 100_000  # lists, objects and keys; a million are parsed in a second, in one call
 _SHOWN = 100  # characters of a client's own key in an error
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -123,3 +126,56 @@ def _sent(error: ErrorDetails, value: Any) -> list[str]:
 def _unknown(name: str) -> ApiError:
     message = f"{name}: this server has no such parameter, and ignores none; remove it"
     return ApiError(message, param=name, code="unknown_parameter")
+
+
+class ApiError(Exception):
+    """A request that is not answered."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's form."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, usual)
+        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": found}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+class ModelGoneError(ApiError):
+    """A model was unloaded before a request to it could begin."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model was unloaded before this request could begin",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+ANSWERED = (ApiError, SurefootError, HTTPException)  # all others are faults of ours
+
+
+def answered(_: HttpRequest, error: Exception) -> JSONResponse:
+    """The answer to a request that is refused, whose data or model has an error, or whose address
+    does not exist."""
+    if isinstance(error, HTTPException):
+        status, headers = error.status_code, error.headers
+        return ApiError(str(error.detail), status=status, headers=headers).response
+    return error.response if isinstance(error, ApiError) else ApiError(str(error)).response

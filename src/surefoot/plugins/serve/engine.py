@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from ...generate.live import Rows, RowSettings, Token
 from ...generate.requests import Request
-from .errors import ModelGoneError
+from .body import ModelGoneError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

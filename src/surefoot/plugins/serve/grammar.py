@@ -15,8 +15,7 @@ from ...data.example import JSON
 from ...generate.decode import Decode
 from ...generate.live import Constraint
 from ...generate.requests import OpenResponse
-from .body import Strict
-from .errors import ApiError
+from .body import ApiError, Strict
 from .models import ServedModel
 from .prompts import ChatPrompt
 

@@ -30,8 +30,8 @@ from ...use.model_loading import (
     is_reward,
     open_model,
 )
+from .body import ApiError
 from .engine import EngineThread, Lane
-from .errors import ApiError
 from .shared_base import FIRST, SharedBase
 
 if TYPE_CHECKING:  # an extra, and here only a name

@@ -12,12 +12,11 @@ from ...data.example import JSON, Example
 from ...data.rows.formats.openai import OpenAI
 from ...data.text.codec import Codec
 from ...errors import DataError, SurefootError
-from .errors import ApiError
+from .body import ApiError, Prompts
 from .models import ServedModel
 from .response_text import ResponseText
 
 _TAIL = 16  # last tokens of a prompt in which a thought may begin
-Given = str | list[str] | list[int] | list[list[int]]  # a text or several, or their token ids
 
 
 @dataclass(frozen=True)
@@ -89,23 +88,19 @@ def _codec(model: ServedModel, arguments: Mapping[str, Any]) -> Codec:
         ) from None
 
 
-def each_prompt(given: Given) -> list[Any]:
+def each_prompt(given: Prompts) -> list[Any]:
     """The prompts of a request, of which one may come without a list around it."""
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     return [given] if is_one else [*given]
 
 
-def plain_prompts(model: ServedModel, given: Given) -> list[list[int]]:
-    """The token ids of each prompt of a completion. Raises ``ApiError``: one is empty, too long, or
-    has ids outside the vocabulary."""
+def plain_prompts(model: ServedModel, given: Prompts) -> list[list[int]]:
+    """The token ids of each prompt of a completion. Raises ``ApiError``: one is too long."""
     every = each_prompt(given)
     for one in every:
         if isinstance(one, str):
             check_length(model, len(one), "prompt")
-    prompts = [_continued(model, one) if isinstance(one, str) else one for one in every]
-    for prompt in prompts or [[]]:
-        check_prompt(model, prompt, "prompt")
-    return prompts
+    return [_continued(model, one) if isinstance(one, str) else one for one in every] or [[]]
 
 
 def _continued(model: ServedModel, text: str) -> list[int]:
@@ -116,23 +111,25 @@ def _continued(model: ServedModel, text: str) -> list[int]:
     return ids[1:] if first is not None and ids[:2] == [first, first] else ids
 
 
-def check_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> None:
-    """Raise ``ApiError`` if the model cannot read ``prompt``."""
+def room_for(model: ServedModel, prompt: Sequence[int], param: str) -> int:
+    """Tokens that a prompt leaves for the response. Raises ``ApiError``: it is empty, leaves none,
+    or has ids outside the vocabulary."""
     if not prompt:
         raise ApiError("the prompt is empty", param=param)
-    if len(prompt) > model.longest:
-        raise too_long(model, f"{len(prompt):,} tokens", param)
+    if len(prompt) >= model.longest:
+        raise _too_long(model, f"{len(prompt):,} tokens", param)
     model.check_ids([min(prompt), max(prompt)], param)
+    return model.longest - len(prompt)
 
 
 def check_length(model: ServedModel, num_characters: int, param: str) -> None:
     """Raise ``ApiError`` if the tokens of so many characters can only be too many: it takes
     seconds to compute those of some megabytes."""
     if num_characters > model.most_characters:
-        raise too_long(model, f"{num_characters:,} characters", param)
+        raise _too_long(model, f"{num_characters:,} characters", param)
 
 
-def too_long(model: ServedModel, size: str, param: str) -> ApiError:
+def _too_long(model: ServedModel, size: str, param: str) -> ApiError:
     """The error of a prompt that fills the context."""
     return ApiError(
         f"the prompt has {size}, and the context length is {model.longest:,} tokens, "

@@ -1,29 +1,167 @@
-"""Answers to a request, as a stream of chunks or in one piece: then the chunks are put together."""
+"""From a request to its answer: who is let in, the tokens that the engine gives, and the answer as
+a stream of chunks or in one piece, in which the chunks are put together.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ...generate.live import RowSettings, Token
 from ...generate.requests import Request
-from .body import post
-from .models import ServedModel
+from .body import ApiError, post
+from .engine import EngineThread, FailedRequest, Sink
+from .models import Models, ServedModel, ServeSettings
 from .sampling import SamplingBody
-from .server_state import ServerState, unless_gone
-from .streaming import Chunks, stream_of
 
+logger = logging.getLogger(__name__)
+SECONDS_TO_READ = 60  # for which a client of a stream may read nothing
+_GONE = 499  # the client has closed the connection; nobody reads it
+_SHARE = 0.1  # of the newest response in the mean of their seconds
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Choice = dict[str, Any]  # one response of an answer, or a part of one
+Chunks = AsyncGenerator[Mapping[str, object], None]
 B = TypeVar("B", bound=SamplingBody)
+T = TypeVar("T")
+
+
+def answer_at(
+    router: APIRouter, path: str, kind: type[ServedResponses[B]], body: type[B], state: ServerState
+) -> None:
+    """Answer requests to ``path`` with responses of a ``kind``."""
+
+    async def answer(given: B, http: HttpRequest) -> Response:
+        state.check_room(given.num_responses)
+        model = await state.models.get(given.model)
+        # in a thread: a template, a tokenizer and a grammar take time that grows with the request
+        responses = await asyncio.to_thread(kind.prepared, state.engine, model, given)
+        if not given.stream:
+            return await _unless_gone(http, responses.answer(state))
+        chunks = responses.chunks(state)
+        return EventStream(await anext(chunks), chunks)
+
+    answer.__doc__ = kind.prepared.__doc__
+    post(router, path, body, answer)
+
+
+class Metrics:
+    """Figures of one server for Prometheus."""
+
+    def __init__(self, num_open: Callable[[], float], engine: EngineThread) -> None:
+        self.registry = CollectorRegistry()
+        count = partial(Counter, registry=self.registry)
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        labels = ["path", "status"]
+        self.requests = count("surefoot_requests", "Requests by address and status", labels)
+        self.refused = count("surefoot_refused_requests", "Requests for which there was no room")
+        self.prompt_tokens = count("surefoot_prompt_tokens", "Tokens of prompts")
+        self.tokens = count("surefoot_generated_tokens", "Tokens of responses")
+        self.first_token = seconds(
+            "surefoot_time_to_first_token_seconds", "From a request to its first token"
+        )
+        self.seconds = seconds(
+            "surefoot_response_seconds", "From a request to the last token of a response"
+        )
+        for name, text, read in (
+            ("rows_running", "Responses being generated", lambda: engine.num_running),
+            ("rows_waiting", "Responses without a slot", lambda: engine.num_waiting),
+            ("rows_open", "Responses that clients wait for", num_open),
+            ("passes", "Passes of models, of a token each", lambda: engine.num_steps),
+        ):
+            Gauge(f"surefoot_{name}", text, registry=self.registry).set_function(read)
+
+
+class ServerState:
+    """What the addresses of one server share. Its methods belong to the event loop."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.engine = EngineThread()
+        self.models = Models(settings, self.engine)
+        self.metrics = Metrics(lambda: self._num_open, self.engine)
+        self._max_batch = settings.max_batch
+        self._most = settings.max_batch + settings.max_waiting
+        self._num_open = 0  # responses that are waiting or being generated
+        self._seconds = 1.0  # that a response takes, from recent ones
+
+    def check_room(self, count: int) -> None:
+        """Raise ``ApiError`` if there is no room for ``count`` responses: now, with the time after
+        which to try again, or ever. Asked before anything is made for them."""
+        if count > self._most:
+            raise ApiError(
+                f"the request is for {count:,} responses, and this server takes {self._most:,} at "
+                "a time; send fewer prompts, or a smaller n",
+                param="n",
+            )
+        if self._num_open + count > self._most:
+            self.metrics.refused.inc()
+            waiting = max(0, self._num_open - self._max_batch)
+            rounds = 1 + waiting / self._max_batch
+            seconds = min(60, max(1, round(rounds * self._seconds)))
+            raise ApiError(
+                f"{waiting:,} requests are waiting already; try again in {seconds} s",
+                status=429,
+                code="queue_full",
+                headers={"Retry-After": str(seconds)},
+            )
+
+    @asynccontextmanager
+    async def answering(
+        self, model: ServedModel, rows: Sequence[tuple[Request, RowSettings]]
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Token]]]:
+        """The tokens of ``rows`` as they come, each with the place of its row. Rows that are not
+        complete when the block ends are dropped. Raises ``ApiError``."""
+        self.check_room(len(rows))
+        places = {request.index: place for place, (request, _) in enumerate(rows)}
+        sink: Sink = asyncio.Queue()
+        started = time.monotonic()
+        prompts = {id(request.prompt): len(request.prompt) for request, _ in rows}
+        self.metrics.prompt_tokens.inc(sum(prompts.values()))
+        self._num_open += len(rows)
+        self.engine.submit(model.lane, rows, sink)
+        try:
+            yield self._tokens(sink, places, started)
+        finally:
+            self._num_open -= len(rows)
+            self.engine.drop(list(places))
+
+    async def _tokens(
+        self, sink: Sink, places: dict[int, int], started: float
+    ) -> AsyncIterator[tuple[int, Token]]:
+        is_first = True
+        while places:
+            event = await sink.get()
+            place = places[event.index]
+            seconds = time.monotonic() - started
+            if isinstance(event, FailedRequest):
+                del places[event.index]
+                if isinstance(event.error, ApiError):
+                    raise event.error
+                raise ApiError(f"the model has failed: {event.error}", status=500)
+            self.metrics.tokens.inc()
+            if is_first:
+                self.metrics.first_token.observe(seconds)
+                is_first = False
+            if event.finish_reason is not None:
+                del places[event.index]
+                self.metrics.seconds.observe(seconds)
+                self._seconds += _SHARE * (seconds - self._seconds)
+            yield place, event
 
 
 @dataclass(eq=False)
@@ -39,6 +177,11 @@ class ServedResponses(ABC, Generic[B]):
     prefix: ClassVar[str]
     kind: ClassVar[str]
     kind_of_chunk: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def prepared(cls, engine: EngineThread, model: ServedModel, body: B) -> ServedResponses[B]:
+        """The responses to a request. Raises ``ApiError``."""
 
     @abstractmethod
     def first(self) -> list[Choice]:
@@ -109,20 +252,64 @@ def _join(known: Choice, part: Choice) -> None:
             known[name] += value
 
 
-def answer_at(
-    router: APIRouter,
-    path: str,
-    kind: type[B],
-    state: ServerState,
-    prepared: Callable[[ServerState, B], Awaitable[ServedResponses[B]]],
-) -> None:
-    """Answer requests to ``path``, whose bodies are of a ``kind``."""
+class EventStream(StreamingResponse):
+    """Chunks as server-sent events, ended by OpenAI's last line. The first chunk is waited for, so
+    what is wrong before it is an answer of its own. However the stream ends, also by a client that
+    stops reading, its chunks are closed, which frees what they hold."""
 
-    async def answer(body: B, http: HttpRequest) -> Response:
-        responses = await prepared(state, body)
-        if body.stream:
-            return await stream_of(responses.chunks(state))
-        return await unless_gone(http, responses.answer(state))
+    def __init__(self, first: Mapping[str, object], chunks: Chunks) -> None:
+        self._chunks = chunks
+        super().__init__(
+            self._events(first), media_type="text/event-stream", headers=_STREAM_HEADERS
+        )
 
-    answer.__doc__ = prepared.__doc__
-    post(router, path, kind, answer)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+
+        async def sending(message: Message) -> None:
+            try:
+                async with asyncio.timeout(SECONDS_TO_READ):
+                    await send(message)
+            except TimeoutError:
+                raise _NotReadError from None
+
+        try:
+            await super().__call__(scope, receive, sending)
+        except _NotReadError:
+            logger.warning("a stream was not read for %d s; it is ended", SECONDS_TO_READ)
+        finally:
+            await self._chunks.aclose()
+
+    async def _events(self, first: Mapping[str, object]) -> AsyncIterator[bytes]:
+        yield _event(first)
+        try:
+            async for chunk in self._chunks:
+                yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body)
+        yield b"data: [DONE]\n\n"
+
+
+class _NotReadError(Exception):
+    """A client has stopped reading."""
+
+
+def _event(value: Mapping[str, object]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of ``work``, which is cancelled if the client closes the connection."""
+
+    async def left() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=_GONE)
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -4,6 +4,7 @@ the answer is named as such, and everything else is refused."""
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -13,16 +14,16 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ...generate.choosing import Chooser
 from ...generate.decode import Decode
-from ...generate.generation import room
 from ...generate.live import Constraint, RowSettings
 from ...generate.requests import OpenResponse, Request, requests_of
 from ...generate.section import GenerateSection, with_options
 from .body import WITHOUT_EFFECT, Body, Strict, Texts
 from .engine import EngineThread
 from .models import ServedModel
-from .prompts import check_prompt, too_long
+from .prompts import room_for
 
 _SEEDS = 2**63
+_MOST_STOPS = 64
 _TOKEN = re.compile("[0-9]{1,9}")
 
 
@@ -54,7 +55,22 @@ class SamplingBody(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool | None = None
 
-    most_stops: ClassVar[int] = 64
+    prompt_name: ClassVar[str]  # the parameter that has the prompt
+
+    @property
+    def num_responses(self) -> int:
+        """That the request is for."""
+        return self.n or 1
+
+    @property
+    @abstractmethod
+    def most_tokens(self) -> int | None:
+        """Of a response; None: as many as the context has room for."""
+
+    @property
+    @abstractmethod
+    def num_alternatives(self) -> int | None:
+        """Most probable tokens to report; None: no probabilities."""
 
     @field_validator("stream_options")
     @classmethod
@@ -71,8 +87,8 @@ class SamplingBody(Body):
         texts = [value] if isinstance(value, str) else value or []
         if not all(texts):
             raise ValueError("an empty text would end every response")
-        if len(texts) > cls.most_stops or any(len(text) > 1000 for text in texts):
-            raise ValueError(f"at most {cls.most_stops} texts of 1,000 characters")
+        if len(texts) > _MOST_STOPS or any(len(text) > 1000 for text in texts):
+            raise ValueError(f"at most {_MOST_STOPS} texts of 1,000 characters")
         return value
 
     @field_validator("logit_bias")
@@ -111,50 +127,37 @@ class Bias:
         """The row has its tokens."""
 
 
-@dataclass(frozen=True)
-class Reported:
-    """What a response says of its tokens."""
-
-    num_alternatives: int | None
-    decode: Decode
-    param: str  # that has the prompt
-    constraints: Callable[[], Sequence[Constraint]] = tuple  # of one row, as each has a state
-
-
 def rows_for(
     engine: EngineThread,
     model: ServedModel,
     body: SamplingBody,
     prompts: Sequence[Sequence[int]],
-    most: int | None,
-    reported: Reported,
+    decode: Decode,
+    constraints: Callable[[], Sequence[Constraint]] = tuple,
 ) -> list[tuple[Request, RowSettings]]:
-    """``n`` rows for each prompt; not for the event loop, as it grows with them. Raises
-    ``ApiError``: a prompt is empty, is too long, or has ids outside the vocabulary."""
-    count = body.n or 1
-    left = [_left(model, prompt, reported.param) for prompt in prompts]
-    wanted = most or max(left)
+    """``n`` rows for each prompt, each with ``constraints`` of its own, as they have a state. Not
+    for the event loop, as it grows with them. Raises ``ApiError``: a prompt is empty, is too long,
+    or has ids outside the vocabulary."""
+    left = [room_for(model, prompt, body.prompt_name) for prompt in prompts]
+    most = body.most_tokens or max(left)
     model.check_ids(stops := body.stop_token_ids or [], "stop_token_ids")
     if not body.ignore_eos:
         stops = [*stops, *model.opened.stop_token_ids]
-    chooser = Chooser(_section(body, model, wanted), frozenset(stops), reported.decode)
+    chooser = Chooser(_section(body, model, most), frozenset(stops), decode)
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     model.check_ids(biases, "logit_bias")
     bias = Bias(biases, body.presence_penalty or 0.0, body.frequency_penalty or 0.0)
+    biased = [bias] if bias.changes_logits else []
 
     def settings() -> RowSettings:
-        return RowSettings(
-            chooser,
-            reported.decode,
-            (*([bias] if bias.changes_logits else []), *reported.constraints()),
-            reported.num_alternatives,
-            model.after_settings,
-        )
+        every = (*biased, *constraints())
+        return RowSettings(chooser, decode, every, body.num_alternatives, model.after_settings)
 
-    every = [ids for prompt in prompts for ids in [tuple(prompt)] * count]  # no copies
-    allowed = [min(space, wanted) for space in left for _ in range(count)]
-    found = requests_of(every, allowed, body.seed, max_new_tokens=wanted)
-    return [(replace(request, index=engine.number()), settings()) for request in found]
+    count = body.n or 1
+    repeated = [ids for prompt in prompts for ids in [tuple(prompt)] * count]  # no copies
+    allowed = [min(space, most) for space in left for _ in range(count)]
+    requests = requests_of(repeated, allowed, body.seed, max_new_tokens=most)
+    return [(replace(request, index=engine.number()), settings()) for request in requests]
 
 
 def _section(body: SamplingBody, model: ServedModel, most: int) -> GenerateSection:
@@ -165,13 +168,3 @@ def _section(body: SamplingBody, model: ServedModel, most: int) -> GenerateSecti
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop
     given["stop"] = None if stop is None else tuple(stop)
     return with_options(model.opened.generate, {**given, "max_new_tokens": most})
-
-
-def _left(model: ServedModel, prompt: Sequence[int], param: str) -> int:
-    """Tokens that are left for the response."""
-    check_prompt(model, prompt, param)
-    space = room(model.opened.model, prompt)
-    left = min(model.longest - len(prompt), model.longest if space is None else space)
-    if left <= 0:
-        raise too_long(model, f"{len(prompt):,} tokens", param)
-    return left

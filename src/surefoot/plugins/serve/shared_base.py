@@ -21,7 +21,7 @@ from ...model.pretrained.adapter import add_named, is_addable, remove_named
 from ...model.pretrained.config import extension_of
 from ...model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ...use.model_loading import LoadedModel, ModelFolders
-from .errors import ModelGoneError
+from .body import ModelGoneError
 
 FIRST = "default"  # PEFT's name of the adapter with which a model was opened
 _TRIED = 8  # tokens of rows with which an adapter is tried
