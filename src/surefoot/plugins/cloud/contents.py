@@ -6,7 +6,6 @@ They are without secrets, and without folders of this machine.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
@@ -16,11 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+
+from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.disk.commit import committed, named
 from ...checkpoint.disk.folder import open_checkpoint
-from ...checkpoint.disk.manifest import MANIFEST, Manifest, dump
+from ...checkpoint.disk.manifest import MANIFEST, dump
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.reading.verification import verify
 from ...errors import CheckpointError, ModelError, counted
@@ -28,15 +28,14 @@ from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_checkpoint import checkpoint_of
 from ...storage.files import read_json
 from ...storage.hashes import digest
-from ...storage.hubs import HubError, digest_of
+from ...storage.hubs import digest_of
 from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.plot import NAME as PLOT
 
+logger = logging.getLogger(__name__)
 SMALL = 16 << 20  # bytes; hubs keep larger files out of git, and announce their sha256 only
-
-
-class LostConnectionError(HubError):
-    """An upload was interrupted; the same call continues it."""
+BASE = "base_model_name_or_path"
+_OF_A_RESUME = ("state.json", "trainer_state.json", "base_models.json")
 
 
 @dataclass(frozen=True)
@@ -61,41 +60,11 @@ class LocalFile:
     @cached_property
     def git(self) -> str:
         """The hash by which git knows a small file; empty for a large one."""
-        if self.size > SMALL:
-            return ""
-        head = f"blob {self.size}\0".encode()
-        return hashlib.sha1(head + self.read()).hexdigest()
-
-    def open(self) -> IO[bytes]:
-        """The bytes, to be read."""
-        return io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source.open("rb")
+        return "" if self.size > SMALL else git_hash(self.read())
 
     def read(self) -> bytes:
         """All bytes."""
-        with self.open() as file:
-            return file.read()
-
-
-@dataclass(frozen=True)
-class RemoteEntry:
-    """A file of a repository. One of the hashes is known."""
-
-    size: int
-    sha256: str = ""
-    git: str = ""
-
-    def is_same(self, sha256: str, git: str) -> bool:
-        """Whether the file has these hashes."""
-        return self.sha256 == sha256 if self.sha256 else bool(git) and self.git == git
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository of a hub as it is now."""
-
-    is_private: bool
-    commit: str
-    files: Mapping[str, RemoteEntry]
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
 
 
 REMOVED = "<removed>"
@@ -133,24 +102,22 @@ class Redaction:
         known = "|".join([*map(re.escape, self.folders), _HOMES])
         return re.sub(f"{_BEFORE}(?:{known})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
 
-    def reads(self, name: str, size: int) -> bool:
-        """Whether a file of that name is text. A vocabulary is left as it is."""
-        path = Path(name)
-        is_text = path.suffix in TEXT or path.name == "Modelfile"
-        return is_text and path.name not in VOCABULARY and size <= MAX_BYTES
-
-    def cleaned(self, name: str, data: bytes) -> tuple[bytes, str | None]:
-        """A file of that name without them, and what to tell its owner."""
-        if not self.reads(name, len(data)):
-            return data, None
+    def cleaned(self, file: LocalFile, told: list[str]) -> LocalFile:
+        """A file without them if it is text; its owner is ``told`` how many secrets there were. A
+        vocabulary is left as it is."""
+        name = Path(file.path).name
+        is_text = Path(name).suffix in TEXT or name == "Modelfile"
+        if not is_text or name in VOCABULARY or file.size > MAX_BYTES:
+            return file
+        before = file.read()
         try:
-            text, number = self.apply(data.decode())
+            text, number = self.apply(before.decode())
         except UnicodeDecodeError:
-            return data, None
-        told = (
-            f"{name}: {counted(number, 'secret was', 'secrets were')} removed" if number else None
-        )
-        return text.encode(), told
+            return file
+        if number:
+            told.append(f"{file.path}: {counted(number, 'secret was', 'secrets were')} removed")
+        after = text.encode()
+        return file if after == before else replace(file, source=after)
 
 
 def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.environ) -> Redaction:
@@ -165,11 +132,6 @@ def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.en
 def _last(found: re.Match[str]) -> str:
     """The last part of a path, which is not the name of its user."""
     return found[1].rpartition("/")[2] or "."
-
-
-logger = logging.getLogger(__name__)
-BASE = "base_model_name_or_path"
-_OF_A_RESUME = ("state.json", "trainer_state.json", "base_models.json")
 
 
 @dataclass(frozen=True)
@@ -216,7 +178,7 @@ def gather(
     if checkpoints and run is None:
         raise ModelError(f"{path}: --checkpoints uploads those of a run; name the run's folder")
     told: list[str] = []
-    files = {f.path: f for f in _cleaned(_model_files(model), redaction, told)}
+    files = {f.path: redaction.cleaned(f, told) for f in _model_files(model)}
     folder = model.parent if model.is_file() else model
     if ADAPTER in files:
         files[ADAPTER] = _with_base(files[ADAPTER], folder, base, told)
@@ -241,19 +203,16 @@ def _model_files(model: Path) -> Iterator[LocalFile]:
     report = verify(model, full=True)
     if not report.ok:
         raise CheckpointError(f"{report.problems[0]}; it is not uploaded")
-    names = _own(model) if (model / MANIFEST).is_file() else _all(model)
-    for name in names:
-        yield LocalFile(name, model / name)
+    if (model / MANIFEST).is_file():
+        yield from (LocalFile(name, model / name) for name in _weights_and_configuration(model))
+        return
+    for path in sorted(model.rglob("*")):
+        name = path.relative_to(model)
+        if path.is_file() and not any(part.startswith((".", "__")) for part in name.parts):
+            yield LocalFile(name.as_posix(), path)
 
 
-def _all(folder: Path) -> Iterator[str]:
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and not any(p.startswith((".", "__")) for p in parts):
-            yield "/".join(parts)
-
-
-def _own(checkpoint: Path) -> Iterator[str]:
+def _weights_and_configuration(checkpoint: Path) -> Iterator[str]:
     manifest = open_checkpoint(checkpoint).manifest
     if manifest.layout == "distributed":
         raise CheckpointError(
@@ -265,25 +224,6 @@ def _own(checkpoint: Path) -> Iterator[str]:
         is_state = bool(roles) and all(r == "state" or r.endswith("optimizer") for r in roles)
         if not is_state and name not in _OF_A_RESUME:
             yield name
-
-
-def _cleaned(
-    files: Iterator[LocalFile], redaction: Redaction, told: list[str]
-) -> Iterator[LocalFile]:
-    for file in files:
-        data, said = _text(file, redaction)
-        if said:
-            told.append(said)
-        yield file if data is None else replace(file, source=data)
-
-
-def _text(file: LocalFile, redaction: Redaction) -> tuple[bytes | None, str | None]:
-    """The bytes of a file without what is not published; None if nothing changes."""
-    if not redaction.reads(file.path, file.size):
-        return None, None
-    before = file.read()
-    after, said = redaction.cleaned(file.path, before)
-    return (None if after == before else after), said
 
 
 def _with_base(file: LocalFile, folder: Path, base: str | None, told: list[str]) -> LocalFile:
@@ -310,21 +250,17 @@ def _checkpoints(run: Path, redaction: Redaction, base: str | None) -> Iterator[
 
 
 def _complete(folder: Path, redaction: Redaction, base: str | None) -> Iterator[LocalFile]:
+    """A checkpoint, sealed again where its texts have changed."""
     manifest, changed = open_checkpoint(folder).manifest, dict[str, bytes]()
     for name in manifest.files:
-        file = LocalFile(name, folder / name)
+        file = redaction.cleaned(LocalFile(name, folder / name), [])
         if name == ADAPTER:
-            file = _with_base(next(_cleaned(iter([file]), redaction, [])), folder, base, [])
-        data = file.source if isinstance(file.source, bytes) else _text(file, redaction)[0]
-        if data is not None:
-            changed[name] = data
-        yield LocalFile(f"{folder.name}/{name}", folder / name if data is None else data)
-    yield LocalFile(f"{folder.name}/{MANIFEST}", dump(_changed(manifest, changed)))
-
-
-def _changed(manifest: Manifest, changed: dict[str, bytes]) -> Manifest:
+            file = _with_base(file, folder, base, [])
+        if isinstance(file.source, bytes):
+            changed[name] = file.source
+        yield replace(file, path=f"{folder.name}/{name}")
     sizes = {name: len(data) for name, data in changed.items()}
     hashes = {name: digest(data) for name, data in changed.items()}
-    return replace(
-        manifest, files={**manifest.files, **sizes}, hashes={**manifest.hashes, **hashes}
-    )
+    files, hashes = {**manifest.files, **sizes}, {**manifest.hashes, **hashes}
+    sealed = dump(replace(manifest, files=files, hashes=hashes))
+    yield LocalFile(f"{folder.name}/{MANIFEST}", sealed)

@@ -20,9 +20,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, hf_hub_url
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -42,221 +41,20 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from ...checkpoint.disk.commit import step_of
 from ...errors import ModelError, SurefootError, counted
 from ...storage.hubs import HubError, is_repository_name, offline_setting
-from .card import facts_of, license_files, model_card
-from .contents import (
-    LocalFile,
-    LostConnectionError,
-    Publication,
-    Redaction,
-    RemoteEntry,
-    Repository,
-    gather,
-    redaction_of,
-)
+from .card import base_name, license_files, license_of, model_card, origin_of
+from .contents import LocalFile, Publication, Redaction, gather, redaction_of
 
+logger = logging.getLogger(__name__)
 MARKER, CARD = "surefoot.json", "README.md"
 FORMAT = "surefoot-upload"
+TRIES, WAIT = 5, 1.0  # in a row without progress; seconds before the second one, then doubled
+SHOWN = 5  # files of somebody else that an error names
 _OF_THE_HUB = ".gitattributes"  # which it creates by itself
-
-
-@dataclass(frozen=True)
-class Marker:
-    """What was uploaded last: of which run, and the hashes of its files (sha256 and git's)."""
-
-    source: str
-    files: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-
-    def dump(self) -> bytes:
-        """The file in the repository."""
-        listed = {path: list(hashes) for path, hashes in sorted(self.files.items())}
-        fields = {"format": FORMAT, "version": 1, "source": self.source, "files": listed}
-        return (json.dumps(fields, indent=2) + "\n").encode()
-
-
-@dataclass(frozen=True)
-class Changes:
-    """The difference between files here and a repository."""
-
-    added: tuple[LocalFile, ...] = ()  # that the repository lacks, or has in an older form
-    same: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()  # uploaded before, and not part of it any more
-    kept: tuple[str, ...] = ()  # edited in the repository, and left as they are there
-    foreign: tuple[str, ...] = ()  # that somebody else has put there
-
-
-def parse(data: bytes) -> Marker | None:
-    """The marker in a repository; None if it is not one."""
-    try:
-        found = json.loads(data)
-        listed = {str(path): (str(h[0]), str(h[1])) for path, h in found["files"].items()}
-        return Marker(str(found["source"]), listed) if found["format"] == FORMAT else None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
-
-
-def compare(
-    files: Sequence[LocalFile],
-    there: Mapping[str, RemoteEntry],
-    marker: Marker | None,
-    source: str,
-) -> Changes:
-    """What to upload, and what stands in the way. ``source`` is the run of ``files``."""
-    own = marker.files if marker is not None and source and marker.source == source else {}
-    is_own = {p: p in own and entry.is_same(*own[p]) for p, entry in there.items()}
-    added, same, kept, foreign = [], [], [], []
-    for file in files:
-        entry = there.get(file.path)
-        if entry is None or (is_own[file.path] and not _same(entry, file)):
-            added.append(file)
-        elif _same(entry, file):
-            same.append(file.path)
-        elif file.path == CARD and own:
-            kept.append(file.path)
-        else:
-            foreign.append(file.path)
-    here = {file.path for file in files} | {MARKER, _OF_THE_HUB}
-    others = [path for path in there if path not in here]
-    removed = [path for path in others if is_own[path] and not _in_checkpoint(path)]
-    if not own:
-        foreign += others
-    return Changes(tuple(added), tuple(same), tuple(removed), tuple(kept), tuple(sorted(foreign)))
-
-
-def marker_of(
-    files: Sequence[LocalFile], changes: Changes, before: Marker | None, source: str
-) -> Marker:
-    """The marker once ``changes`` are made. Checkpoints of earlier uploads stay."""
-    known = before.files if before is not None and before.source == source else {}
-    stay = {path: hashes for path, hashes in known.items() if path not in changes.removed}
-    now = {file.path: (file.sha256, file.git) for file in files if file.path not in changes.kept}
-    return Marker(source, {**stay, **now})
-
-
-def _same(entry: RemoteEntry, file: LocalFile) -> bool:
-    if entry.size != file.size:
-        return False
-    return entry.sha256 == file.sha256 if entry.sha256 else entry.git == file.git
-
-
-def _in_checkpoint(path: str) -> bool:
-    return step_of(Path(PurePosixPath(path).parts[0])) >= 0
-
-
 _DENIED, _TEMPORARY = (401, 403), (408, 412, 429, 500, 502, 503, 504)  # HTTP status
 
 
-class HuggingFaceUpload:
-    """Repositories of models on the Hugging Face hub, or on the mirror in HF_ENDPOINT."""
-
-    def __init__(self) -> None:
-        self._api = HfApi(endpoint=constants.ENDPOINT)
-
-    def url(self, name: str) -> str:
-        """The page of a repository."""
-        return f"{self._api.endpoint}/{name}"
-
-    def find(self, name: str) -> Repository | None:
-        """The repository; None if it does not exist."""
-        with _explained(name):
-            try:
-                about = self._api.model_info(name)
-            except RepositoryNotFoundError:
-                return None
-            listed = self._api.list_repo_tree(name, recursive=True, revision=about.sha)
-            found = {each.path: _entry(each) for each in listed if isinstance(each, RepoFile)}
-        return Repository(bool(about.private), about.sha or "", found)
-
-    def read(self, name: str, path: str, at: Repository) -> bytes:
-        """A small file of the repository."""
-        with _explained(name):
-            url = hf_hub_url(name, path, revision=at.commit, endpoint=constants.ENDPOINT)
-            answer = get_session().get(url, headers=build_hf_headers(), follow_redirects=True)
-            hf_raise_for_status(answer)
-            return answer.content
-
-    def license(self, name: str) -> str | None:
-        """The license of a model; None if the hub does not say."""
-        try:
-            with _explained(name):
-                about = self._api.model_info(name).card_data
-        except HubError:
-            return None
-        found = None if about is None else about.get("license")
-        return str(found) if found else None
-
-    def create(self, name: str, *, private: bool) -> None:
-        """Create an empty repository."""
-        with _explained(name):
-            self._api.create_repo(name, private=private, exist_ok=True)
-
-    def commit(
-        self, name: str, at: Repository, added: Sequence[LocalFile], removed: Sequence[str]
-    ) -> None:
-        """Upload files and remove others, in one commit."""
-        adding = [_addition(file) for file in added]
-        each_once = {file.sha256: _addition(file) for file in added}
-        removing = [CommitOperationDelete(path_in_repo=path) for path in removed]
-        with _explained(name):
-            self._api.preupload_lfs_files(name, list(each_once.values()), free_memory=False)
-            self._api.create_commit(
-                name,
-                [*adding, *removing],
-                commit_message="Upload with Surefoot",
-                parent_commit=at.commit or None,
-            )
-
-
-def _addition(file: LocalFile) -> CommitOperationAdd:
-    source = file.source if isinstance(file.source, bytes) else str(file.source)
-    return CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=source)
-
-
-def _entry(file: RepoFile) -> RemoteEntry:
-    if file.lfs is not None:
-        return RemoteEntry(file.size, sha256=file.lfs.sha256)
-    return RemoteEntry(file.size, git=file.blob_id)
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Errors of the library, in one sentence."""
-    try:
-        yield
-    except (HTTPError, HFValidationError, OSError, RuntimeError) as error:
-        raise _said(name, error) from error
-
-
-def _said(name: str, error: Exception) -> HubError:
-    cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-    if isinstance(cause, LocalTokenNotFoundError):
-        return _no_token(name)
-    if isinstance(cause, HfHubHTTPError):
-        return _answered(name, cause)
-    if isinstance(cause, HTTPError | OSError):
-        said = str(cause) or type(cause).__name__
-        return LostConnectionError(f"{constants.ENDPOINT}: connection lost ({said})")
-    return HubError(f"{name}: {str(cause).splitlines()[0]}")
-
-
-def _answered(name: str, error: HfHubHTTPError) -> HubError:
-    status = error.response.status_code
-    if status in _DENIED:
-        return _no_token(name)
-    said = f"{name}: the hub answers {status}: {error.server_message or error.response.text[:200]}"
-    return LostConnectionError(said) if status in _TEMPORARY else HubError(said)
-
-
-def _no_token(name: str) -> HubError:
-    return HubError(
-        f"{name}: the hub refuses the upload; set HF_TOKEN to a token with write access to it, or "
-        "run `hf auth login`"
-    )
-
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-TRIES, WAIT = 5, 1.0  # in a row without progress; seconds before the second one, then doubled
-SHOWN = 5  # files of somebody else that an error names
+class LostConnectionError(HubError):
+    """An upload was interrupted; the same call continues it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +66,16 @@ class Destination:
     replaces: bool = False  # what somebody else has put there
     base: str | None = None  # id of an adapter's base model on the hub
     license: str | None = None  # unset, that of the base model
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The difference between files here and a repository."""
+
+    added: tuple[LocalFile, ...] = ()  # that the repository lacks, or has in an older form
+    removed: tuple[str, ...] = ()  # uploaded before, and not part of it any more
+    kept: tuple[str, ...] = ()  # edited in the repository, and left as they are there
+    foreign: tuple[str, ...] = ()  # that somebody else has put there
 
 
 @dataclass(frozen=True)
@@ -305,65 +113,117 @@ def push(
     setting = offline_setting()
     if setting is not None and not dry_run:
         raise ModelError(f"{setting} is set, so nothing can be uploaded; unset it")
-    hub = HuggingFaceUpload()
-    cleaner = redaction_of([path.resolve(), path.resolve().parent])
-    contents = gather(path, cleaner, checkpoints=checkpoints, base=target.base)
-    files, told = _with_card(contents, hub, target, cleaner)
-    if dry_run:
-        try:
-            if setting is not None:
-                raise LostConnectionError(f"{setting} is set")
-            plan = _planned(hub, target, files, contents.source, dry_run=True)
-        except LostConnectionError as error:
-            plan = Upload(target, hub.url(target.name), files, Changes(added=files))
-            told.append(f"{error}; the repository was not looked at, and all files are listed")
+    api = HfApi(endpoint=constants.ENDPOINT)
+    url = f"{api.endpoint}/{target.name}"
+    redaction = redaction_of([path.resolve(), path.resolve().parent])
+    contents = gather(path, redaction, checkpoints=checkpoints, base=target.base)
+    told = list(contents.told)
+    files = _with_card(contents, api, target, redaction, told)
+    plans: list[Upload] = []  # of each try; the first is what the upload changes in all
+
+    def attempt() -> None:
+        if setting is not None:
+            raise LostConnectionError(f"{setting} is set")
+        there = _find(api, target.name)
+        changes = Changes(added=files)
+        if there is not None:
+            changes = _compare(files, there, contents.source)
+        plans.append(Upload(target, url, files, changes, there is None))
+        if not dry_run:
+            _upload(api, plans[-1], there, contents.source)
+
+    if not dry_run:
+        _retried(attempt)
     else:
-        plan = _retried(lambda: _planned(hub, target, files, contents.source, dry_run=False))
-        _retried(lambda: _upload(hub, target, files, contents.source))
-    return Upload(target, plan.url, files, plan.changes, plan.is_new, (*contents.told, *told))
+        try:
+            attempt()
+        except LostConnectionError as error:
+            plans.append(Upload(target, url, files, Changes(added=files)))
+            told.append(f"{error}; the repository was not looked at, and all files are listed")
+    first = plans[0]
+    return Upload(target, url, files, first.changes, first.is_new, tuple(told))
 
 
 def _with_card(
-    contents: Publication, hub: HuggingFaceUpload, target: Destination, cleaner: Redaction
-) -> tuple[tuple[LocalFile, ...], list[str]]:
+    contents: Publication,
+    api: HfApi,
+    target: Destination,
+    redaction: Redaction,
+    told: list[str],
+) -> tuple[LocalFile, ...]:
     """The files with a model card, and the texts of the base model's license."""
-    facts = facts_of(contents, target.name, target.base)
-    if target.license is not None:
-        facts = replace(facts, license=target.license)
-    elif facts.license is None and facts.base and is_repository_name(facts.base):
-        facts = replace(facts, license=hub.license(facts.base))
-    told = []
-    if facts.license is None:
+    origin = origin_of(contents.folder)
+    base = target.base or base_name(origin)
+    terms = target.license or license_of(origin)
+    if terms is None and base and is_repository_name(base):
+        terms = _license_on_hub(api, base)
+    if terms is None:
         told.append("the license of the base model is unknown; name it with --license")
     files = {file.path: file for file in contents.files}
-    for path in license_files(contents):
+    for path in license_files(origin):
         files.setdefault(path.name, LocalFile(path.name, path))
     if CARD not in files:
-        text, said = cleaner.cleaned(CARD, model_card(facts).encode())
-        files[CARD] = LocalFile(CARD, text)
-        told += [said] if said else []
-    return tuple(files[name] for name in sorted(files)), told
+        card = model_card(contents, target.name, base, terms)
+        files[CARD] = redaction.cleaned(LocalFile(CARD, card.encode()), told)
+    return tuple(files[name] for name in sorted(files))
 
 
-def _planned(
-    hub: HuggingFaceUpload,
-    target: Destination,
-    files: tuple[LocalFile, ...],
-    source: str,
-    *,
-    dry_run: bool,
-) -> Upload:
-    """Compare with the repository. Raises ``ModelError`` if it is not to be changed."""
-    there = hub.find(target.name)
+@dataclass(frozen=True)
+class Repository:
+    """A repository of a hub as it is now, and what was uploaded to it last."""
+
+    is_private: bool
+    commit: str
+    files: Mapping[str, RepoFile]
+    source: str  # the run that was uploaded last; empty if none was
+    uploaded: Mapping[str, tuple[str, str]]  # its files: their sha256, and the hash that git has
+
+
+def _compare(files: Sequence[LocalFile], there: Repository, source: str) -> Changes:
+    """What to upload, and what stands in the way. ``source`` is the run of ``files``."""
+    uploaded = there.uploaded if source and there.source == source else {}
+    unchanged = {
+        path
+        for path, entry in there.files.items()
+        if path in uploaded and _has_hash(entry, *uploaded[path])
+    }
+    added, kept, foreign = [], [], []
+    for file in files:
+        entry = there.files.get(file.path)
+        is_same = entry is not None and entry.size == file.size
+        if entry is not None and is_same and _has_hash(entry, file.sha256, file.git):
+            continue
+        if entry is None or file.path in unchanged:
+            added.append(file)
+        elif file.path == CARD and uploaded:
+            kept.append(file.path)
+        else:
+            foreign.append(file.path)
+    here = {file.path for file in files} | {MARKER, _OF_THE_HUB}
+    others = [path for path in there.files if path not in here]
+    removed = [path for path in others if path in unchanged and not _is_of_checkpoint(path)]
+    if not uploaded:
+        foreign += others
+    return Changes(tuple(added), tuple(removed), tuple(kept), tuple(sorted(foreign)))
+
+
+def _has_hash(entry: RepoFile, sha256: str, git: str) -> bool:
+    return entry.lfs.sha256 == sha256 if entry.lfs is not None else entry.blob_id == git
+
+
+def _is_of_checkpoint(path: str) -> bool:
+    return step_of(Path(PurePosixPath(path).parts[0])) >= 0
+
+
+def _upload(api: HfApi, plan: Upload, there: Repository | None, source: str) -> None:
+    """Make the planned changes in one commit. Raises ``ModelError`` where they are not to be
+    made."""
+    target, changes = plan.target, plan.changes
     if there is None:
-        return Upload(target, hub.url(target.name), files, Changes(added=files), is_new=True)
-    changes = compare(files, there.files, _marker(hub, target, there), source)
-    if not dry_run:
-        _refuse(target, there, changes)
-    return Upload(target, hub.url(target.name), files, changes)
-
-
-def _refuse(target: Destination, there: Repository, changes: Changes) -> None:
+        with _explained(target.name):
+            api.create_repo(target.name, private=target.is_private, exist_ok=True)
+        if (there := _find(api, target.name)) is None:
+            raise LostConnectionError(f"{target.name} was created, but the hub does not show it")
     if target.is_private and not there.is_private:
         raise ModelError(
             f"{target.name} exists and is public; upload to a private repository, or say --public"
@@ -376,44 +236,118 @@ def _refuse(target: Destination, there: Repository, changes: Changes) -> None:
             f"{target.name} exists and holds something else ({shown}{rest}); choose another name, "
             "or say --replace to overwrite files of the same names and keep the others"
         )
-
-
-def _upload(
-    hub: HuggingFaceUpload, target: Destination, files: tuple[LocalFile, ...], source: str
-) -> None:
-    """Bring the repository to the state of ``files``. Called again, it continues."""
-    there = hub.find(target.name)
-    if there is None:
-        hub.create(target.name, private=target.is_private)
-        there = hub.find(target.name)
-        if there is None:
-            raise LostConnectionError(f"{target.name} was created, but the hub does not show it")
-    before = _marker(hub, target, there)
-    changes = compare(files, there.files, before, source)
-    _refuse(target, there, changes)
-    replaced = [file for file in files if file.path in changes.foreign]
-    marker = LocalFile(MARKER, marker_of(files, changes, before, source).dump())
-    added = [*changes.added, *replaced]
+    before = there.uploaded if there.source == source else {}  # its checkpoints stay
+    listed = {path: hashes for path, hashes in before.items() if path not in changes.removed}
+    listed |= {f.path: (f.sha256, f.git) for f in plan.files if f.path not in changes.kept}
+    fields = {
+        "format": FORMAT,
+        "version": 1,
+        "source": source,
+        "files": dict(sorted(listed.items())),
+    }
+    marker = LocalFile(MARKER, (json.dumps(fields, indent=2) + "\n").encode())
+    added = [*changes.added, *(file for file in plan.files if file.path in changes.foreign)]
     entry = there.files.get(MARKER)
-    if added or changes.removed or entry is None or not entry.is_same(marker.sha256, marker.git):
-        hub.commit(target.name, there, [*added, marker], changes.removed)
+    is_marked = entry is not None and _has_hash(entry, marker.sha256, marker.git)
+    if is_marked and not (added or changes.removed):
+        return
+    adding = [_addition(file) for file in [*added, marker]]
+    each_once = {file.sha256: _addition(file) for file in [*added, marker]}
+    removing = [CommitOperationDelete(path_in_repo=path) for path in changes.removed]
+    with _explained(target.name):
+        api.preupload_lfs_files(target.name, list(each_once.values()), free_memory=False)
+        api.create_commit(
+            target.name,
+            [*adding, *removing],
+            commit_message="Upload with Surefoot",
+            parent_commit=there.commit or None,
+        )
 
 
-def _marker(hub: HuggingFaceUpload, target: Destination, there: Repository) -> Marker | None:
-    return parse(hub.read(target.name, MARKER, there)) if MARKER in there.files else None
+def _addition(file: LocalFile) -> CommitOperationAdd:
+    source = file.source if isinstance(file.source, bytes) else str(file.source)
+    return CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=source)
 
 
-def _retried(attempt: Callable[[], T]) -> T:
+def _find(api: HfApi, name: str) -> Repository | None:
+    """The repository; None if it does not exist."""
+    with _explained(name):
+        try:
+            about = api.model_info(name)
+        except RepositoryNotFoundError:
+            return None
+        tree = api.list_repo_tree(name, recursive=True, revision=about.sha)
+        files = {each.path: each for each in tree if isinstance(each, RepoFile)}
+        marker = b""
+        if MARKER in files:
+            url = hf_hub_url(name, MARKER, revision=about.sha, endpoint=constants.ENDPOINT)
+            answer = get_session().get(url, headers=build_hf_headers(), follow_redirects=True)
+            hf_raise_for_status(answer)
+            marker = answer.content
+    return Repository(bool(about.private), about.sha or "", files, *_parsed(marker))
+
+
+def _parsed(data: bytes) -> tuple[str, Mapping[str, tuple[str, str]]]:
+    """What was uploaded last, as the marker in a repository says; nothing if it is not one."""
+    try:
+        found = json.loads(data)
+        listed = {str(path): (str(h[0]), str(h[1])) for path, h in found["files"].items()}
+        if found["format"] == FORMAT:
+            return str(found["source"]), listed
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return "", {}
+    return "", {}
+
+
+def _license_on_hub(api: HfApi, name: str) -> str | None:
+    """The license of a model; None if the hub does not say."""
+    try:
+        with _explained(name):
+            about = api.model_info(name).card_data
+    except HubError:
+        return None
+    terms = None if about is None else about.get("license")
+    return str(terms) if terms else None
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Errors of the library, in one sentence."""
+    try:
+        yield
+    except (HTTPError, HFValidationError, OSError, RuntimeError) as error:
+        raise _said(name, error) from error
+
+
+def _said(name: str, error: Exception) -> HubError:
+    cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+    status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+    if isinstance(cause, LocalTokenNotFoundError) or status in _DENIED:
+        return HubError(
+            f"{name}: the hub refuses the upload; set HF_TOKEN to a token with write access to it, "
+            "or run `hf auth login`"
+        )
+    if isinstance(cause, HfHubHTTPError):
+        answer = cause.server_message or cause.response.text[:200]
+        message = f"{name}: the hub answers {status}: {answer}"
+        return LostConnectionError(message) if status in _TEMPORARY else HubError(message)
+    if isinstance(cause, HTTPError | OSError):
+        reason = str(cause) or type(cause).__name__
+        return LostConnectionError(f"{constants.ENDPOINT}: connection lost ({reason})")
+    return HubError(f"{name}: {str(cause).splitlines()[0]}")
+
+
+def _retried(attempt: Callable[[], None]) -> None:
     """Call ``attempt`` until the connection holds."""
     for number in range(TRIES):
         try:
-            return attempt()
+            attempt()
+            return
         except LostConnectionError as error:
             if number + 1 == TRIES:
                 raise
             logger.info("%s; resuming", error)
             time.sleep(WAIT * 2**number)
-    raise AssertionError("unreachable")
 
 
 def main(folder: Path, settings: dict[str, object]) -> int:
