@@ -85,6 +85,7 @@ interop: $(STAMP)  ## let MindSpore and transformers 4 read what we wrote, in en
 docs: $(STAMP)  ## regenerate the reference pages and the picture of the house from the code
 	$(BIN)/python tests/reference_pages.py docs/reference
 	$(BIN)/python tests/house.py
+	$(BIN)/python tests/tour.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,7 @@ has to know: Python, and the tables, templates and pages beside it.
 
 import ast
 import io
+import re
 import sys
 import tokenize
 import tomllib
@@ -18,6 +19,7 @@ SOURCE = PROJECT / "src" / "surefoot"
 BUDGET = Path(__file__).with_name("budget.toml")
 SUFFIXES = (".py", ".js", ".css", ".yaml", ".jinja", ".html")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+PRIVATE = re.compile(r"(^|/)_[a-z]|^(cli|plugins)/")  # nothing may import commands and plugins
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 NO_CODE += (tokenize.ENCODING, tokenize.ENDMARKER)
 
@@ -67,6 +69,27 @@ def table(source=SOURCE):
     return "\n".join(lines)
 
 
+def shape():
+    """What the numbers of lines do not say: modules, those that other rooms import, imports."""
+    files = sorted(SOURCE.rglob("*.py"))
+    texts = {file: file.read_text() for file in files}
+    num_lines = sum(len(text.splitlines()) for text in texts.values())
+    imports = [
+        node
+        for text in texts.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    share = sum(node.end_lineno - node.lineno + 1 for node in imports) / num_lines
+    modules = [file for file in files if file.name not in ("__init__.py", "plugin.py")]
+    doors = [m for m in modules if not PRIVATE.search(m.relative_to(SOURCE).as_posix())]
+    small = [str(m.relative_to(SOURCE)) for m in modules if len(texts[m].splitlines()) < 60]
+    return (
+        f"{num_lines:,} lines of Python in {len(modules)} modules, {len(doors)} of them public; "
+        f"imports are {share:.1%}\nunder 60 lines: {', '.join(small)}"
+    )
+
+
 def lower():
     """Lower the ceiling of every room that has less code than it may have to what it has."""
     found, lines, name = counted(), BUDGET.read_text().splitlines(), ""
@@ -82,3 +105,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["lower"]:
         lower()
     print(table(*map(Path, [] if sys.argv[1:] == ["lower"] else sys.argv[1:])))
+    print(shape())

@@ -86,6 +86,21 @@ def test_imports_point_down(file):
             )
 
 
+def room(file):
+    """The room of a module: a plugin is one, and so is every other folder of the package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return parts[:2] if parts[0] == "plugins" else parts[:1]
+
+
+@each(FILES, lambda file: str(file.relative_to(ROOT)))
+def test_what_begins_with_an_underscore_is_private_to_its_room(file):
+    for node in ast.walk(FILES[file]):
+        for target in imported(file, node):
+            parts = target.relative_to(ROOT).with_suffix("").parts
+            is_private = any(re.match("_[a-z]", name) for name in parts)
+            assert not is_private or room(file) == room(target), f"{target} is private"
+
+
 def test_every_part_has_its_row():
     assert {part(f) for f in FILES} <= LEVEL.keys()
 
