@@ -34,7 +34,7 @@ TORCH_FREE = (
     "schema/__init__",
     "storage/files",
     "parallel/box",
-    "checkpoint/disk/file_plan",
+    "checkpoint/disk/tensorfile",
     "checkpoint/disk/manifest",
 )
 

@@ -26,7 +26,7 @@ LAUNCHED = time.monotonic()  # before anything large is imported
 import torch
 
 import surefoot
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.training.callback import Context, TrainerCallback
 from surefoot.training.learner import Learner
 from surefoot.training.state import TrainerControl, TrainerState

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.checkpoint.converting.targets.dcp import write_dcp
-from surefoot.checkpoint.disk.file_plan import explain
+from surefoot.checkpoint.converting.targets import write_dcp
+from surefoot.checkpoint.disk.tensorfile import explain
 from surefoot.checkpoint.layouts.dcp import file_name
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.parallel.box import Box

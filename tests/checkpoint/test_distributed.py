@@ -15,18 +15,18 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 import tiny
-from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import ConcurrentCheck, verify
 from surefoot.checkpoint.saving.job import Shard
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import ConcurrentCheck, verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
 from surefoot.storage.files import digest

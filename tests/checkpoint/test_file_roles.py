@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 
 from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.layouts.opening import open_folder
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.reading.contents import open_contents
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.state.roles import FileRole
 from surefoot.checkpoint.state.states import FileState, UnshardedState
+from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh

@@ -12,7 +12,7 @@ import pytest
 
 import surefoot
 from surefoot.checkpoint.layouts.detection import open_weights
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.use import open_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import find_latest, verify
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import find_latest, verify
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 
@@ -101,7 +101,7 @@ HOSTILE = {
 READER = """
 import resource, sys
 from pathlib import Path
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.checkpoint.looking.listing import list_run
 from surefoot.errors import CheckpointError
 assert "torch" not in sys.modules

@@ -25,15 +25,13 @@ import torch
 
 import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot.checkpoint.background import writer_process
-from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.commit import committed
-from surefoot.checkpoint.reading.latest import recover_latest
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import find_latest
-from surefoot.checkpoint.saving import joint
+from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving import joint, writer_process
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.writer_process import Background
+from surefoot.checkpoint.verification import find_latest, recover_latest
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 

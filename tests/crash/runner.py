@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.sample import blank, same_states, sample_states
-from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.disk.retention import drop_all
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import find_latest
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.writer_process import Background
+from surefoot.checkpoint.verification import find_latest
 
 
 def start(root):

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
-from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
-from surefoot.checkpoint.background.writer_process import take
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.retention import drop_all
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import find_latest
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.saving.writer_process import take
 from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.verification import find_latest
 from surefoot.errors import CheckpointError
 
 OLD, NEW = (1, 2), 3

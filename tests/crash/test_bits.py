@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from checkpoint.sample import Holder
-from surefoot.checkpoint.reading.verification import find_latest, verify
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.verification import find_latest, verify
 
 KINDS = ("flip", "cut", "extend")
 

@@ -12,7 +12,7 @@ import pytest
 import surefoot
 import warm
 from project import Project, assert_same, checkpoints, final_weights, start
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 
 
 @pytest.fixture(scope="module")

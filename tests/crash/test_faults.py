@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from checkpoint.sample import blank, same_states
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import find_latest, verify
+from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.verification import find_latest, verify
 from surefoot.errors import CheckpointError
 from surefoot.storage import files
 

@@ -10,7 +10,7 @@ import pytest
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, start
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 
 MIB = 1 << 20
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint.sample import sample_states
-from surefoot.checkpoint.reading.verification import find_latest
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.verification import find_latest
 from surefoot.storage import files
 from surefoot.training.callbacks.jsonl import NAME, Jsonl
 from surefoot.training.state import TrainerControl, TrainerState

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 
 

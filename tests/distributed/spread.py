@@ -11,9 +11,9 @@ import torch
 import ranks
 import small
 import tiny
-from surefoot.checkpoint.background.saver import AsyncSaver
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare
+from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.data.prepared.training_data import TrainingData

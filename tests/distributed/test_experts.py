@@ -7,8 +7,8 @@ import ranks
 import tiny
 from spread import compare, learn, resume, save, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.weights import FullWeights
 from surefoot.parallel.world import ALONE

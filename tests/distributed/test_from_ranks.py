@@ -8,7 +8,7 @@ import torch
 import folders
 import ranks
 from spread import learn, save, trainer
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory
 from surefoot.errors import CheckpointError
 from surefoot.model.pretrained.weights import places
@@ -17,7 +17,7 @@ from surefoot.plugins.mindspore.naming import AttentionHeads, to_mindspore
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.rank_files import write_full
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
-from surefoot.plugins.mindspore.target import MindSporeFolder
+from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.use.exporting.conversion import convert
 from test_startup import begun, contents, data
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 from kept import assert_bitwise, everything
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.seeding import seed_everything

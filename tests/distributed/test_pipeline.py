@@ -10,7 +10,7 @@ import ranks
 import spread
 from kept import everything
 from spread import UNEVEN, learn, trainer
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.model.seeding import seed_everything

@@ -10,7 +10,7 @@ import small
 from spread import learn, resume, trainer
 from spread import save as store
 from surefoot.checkpoint.disk.commit import committed
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.training import TrainerCallback
 
 

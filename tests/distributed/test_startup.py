@@ -17,7 +17,7 @@ import small
 import tiny
 from counting import Counting
 from spread import learn, save
-from surefoot.checkpoint.background.saver import AsyncSaver
+from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.section import DataSection

@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.state.states import FileState, UnshardedState
+from surefoot.checkpoint.verification import verify
 
 SHAPES = {
     "model": {"model.layers.0.weight": (11, 6), "model.norm.weight": (7,)},

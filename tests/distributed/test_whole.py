@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
-from surefoot.checkpoint.background.saver import start_save
-from surefoot.checkpoint.background.writer_process import Background
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.reading.verification import verify
-from surefoot.checkpoint.saving.load_balancing import SLACK
 from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.writer_group import WriterGroup
+from surefoot.checkpoint.saving.saver import start_save
+from surefoot.checkpoint.saving.writer_group import SLACK, WriterGroup
+from surefoot.checkpoint.saving.writer_process import Background
+from surefoot.checkpoint.verification import verify
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE

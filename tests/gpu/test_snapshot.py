@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from checkpoint.sample import Holder
-from surefoot.checkpoint.background import writer_process as snapshot
-from surefoot.checkpoint.background.saver import AsyncSaver
-from surefoot.checkpoint.background.snapshot_buffer import SnapshotBuffer
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving import writer_process as snapshot
+from surefoot.checkpoint.saving.saver import AsyncSaver
+from surefoot.checkpoint.saving.snapshot_buffer import SnapshotBuffer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ import torch
 from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
 from surefoot.checkpoint.disk.bytes import raw
-from surefoot.checkpoint.reading.contents import open_contents, shown
+from surefoot.checkpoint.layouts.detection import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
-from surefoot.plugins.mindspore.target import MindSporeFolder
+from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run
 from surefoot.use.exporting.conversion import convert

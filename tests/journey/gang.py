@@ -21,10 +21,10 @@ from pathlib import Path
 
 import forks
 from project import Project, checkpoints, losses
-from surefoot.checkpoint.background import writer_process
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.saving import writer_process
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.cli import train as imported_early  # noqa: F401
 from surefoot.parallel import launcher as launch
 

@@ -19,9 +19,9 @@ import surefoot
 from project import Project, checkpoints, in_child, losses
 from surefoot.batch import Loss, OutputSpec
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.checkpoint.reading.contents import open_contents
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 from surefoot.network.network import Network
 from surefoot.parallel.sharding import Mesh

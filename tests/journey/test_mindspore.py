@@ -8,13 +8,13 @@ import torch
 from safetensors import safe_open
 
 from folders import save_data, save_model, save_recipe
-from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe
-from surefoot.plugins.mindspore.target import MindSporeFolder
+from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse
 from surefoot.run.training_run import build, run

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 import warm
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, start
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.methods import METHODS
 from surefoot.optim import OPTIMIZERS
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from project import Project, checkpoints, losses, start, surefoot
 from surefoot.checkpoint.disk.commit import being_written
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.recipe.recipe import load
 
 CLOSE = 2e-5  # of losses and of weights after some steps of Adam: sums in another order

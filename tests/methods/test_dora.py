@@ -9,7 +9,7 @@ import folders
 import ranks
 from adapted import logits, saved, trained
 from spread import save
-from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
+from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions

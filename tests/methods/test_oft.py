@@ -10,7 +10,7 @@ import ranks
 import tiny
 from adapted import logits, saved, trained
 from spread import learn, resume, save
-from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
+from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.methods.oft import OFT

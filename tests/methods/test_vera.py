@@ -14,7 +14,7 @@ import ranks
 import tiny
 from adapted import logits, saved, trained
 from spread import learn, resume, save
-from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
+from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods.vera import VeRA
 from surefoot.model.section import ModelSection

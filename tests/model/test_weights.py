@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import tiny
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.methods.lora import LoRA

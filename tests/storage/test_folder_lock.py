@@ -10,7 +10,7 @@ import pytest
 
 import warm
 from surefoot.checkpoint import AsyncSaver
-from surefoot.checkpoint.looking.pruning import untrained
+from surefoot.checkpoint.looking.listing import untrained
 from surefoot.errors import CheckpointError, RunError
 from surefoot.run.folder import _locked
 from surefoot.storage.folder_lock import NAME, is_held, lock

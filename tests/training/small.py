@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 import tiny
-from surefoot.checkpoint.background.saver import AsyncSaver
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching, Collation

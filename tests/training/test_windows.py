@@ -10,7 +10,7 @@ import torch
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, metrics
 from stage_data import DATASETS, REWARD, SETTINGS, written
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import RunError
 from surefoot.generate.choosing import Chooser

@@ -155,7 +155,7 @@ def test_a_copy_in_the_cache_of_a_hub_is_checked_through_its_links(project, tmp_
         if path.name.startswith(kept):
             shutil.copy(path, tmp_path / path.name)
             (here / path.name).symlink_to(tmp_path / path.name)
-    from surefoot.checkpoint.reading.verification import ConcurrentCheck
+    from surefoot.checkpoint.verification import ConcurrentCheck
 
     with ConcurrentCheck([here]) as check:
         assert check.wait() is None

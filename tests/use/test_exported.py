@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import surefoot
 from folders import CHATML, edit_json, save_adapter, save_model, save_recipe
-from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
+from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.use import export, open_model
 

@@ -7,9 +7,8 @@ import torch
 
 import surefoot
 from folders import edit_json, save_adapter, save_model, save_recipe
-from surefoot.checkpoint.converting.targets.huggingface import HuggingFaceModel
-from surefoot.checkpoint.converting.targets.surefoot import SurefootCheckpoint
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.converting.targets import HuggingFaceModel, SurefootCheckpoint
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError, ModelError, SurefootError
 from surefoot.parallel.sharding import Mesh
 from surefoot.use import export, locate, open_model

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from ..extensions import Extended
 from ..storage.address import Address
 from .looking.listing import CheckpointLine
-from .reading.verification import Report
+from .verification import Report
 
 if TYPE_CHECKING:
-    from .background.saver import RunMirror
+    from .saving.saver import RunMirror
 
 
 class RemoteRun(Protocol):

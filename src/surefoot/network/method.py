@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from .. import model as models
-from ..checkpoint.state.protocols import ShardedState
+from ..checkpoint.state.roles import ShardedState
 from ..optim.blocks import ParameterNames, TrainedBlocks, everything
 from ..schema import Problem
 

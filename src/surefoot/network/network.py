@@ -14,8 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.state.protocols import ShardedState
-from ..checkpoint.state.roles import MODEL, FileRole
+from ..checkpoint.state.roles import MODEL, FileRole, ShardedState
 from ..checkpoint.state.states import FileState, PartialState
 from ..generate.generation import (
     Chooser,

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.layouts.detection import has_manifest
-from ..checkpoint.reading.verification import ConcurrentCheck, verify_weights
+from ..checkpoint.verification import ConcurrentCheck, verify_weights
 from ..errors import DamagedFileError, ModelError, RecipeError, SurefootError, counted
 from ..log import silenced
 from ..model.adapters import enable_float32_lengths

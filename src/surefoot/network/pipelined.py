@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Outputs
-from ..checkpoint.state.pipelined_state import PipelinedOptimizer, PipelinedWeights, owners
+from ..checkpoint.state.states import PipelinedOptimizer, PipelinedWeights, owners
 from ..errors import RecipeError
 from ..model.head import outputs
 from ..model.pipeline_stages import IdentityStub, Stages, keep, parameters_of

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
-from ..checkpoint.state.protocols import ShardedState
+from ..checkpoint.state.roles import ShardedState
 from ..errors import RecipeError
 from ..model.attention.isolation import unpacked
 from ..model.head import outputs

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import schema
 from ..checkpoint.disk.retention import RetentionPolicy, more_is_better
-from ..checkpoint.looking.pruning import PruneOptions
+from ..checkpoint.looking.listing import PruneOptions
 from ..checkpoint.section import CheckpointSection
 from ..errors import CheckpointError
 from .files import RUN_RECIPE, read_text

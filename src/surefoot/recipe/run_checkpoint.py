@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..checkpoint.disk import trainer_state
 from ..checkpoint.disk.commit import named
-from ..checkpoint.reading.verification import verify_weights
+from ..checkpoint.verification import verify_weights
 from ..errors import CheckpointError, RecipeError
 from .files import RUN_RECIPE, read_text
 from .yaml import parse

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..checkpoint.background.saver import AsyncSaver, SaveListener
 from ..checkpoint.disk.folder import tokenizer_of
-from ..checkpoint.reading.loading import load as load_checkpoint
+from ..checkpoint.loading import load as load_checkpoint
+from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..checkpoint.saving.writer_group import WriterGroup
 from ..data.text.codec import Codec
 from ..errors import RecipeError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint.background.saver import AsyncSaver
+from ..checkpoint.saving.saver import AsyncSaver
 from ..data.prepared.training_data import AnyData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset

@@ -14,14 +14,15 @@ from pathlib import Path
 from .. import schema
 from ..checkpoint.disk.commit import clean, committed, new_nonce, step_of
 from ..checkpoint.layouts.detection import has_manifest, names_save
-from ..checkpoint.reading.latest import (
+from ..checkpoint.remote import RemoteRun, stores
+from ..checkpoint.verification import (
+    expect_valid,
+    find_latest,
     recover_latest,
     refuse_foreign,
     set_aside,
     wait_for_orphans,
 )
-from ..checkpoint.reading.verification import expect_valid, find_latest
-from ..checkpoint.remote import RemoteRun, stores
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import CheckpointError, RunError, SurefootError
 from ..extensions import Extended

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoint.reading.loading import load as load_checkpoint
+from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
 from ..model.pretrained.loading import device
 from ..model.section import ModelSection

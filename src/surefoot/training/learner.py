@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..checkpoint.state.protocols import ShardedState
+from ..checkpoint.state.roles import ShardedState
 from ..model.lora_targets import is_added
 from ..network.method import Weights
 from ..network.network import Network

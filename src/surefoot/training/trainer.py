@@ -12,13 +12,12 @@ from signal import Signals
 from typing import Any
 
 from ..batch import Window
-from ..checkpoint.background.saver import AsyncSaver
 from ..checkpoint.disk import retention
 from ..checkpoint.disk.commit import step_of
 from ..checkpoint.disk.trainer_state import finite
-from ..checkpoint.reading.loading import load
-from ..checkpoint.state.protocols import Stateful
-from ..checkpoint.state.roles import MODEL
+from ..checkpoint.loading import load
+from ..checkpoint.saving.saver import AsyncSaver
+from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World

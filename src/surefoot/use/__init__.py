@@ -1,6 +1,6 @@
 """Use trained models: find one by any path, open it as it was trained, evaluate it, export it."""
 
-from ..checkpoint.converting.targets.huggingface import HuggingFaceModel
+from ..checkpoint.converting.targets import HuggingFaceModel
 from .conversation import Answer, Conversation
 from .exporting.conversion import export
 from .model_loading import LoadedModel, open_model

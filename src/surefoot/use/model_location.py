@@ -10,8 +10,8 @@ from typing import Any
 from ..checkpoint.converting.model_files import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
-from ..checkpoint.reading.verification import verify
 from ..checkpoint.remote import stores
+from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
 from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection

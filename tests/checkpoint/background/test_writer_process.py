@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import warm
-from surefoot.checkpoint.background.saver import start_save
-from surefoot.checkpoint.background.snapshot_buffer import FileImages, SnapshotBuffer, places
-from surefoot.checkpoint.background.writer_process import Background, describe, take
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.saver import start_save
+from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.saving.writer_process import Background, describe, take
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 
 from ..sample import Holder, blank, same_states, sample_states, tree_bytes
@@ -192,7 +192,7 @@ import os, signal, sys
 from pathlib import Path
 from checkpoint.sample import sample_states
 from checkpoint.background.test_writer_process import begin
-from surefoot.checkpoint.background.writer_process import Background
+from surefoot.checkpoint.saving.writer_process import Background
 root, background = Path(sys.argv[1]), Background()
 begin(background, root, 1)
 background.wait()
@@ -224,7 +224,7 @@ def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_pa
     command = [
         sys.executable,
         "-m",
-        "surefoot.checkpoint.background.writer",
+        "surefoot.checkpoint.saving.writer",
         str(arena.descriptor),
         str(size),
     ]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from counting import Counting
 from surefoot.checkpoint.converting.resharding import plan_reshard, reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh
 from surefoot.storage import files

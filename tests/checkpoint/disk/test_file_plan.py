@@ -5,7 +5,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.checkpoint.disk.file_plan import plan_save
+from surefoot.checkpoint.disk.tensorfile import plan_save
 
 SIZES = st.lists(st.integers(0, 30), max_size=15)
 

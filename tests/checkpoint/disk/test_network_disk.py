@@ -10,9 +10,9 @@ import pytest
 from checkpoint.sample import sample_states
 from surefoot.checkpoint.disk.commit import clean, delete
 from surefoot.checkpoint.disk.retention import RetentionPolicy
-from surefoot.checkpoint.looking.pruning import PruneOptions, plan_pruning, untrained
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.looking.listing import PruneOptions, plan_pruning, untrained
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.storage import files, folder_lock
 

@@ -10,14 +10,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from surefoot.checkpoint.converting.resharding import reshard
-from surefoot.checkpoint.converting.targets.dcp import write_dcp
+from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.layouts.dcp import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh
 

@@ -18,7 +18,7 @@ from surefoot.checkpoint.sources.source import TensorsInMemory
 MEMORY = """
 import json, os, resource, sys
 from pathlib import Path
-from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.looking.diff import compare_tensors
 from surefoot.checkpoint.looking.tensor_stats import norms
 from surefoot.checkpoint.sources.source import FolderSource

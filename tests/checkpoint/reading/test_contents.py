@@ -4,7 +4,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.reading.contents import find_tensor, open_contents, plain, shown, states_of
+from surefoot.checkpoint.layouts.detection import (
+    find_tensor,
+    open_contents,
+    plain,
+    shown,
+    states_of,
+)
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.source import FolderSource
 from surefoot.errors import CheckpointError

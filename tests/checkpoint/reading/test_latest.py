@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from surefoot.checkpoint import CheckpointError, load, recover_latest, save
+from surefoot.checkpoint import verification as latest
 from surefoot.checkpoint.disk.commit import temporary_folder
 from surefoot.checkpoint.looking.listing import list_run
-from surefoot.checkpoint.reading import latest
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 
 from ..sample import blank, same, sample_states
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from surefoot.checkpoint.disk.manifest import dump, parse
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError, DamagedFileError
 

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from surefoot.checkpoint.reading.verification import find_latest, verify
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.verification import find_latest, verify
 from surefoot.errors import CheckpointError
 
 from ..sample import sample_states

@@ -8,24 +8,19 @@ import traceback
 import pytest
 import torch
 
-from surefoot.checkpoint.background.snapshot_buffer import (
-    FileImages,
-    SnapshotBuffer,
-    image_of,
-    places,
-)
-from surefoot.checkpoint.background.writer_process import take
 from surefoot.checkpoint.disk.bytes import describe
 from surefoot.checkpoint.disk.commit import clean, committed
-from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.manifest import STATE
+from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving import joint as shared
 from surefoot.checkpoint.saving.job import Job, Shard, WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors
+from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
+from surefoot.checkpoint.saving.writer_process import take
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
 from surefoot.storage import files

@@ -13,15 +13,15 @@ import torch
 import warm
 from surefoot.checkpoint.disk.bytes import describe
 from surefoot.checkpoint.disk.commit import committed
-from surefoot.checkpoint.disk.file_plan import plan_save
 from surefoot.checkpoint.disk.manifest import STATE
+from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving import joint
 from surefoot.checkpoint.saving.job import Job, Shard
 from surefoot.checkpoint.saving.preparation import LiveTensors
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
 from surefoot.parallel.sharding import chunk

@@ -13,8 +13,8 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from surefoot.checkpoint.reading.verification import verify
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 
 from ..sample import Holder, same_bits, sample_states, tree_bytes

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from crash.system import System, fails
-from surefoot.checkpoint.background.writer_process import Background
-from surefoot.checkpoint.reading.loading import load
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare, save
+from surefoot.checkpoint.saving.writer_process import Background
 from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.verification import verify
 from surefoot.storage import files
 
 from ..sample import Holder

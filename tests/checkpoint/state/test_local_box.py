@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from surefoot.checkpoint.saving.load_balancing import LocalTensor, balance
 from surefoot.checkpoint.saving.preparation import save
+from surefoot.checkpoint.saving.writer_group import LocalTensor, balance
 from surefoot.checkpoint.state.local_box import local_box_of
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box

@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from checkpoint.sample import sample_states
 from folders import save_recipe
 from plugins.trainers.zero_folders import write_zero
-from surefoot.checkpoint.converting.targets.dcp import write_dcp
+from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.recipe.recipe import load

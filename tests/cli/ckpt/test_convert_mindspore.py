@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint.layouts.mindspore.real import rank_file, rewrite
 from folders import save_model, save_recipe
-from surefoot.checkpoint.reading.contents import open_contents
+from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build

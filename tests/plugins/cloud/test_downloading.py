@@ -4,7 +4,7 @@ import pytest
 
 from checkpoint.sample import blank, same, sample_states
 from surefoot.checkpoint.disk import strict_json
-from surefoot.checkpoint.reading.loading import load
+from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.plugins.cloud.checkpoints import (

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 import surefoot
 from folders import save_model, save_recipe
 from hub_server import serving
-from surefoot.checkpoint.reading.verification import verify_checkpoint
+from surefoot.checkpoint.verification import verify_checkpoint
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, ModelError
 from surefoot.plugins.cloud import pushing as module

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from project import Project, checkpoints, losses, start, surefoot
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 
 CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order
 OPTIM = {"adamw": {"learning_rate": 0.003, "schedule": "constant"}}  # runs here change their length

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from project import Project, assert_same, checkpoints, losses, start
-from surefoot.checkpoint.reading.verification import verify
+from surefoot.checkpoint.verification import verify
 from surefoot.cli.main import main
 from surefoot.errors import CheckpointError, RunError, SurefootError
 from surefoot.plugins.cloud.mirror import LOCK

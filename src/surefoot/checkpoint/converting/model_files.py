@@ -16,9 +16,8 @@ from ...storage.files import read_json
 from ...storage.tensor_names import is_adapted
 from ..disk.folder import companions_of, open_checkpoint
 from ..disk.manifest import is_safetensors
-from ..layouts.detection import has_manifest
+from ..layouts.detection import has_manifest, small_file
 from ..layouts.opening import open_folder
-from ..reading.contents import small_file
 from ..sources.source import Renamed, TensorSource
 from ..sources.weights import ADAPTER_CONFIG
 

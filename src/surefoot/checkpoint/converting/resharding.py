@@ -19,15 +19,14 @@ from ...parallel.box import Box
 from ...parallel.sharding import Mesh
 from ...storage import files
 from ..disk.commit import clean_leftovers, refuse_existing, step_of
-from ..disk.file_plan import plan_save
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
+from ..disk.tensorfile import plan_save
 from ..layouts.detection import expect_layout
-from ..layouts.native import Native
+from ..layouts.layout import Native
 from ..saving.job import Job, Saved, Shard
-from ..saving.load_balancing import LocalTensor
 from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
-from ..saving.writer_group import shared_out
+from ..saving.writer_group import LocalTensor, shared_out
 from ..saving.writing import write
 from ..sources.copying import Progress, cast, described, fill, silent
 from ..sources.source import FolderSource, Renamed, TensorSource

@@ -18,9 +18,8 @@ import torch
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
-from .file_plan import FilePlan
 from .manifest import Piece
-from .tensorfile import TensorEntry, TensorFile, ranges_of
+from .tensorfile import FilePlan, TensorEntry, TensorFile, ranges_of
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -1,4 +1,4 @@
-"""Layouts: the kinds of folders that Surefoot reads weights from. One file and one line each.
+"""Layouts: the kinds of folders that Surefoot reads weights from, one class and one line each.
 
 Looking into a folder needs no torch. ``opening`` opens its weights as tensor sources, and
 ``converting/targets`` writes such folders.
@@ -6,10 +6,9 @@ Looking into a folder needs no torch. ``opening`` opens its weights as tensor so
 
 from ...extensions import Extended
 from .dcp import DCP
-from .huggingface import PEFT, HuggingFace
-from .layout import Layout
-from .native import Native
+from .layout import PEFT, HuggingFace, Layout, Native
 
+# A folder may have files of several: a checkpoint of ours has transformers', too. The first counts.
 LAYOUTS: Extended[Layout] = Extended(
-    "layouts", {layout.name: layout for layout in (Native(), PEFT(), HuggingFace(), DCP())}
+    "layouts", {layout.name: layout for layout in (Native(), HuggingFace(), PEFT(), DCP())}
 )

@@ -1,6 +1,6 @@
 """Boxes of tensors in safetensors, as PyTorch's distributed checkpoints (DCP) write them.
 
-Every file's header contains the offsets of its boxes (``disk.file_plan``), but not the full sizes
+Every file's header contains the offsets of its boxes (``disk.tensorfile``), but not the full sizes
 of tensors: PyTorch's own reader uses the largest offset it finds. No torch here.
 """
 
@@ -16,12 +16,9 @@ from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
 from ...storage import files
 from ..disk import strict_json, tensorfile
-from ..disk.file_plan import INFO_KEY, SHAPE_KEY, START_KEY
-from ..disk.tensorfile import integers
+from ..disk.tensorfile import INFO_KEY, SHAPE_KEY, START_KEY, integers
 from ..sources.weights import FolderWeights, StoredBox, TensorLocation
-from .huggingface import PEFT, HuggingFace
 from .layout import Layout
-from .native import Native
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,8 @@ class DCP(Layout):
     written_by = ""
 
     def recognise(self, folder: Path) -> bool:
-        """Whether it has files ``shard-00001-model-00001-of-00001.safetensors`` alone."""
-        is_taken = any(other.recognise(folder) for other in (Native(), PEFT(), HuggingFace()))
-        return not is_taken and bool(shard_files(folder))
+        """Whether it has files ``shard-00001-model-00001-of-00001.safetensors``."""
+        return bool(shard_files(folder))
 
     def open(self, folder: Path) -> FolderWeights:
         """The tensors, each joined from its boxes."""

@@ -13,10 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...errors import CheckpointError
 from ...storage import files
-from ..disk import strict_json, trainer_state
-from ..sources.weights import PICKLES, FolderWeights, TensorLocation
-from ..state.roles import MODEL
+from ..disk import strict_json, tensorfile, trainer_state
+from ..disk.folder import open_checkpoint
+from ..disk.manifest import MANIFEST, STATE, is_plain_name
+from ..sources.weights import (
+    ADAPTER,
+    MODEL,
+    MODEL_INDEX,
+    PICKLES,
+    FolderWeights,
+    TensorLocation,
+    places,
+    tensors_in,
+)
+from ..state.roles import MODEL as MODEL_ROLE
+from ..state.roles import part_of, role_of
 
 Locations = Mapping[str, TensorLocation]  # by name
 
@@ -62,7 +75,8 @@ class Layout(ABC):
 
     @abstractmethod
     def recognise(self, folder: Path) -> bool:
-        """Whether ``folder`` is of this layout and no other. Reads names only."""
+        """Whether ``folder`` has files of this layout. The first of ``LAYOUTS`` counts. Reads names
+        only."""
 
     @abstractmethod
     def open(self, folder: Path) -> FolderWeights:
@@ -70,9 +84,9 @@ class Layout(ABC):
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """Every tensor by its full name, ``role/name``, of all networks, or of some ``roles``."""
-        if roles is not None and MODEL not in roles:
+        if roles is not None and MODEL_ROLE not in roles:
             return {}
-        return {f"{MODEL}/{name}": place for name, place in self.open(folder).tensors.items()}
+        return {f"{MODEL_ROLE}/{name}": place for name, place in self.open(folder).tensors.items()}
 
     def states(self, folder: Path) -> Mapping[str, Any]:
         """The states without their tensors, or what the folder logged of its training."""
@@ -112,3 +126,114 @@ def read_small(folder: Path, name: str) -> bytes | None:
         return None
     with files.open_file(folder / name) as file:
         return files.read_all(file, strict_json.MAX_BYTES)
+
+
+@dataclass(frozen=True)
+class Native(Layout):
+    """A Surefoot checkpoint."""
+
+    name = "native"
+    title = "Surefoot"
+    written_by = ""
+    has_manifest = True
+    has_adapter_config = True
+    is_assembled = True
+    is_whole_model = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has a manifest or, if it is damaged, the state file."""
+        return files.exists(folder / MANIFEST) or files.exists(folder / STATE)
+
+    def open(self, folder: Path) -> FolderWeights:
+        """The model, or the adapter."""
+        with files.raising(CheckpointError):
+            checkpoint = open_checkpoint(folder)
+        return FolderWeights(
+            self.name, folder, places(checkpoint, checkpoint.manifest.tensors(MODEL_ROLE))
+        )
+
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """What the manifest lists; files of other roles are not opened."""
+        checkpoint = open_checkpoint(folder)
+        found = checkpoint.manifest.by_tensor()
+        wanted = {n: p for n, p in found.items() if roles is None or part_of(role_of(n)) in roles}
+        return places(checkpoint, wanted)
+
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """All states of the run."""
+        checkpoint = open_checkpoint(folder)
+        return checkpoint.skeleton() if STATE in checkpoint.manifest.files else {}
+
+    def small_file(self, folder: Path, name: str) -> bytes | None:
+        """A file that the manifest lists, checked against its hash."""
+        checkpoint = open_checkpoint(folder)
+        return checkpoint.small(name) if name in checkpoint.manifest.files else None
+
+
+def has_model(folder: Path) -> bool:
+    """Whether ``from_pretrained`` finds weights in it."""
+    return any(files.exists(folder / name) for name in (MODEL, MODEL_INDEX))
+
+
+def _open_shards(folder: Path) -> dict[str, TensorLocation]:
+    where = folder / MODEL_INDEX
+    index = strict_json.read_object(where)
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise CheckpointError(f"{where}: weight_map must map tensor names to file names")
+    for name in sorted(set(names.values())):
+        if not is_plain_name(name) or "/" in name:
+            raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
+    opened = {n: tensorfile.open_path(folder / n) for n in sorted(set(names.values()))}
+    found = {}
+    for tensor, name in names.items():
+        entry = opened[name].header.entries.get(tensor)
+        if entry is None:
+            raise CheckpointError(
+                f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
+            )
+        found[tensor] = TensorLocation(opened[name], tensor, entry)
+    return tensors_in(list(opened.values()), found)
+
+
+@dataclass(frozen=True)
+class HuggingFace(Layout):
+    """A Hugging Face model."""
+
+    name = "huggingface"
+    title = "Hugging Face"
+    is_whole_model = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has ``model.safetensors`` or its index."""
+        return has_model(folder)
+
+    def open(self, folder: Path) -> FolderWeights:
+        """The weights. Like in transformers, the single file wins over the index."""
+        with files.raising(CheckpointError):
+            if not files.exists(folder / MODEL):
+                return FolderWeights(self.name, folder, _open_shards(folder))
+            return FolderWeights(
+                self.name, folder, tensors_in([tensorfile.open_path(folder / MODEL)])
+            )
+
+
+@dataclass(frozen=True)
+class PEFT(Layout):
+    """A PEFT adapter."""
+
+    name = "peft"
+    title = "PEFT adapter"
+    is_adapter = True
+    has_adapter_config = True
+    is_whole_model = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has an adapter."""
+        return files.exists(folder / ADAPTER)
+
+    def open(self, folder: Path) -> FolderWeights:
+        """The adapter's tensors under PEFT's names."""
+        with files.raising(CheckpointError):
+            file = tensorfile.open_path(folder / ADAPTER)
+        return FolderWeights(self.name, folder, tensors_in([file]))

@@ -26,7 +26,7 @@ from .detection import (
     is_sequence_classification,
     open_weights,
 )
-from .huggingface import has_model
+from .layout import has_model
 
 Options = Mapping[str, object]  # of a layout's ``reading``
 

@@ -17,8 +17,7 @@ from ...storage import files
 from ..disk import strict_json
 from ..disk.folder import open_checkpoint
 from ..disk.manifest import STATE
-from ..layouts.detection import has_manifest
-from ..reading.contents import open_contents, plain, small_file, states_of
+from ..layouts.detection import has_manifest, open_contents, plain, small_file, states_of
 from ..sources.source import FolderSource
 from ..sources.weights import FolderWeights, TensorLocation
 from ..state.roles import FileRole, role_of

@@ -14,9 +14,8 @@ from ...storage import files
 from ..disk import strict_json, trainer_state
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..layouts import LAYOUTS
-from ..layouts.detection import has_manifest
-from ..layouts.native import Native
-from ..reading.contents import open_contents, states_of
+from ..layouts.detection import has_manifest, open_contents, states_of
+from ..layouts.layout import Native
 from ..sources.weights import ADAPTER_CONFIG, FolderWeights
 
 _WIDTH = 60  # characters in which a state is told

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from ...parallel.box import Box
 from ...storage import files
-from ..disk.file_plan import FilePlan
 from ..disk.manifest import Kind, Layout
+from ..disk.tensorfile import FilePlan
 
 MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
 

@@ -19,18 +19,15 @@ from ...parallel.box import Box
 from ...storage import files
 from ..disk import strict_json
 from ..disk.bytes import describe, hash_tensor, write_box, write_file
-from ..disk.file_plan import FilePlan, plan_save
-from ..disk.file_plan import Tensors as Described
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
-from ..disk.tensorfile import num_bytes
+from ..disk.tensorfile import FilePlan, num_bytes, plan_save
+from ..disk.tensorfile import Tensors as Described
 from ..state.local_box import LocalBox, local_box_of
-from ..state.protocols import ShardedState, Stateful
-from ..state.roles import MODEL, OPTIMIZER, FileRole, trained_names
+from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, trained_names
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import adopted, split
 from .job import Job, Shard, WriteShare
-from .load_balancing import LocalTensor
-from .writer_group import ALONE, Holding, WriterGroup
+from .writer_group import ALONE, Holding, LocalTensor, WriterGroup
 from .writing import write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")

@@ -1,8 +1,8 @@
 """Write a checkpoint to a temporary folder, commit it, then delete what it replaces.
 
-The bytes of tensors come from a ``Content``: live tensors (``preparation``), or the snapshot buffer
-(``background``). Files that would equal the parent's are not written again. No torch here: so the
-writer process starts in a tenth of a second.
+The bytes of tensors come from a ``Content``: live tensors (``preparation``), or the
+``snapshot_buffer``. Files that would equal the parent's are not written again. No torch here: so
+the writer process starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...errors import CheckpointError
 from ...storage import files
 from ...storage.disk_usage import num_names
 from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
-from ..disk.file_plan import explained
 from ..disk.folder import CheckpointFolder, open_checkpoint
 from ..disk.manifest import MANIFEST, Manifest, Piece, check_consistent, dump
 from ..disk.retention import pinned
+from ..disk.tensorfile import explained
 from .job import Content, Job, Saved, Shard
 from .joint import (
     Written,

@@ -15,7 +15,7 @@ from ...parallel.box import Box
 from ...storage import files
 from ...storage.parallel_work import ahead
 from ..disk.bytes import ByteStream, dtype_name, write_tensor
-from ..disk.file_plan import FilePlan, explained, plan_save
+from ..disk.tensorfile import FilePlan, explained, plan_save
 from ..saving.preparation import dump_index
 from .source import CastSource, Shape, TensorSource
 

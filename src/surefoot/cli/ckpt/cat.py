@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...checkpoint.reading.contents import find_tensor, open_contents, shown
+from ...checkpoint.layouts.detection import find_tensor, open_contents, shown
 from ...errors import CheckpointError
 from ...parallel.box import select
 from ...storage.address import Address

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...checkpoint.layouts.detection import shown
 from ...checkpoint.looking.values import PARTS, ValueChange
-from ...checkpoint.reading.contents import shown
 from ...checkpoint.state.roles import roles_of
 from ...errors import counted
 from ...recipe.yaml import parse

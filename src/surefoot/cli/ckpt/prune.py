@@ -8,7 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ...checkpoint.looking.pruning import PrunePlan, plan_pruning, untrained
+from ...checkpoint.looking.listing import PrunePlan, plan_pruning, untrained
 from ...recipe.pruning_rule import prune_options
 from ..table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
 from ..table import time as local_time

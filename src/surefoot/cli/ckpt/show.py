@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.layouts import LAYOUTS
+from ...checkpoint.layouts.detection import open_contents, shown, states_of
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
-from ...checkpoint.reading.contents import open_contents, shown, states_of
 from ...errors import CheckpointError
 from ...storage.address import Address
 from ...terminal_text import one_line

@@ -9,7 +9,7 @@ import click
 from rich.text import Text
 
 from ...checkpoint.looking.listing import list_run
-from ...checkpoint.reading.verification import Report, verify
+from ...checkpoint.verification import Report, verify
 from ...storage.address import Address
 from ..table import JSON, as_dict, cell, console, mark, print_json, reading
 from .checkpoint_path import PLACE

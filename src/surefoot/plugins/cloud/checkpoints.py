@@ -22,7 +22,7 @@ from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST, Manifest, parse
 from ...checkpoint.disk.trainer_state import TrainerStateFile
 from ...checkpoint.looking.listing import CheckpointLine, line_of
-from ...checkpoint.reading.verification import Report, problems_in, verify_checkpoint
+from ...checkpoint.verification import Report, problems_in, verify_checkpoint
 from ...errors import CheckpointError
 from ...storage import files
 from ...storage.address import Address

@@ -22,7 +22,7 @@ from ...checkpoint.disk.commit import committed, named
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST, dump
 from ...checkpoint.layouts.detection import detect_layout
-from ...checkpoint.reading.verification import verify
+from ...checkpoint.verification import verify
 from ...errors import CheckpointError, ModelError, counted
 from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_checkpoint import checkpoint_of

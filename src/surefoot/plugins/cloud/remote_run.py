@@ -15,8 +15,7 @@ from pathlib import Path
 from ...checkpoint.disk.commit import committed, named, step_of
 from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.looking.listing import CheckpointLine
-from ...checkpoint.reading.latest import refuse_damaged, set_aside
-from ...checkpoint.reading.verification import Found, Report, verify_checkpoint
+from ...checkpoint.verification import Found, Report, refuse_damaged, set_aside, verify_checkpoint
 from ...errors import CheckpointError, RunError
 from ...recipe.files import RUN_RECIPE
 from ...storage import files

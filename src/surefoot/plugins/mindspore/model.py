@@ -14,8 +14,7 @@ import torch
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.tensorfile import open_path
 from ...checkpoint.disk.trainer_state import NAME as TRAINER_STATE
-from ...checkpoint.layouts.detection import has_manifest, open_weights
-from ...checkpoint.reading.contents import open_contents
+from ...checkpoint.layouts.detection import has_manifest, open_contents, open_weights
 from ...checkpoint.sources.source import (
     FolderSource,
     JoinedSource,
@@ -26,7 +25,6 @@ from ...checkpoint.sources.source import (
 from ...checkpoint.sources.weights import FolderWeights
 from ...errors import CheckpointError
 from ...storage import files
-from .layout import MindSpore, open_mindspore_state
 from .naming import (
     KEEP,
     AttentionHeads,
@@ -38,7 +36,7 @@ from .naming import (
     to_mindspore,
     usual,
 )
-from .opening import Shapes, form_of, progress_of, role_of
+from .opening import MindSpore, Shapes, form_of, open_mindspore_state, progress_of, role_of
 from .rank_files import Naming
 from .ranks import rank_files, step_of
 

@@ -12,19 +12,21 @@ If several do and the values do not distinguish them, the folder is rejected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoint.disk import strict_json, tensorfile
 from ...checkpoint.disk.tensorfile import TensorFile
-from ...checkpoint.layouts.dcp import DcpChunk
-from ...checkpoint.layouts.layout import SavedFolder
+from ...checkpoint.layouts.dcp import DcpChunk, locations
+from ...checkpoint.layouts.layout import Layout, Locations, SavedFolder
+from ...checkpoint.sources.weights import FolderWeights, TensorLocation
+from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
 from ...storage import files
-from . import full, iteration
-from .full import whole
+from . import iteration
+from .iteration import whole
 from .parallel_config import MOMENTS, ParallelConfig, weight_of
 from .ranks import (
     Slice,
@@ -32,6 +34,8 @@ from .ranks import (
     check_same,
     check_step,
     file_at,
+    model_near,
+    old_file,
     rank_files,
     rank_folders,
     recorded_step,
@@ -284,12 +288,12 @@ _STATE = {
 
 def form_of(path: Path) -> Form | None:
     """The form of MindSpore's weights in ``path``; None if there are none."""
-    if iteration.recognise(path):
+    if iteration.is_iteration(path):
         return "iteration"
     is_rank_file = step_of(path.name) is not None and files.size_of(path) is not None
     if is_rank_file or rank_folders(root_of(path)):
         return "ranks"
-    return "full" if full.recognise(path) else None
+    return "full" if iteration.is_full(path) else None
 
 
 def open_boxes(
@@ -301,7 +305,7 @@ def open_boxes(
         return open_distributed(path, strategy=strategy, shapes=shapes)
     if strategy is not None:
         raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
-    return iteration.open_iteration(path) if form == "iteration" else full.open_full(path)
+    return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
 
 
 def role_of(name: str, shape: tuple[int, ...]) -> str:
@@ -345,3 +349,67 @@ def progress_of(path: Path) -> Mapping[str, Any]:
     if not files.exists(where):
         return {}
     return strict_json.read_object(where)
+
+
+def open_mindspore_state(
+    folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+) -> dict[str, TensorLocation]:
+    """Weights, moments and numbers of the training state, by MindSpore's names."""
+    return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
+
+
+@dataclass(frozen=True)
+class MindSpore(Layout):
+    """A folder of MindSpore, under MindSpore's names."""
+
+    name = "mindspore"
+    title = "MindSpore"
+    written_by = "MindSpore"
+    is_assembled = True
+    pickle_suffixes = ()  # its .ckpt are protocol buffers
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it has files of MindSpore."""
+        return form_of(folder) is not None
+
+    def open(self, folder: Path) -> FolderWeights:
+        """The weights, each joined from its ranks' slices, without the state of the training."""
+        with files.raising(CheckpointError):
+            every = open_mindspore_state(folder)
+        model = {n: p for n, p in every.items() if role_of(n, p.entry.shape) == MODEL}
+        return FolderWeights(self.name, folder, model)
+
+    def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
+        """Weights, moments and numbers of the training."""
+        found = open_mindspore_state(folder)
+        named = {(role_of(n, p.entry.shape), n): p for n, p in found.items()}
+        return {f"{r}/{n}": p for (r, n), p in named.items() if roles is None or r in roles}
+
+    def states(self, folder: Path) -> Mapping[str, Any]:
+        """How far the training was."""
+        progress = progress_of(folder)
+        return {"progress": progress} if progress else {}
+
+    def why_not(self, folder: Path) -> str | None:
+        """Its older format."""
+        if (old := old_file(folder)) is None:
+            return None
+        return (
+            f"{old}: MindSpore's older format, which is not supported; convert it with "
+            "mindspore.ckpt_to_safetensors"
+        )
+
+    def names_save(self, path: Path) -> bool:
+        """A file of ``rank_0`` names the step of all ranks."""
+        return step_of(path.name) is not None
+
+    def model_near(self, folder: Path) -> Path | None:
+        """The folder itself, or one around its ranks."""
+        return model_near(folder)
+
+    def saves_in(self, folder: Path) -> Sequence[SavedFolder]:
+        """One folder contains all saves of a training."""
+        return saves(folder)
+
+
+LAYOUT = MindSpore()

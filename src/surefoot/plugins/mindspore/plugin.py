@@ -6,10 +6,10 @@ _HERE = __package__
 
 PLUGIN = Plugin(
     name="mindspore",
-    layouts={"mindspore": f"{_HERE}.layout:LAYOUT"},
+    layouts={"mindspore": f"{_HERE}.opening:LAYOUT"},
     openers={"mindspore": f"{_HERE}.model:open_named"},
     reading={"mindspore": f"{_HERE}.model:ReadingOptions"},
-    targets={"mindspore": f"{_HERE}.target:MindSporeFolder"},
+    targets={"mindspore": f"{_HERE}.writing:MindSporeFolder"},
     trainers={"mindspore": f"{_HERE}.resume:TRAINER"},
     importers={"mindspore": f"{_HERE}.recipe:IMPORTER"},
 )

@@ -14,14 +14,13 @@ from itertools import count
 from pathlib import Path
 
 from ...checkpoint.disk.commit import new_folder, write_small
-from ...checkpoint.disk.file_plan import FilePlan
-from ...checkpoint.disk.tensorfile import build, num_bytes
+from ...checkpoint.disk.tensorfile import FilePlan, build, num_bytes
 from ...checkpoint.sources.copying import Progress, described, fill_boxes, silent
 from ...checkpoint.sources.source import TensorSource
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
-from .full import HYPER, MAP, PART
+from .iteration import HYPER, MAP, PART
 from .opening import META, role_of
 from .ranks import INNER
 from .strategy import FILE, Layouts, TensorLayout, dump_strategy

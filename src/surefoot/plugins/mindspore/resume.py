@@ -17,7 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from ...checkpoint.layouts.huggingface import HuggingFace
+from ...checkpoint.layouts.detection import detect_layout
+from ...checkpoint.layouts.layout import HuggingFace
 from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
@@ -27,9 +28,8 @@ from ...parallel.box import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer
 from .experts import StackedMatrix, StackedSource
-from .layout import MindSpore
 from .model import MindSporeHints, as_huggingface, by_role, open_state
-from .opening import progress_of
+from .opening import LAYOUT, progress_of
 from .parallel_config import MOMENTS
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     unless the files cannot be read to their end.
     """
     _refuse_unlike(folder, trainer)
-    is_whole = HuggingFace().recognise(base)
+    is_whole = detect_layout(base) == HuggingFace()
     theirs = MindSporeHints(base=base if is_whole else None)
     roles = by_role(open_state(folder, theirs))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
@@ -245,7 +245,7 @@ class MindSporeTransformers(ForeignTrainer):
 
     def recognise(self, folder: Path) -> bool:
         """Whether it is a folder of MindSpore."""
-        return MindSpore().recognise(folder)
+        return detect_layout(folder) == LAYOUT
 
     def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
         """``base`` tells heads and shapes; there are no pickles."""

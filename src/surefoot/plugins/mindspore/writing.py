@@ -13,17 +13,30 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoint.disk.commit import new_folder, refuse_taken, write_small
+from ...checkpoint.converting.model_files import companions
+from ...checkpoint.converting.origin import Done, ModelTarget, Origin
+from ...checkpoint.disk.commit import named, new_folder, refuse_taken, write_small
 from ...checkpoint.disk.folder import companions_of
+from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.sources.copying import DtypeName, Progress, cast
-from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
+from ...checkpoint.sources.source import JoinedSource, TensorsInMemory, TensorSource, read_whole
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
-from .iteration import COMMON, FOLDER, METADATA, TRACKER
-from .model import MindSporeHints, as_huggingface, as_mindspore, by_role, naming_of, open_state
+from .iteration import COMMON, ITERATION, METADATA, TRACKER
+from .model import (
+    MindSporeHints,
+    as_huggingface,
+    as_mindspore,
+    by_role,
+    hints_of,
+    moments_of,
+    naming_of,
+    numbers_of,
+    open_state,
+)
 from .naming import KEEP, FamilyName, heads_near
-from .opening import role_of
+from .opening import LAYOUT, role_of
 from .parallel_config import ParallelConfig
 from .rank_files import (
     Described,
@@ -76,7 +89,7 @@ def write_iteration(
     beside = {name: numbers[name] for name in _IN_FILES if name in numbers}
     planned = _planned(tensors, kept, beside, prefix)
     with new_folder(target) as folder:
-        inner = folder / FOLDER.format(number)
+        inner = folder / ITERATION.format(number)
         files.new_folder(inner)
         for _, file in planned:
             write_file(inner, file, source, progress)
@@ -327,3 +340,49 @@ def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
     if place is None:
         return {}
     return companions_of(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}
+
+
+@dataclass(frozen=True)
+class MindSporeFolder(TargetFormat, ModelTarget):
+    """A folder for MindSpore Transformers, full or by rank."""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """Weights and, of checkpoints of Surefoot and MindSpore, moments and step numbers."""
+        check(target, self)
+        if detect_layout(origin.folder) == LAYOUT:
+            theirs = replace(hints_of(origin.reading, origin.base), names=None)
+            rewrite(origin.folder, target, self, theirs=theirs, progress=progress)
+        else:
+            source, small = _opened(origin, self)
+            write(source, origin.folder, target, self, small=small, progress=progress)
+        notes = {"layout": self.layout}
+        if self.iteration:
+            return Done(notes, f"read it with checkpoint: {{load_path: {target}}}")
+        inner = "/checkpoint" if self.layout == "distributed" else ""
+        words = f"read it with load_checkpoint: {target}{inner}"
+        return Done(notes, f"{words}, load_ckpt_format: safetensors")
+
+
+def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping[str, bytes]]:
+    """Everything under MindSpore's names, and the companion files."""
+    folder = origin.folder
+    if not named(folder) and not _is_model(folder):
+        model = origin.weights()
+        small: Mapping[str, bytes] = {} if origin.base is None else companions(origin.base, model)
+        heads, moments, numbers = heads_near(folder, origin.base), [], TensorsInMemory({})
+    else:
+        whole = origin.whole()
+        model, small = whole.weights, whole.small
+        heads, moments = heads_near(whole.folder), moments_of(model, folder)
+        batch = whole.global_batch_size
+        numbers = numbers_of(folder, batch) if moments else TensorsInMemory({})
+    every = JoinedSource([("", cast(model, wanted.dtype)), *moments])
+    return JoinedSource([("", as_mindspore(every, wanted.names, heads)), ("", numbers)]), small
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it can be opened as a model: mere weights have no configuration."""
+    layout = detect_layout(folder)
+    if layout is None or not layout.is_whole_model:
+        return False
+    return layout.has_adapter_config or files.exists(folder / _CONFIG)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ...checkpoint.converting.targets.huggingface import refuse_taken
+from ...checkpoint.converting.targets import refuse_taken
 from ...checkpoint.disk.commit import new_folder, write_small
 from ...checkpoint.sources.copying import DtypeName, Progress, copy
 from ...checkpoint.sources.source import TensorSource

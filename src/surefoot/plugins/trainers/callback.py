@@ -27,16 +27,15 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ...checkpoint.background.saver import AsyncSaver
 from ...checkpoint.disk import retention
 from ...checkpoint.disk.commit import named, step_of
 from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.retention import RetentionPolicy
 from ...checkpoint.disk.trainer_state import finite
-from ...checkpoint.reading.latest import recover_latest
-from ...checkpoint.reading.loading import load
-from ...checkpoint.reading.verification import expect_valid
+from ...checkpoint.loading import load
+from ...checkpoint.saving.saver import AsyncSaver
 from ...checkpoint.state.states import RandomState
+from ...checkpoint.verification import expect_valid, recover_latest
 from ...errors import CheckpointError, RunError
 from .trainer_states import Generators, TrainerStates, parts_of, refuse_unsupported
 

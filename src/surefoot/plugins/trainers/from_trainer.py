@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...checkpoint.state.protocols import Stateful
+from ...checkpoint.state.roles import Stateful
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights

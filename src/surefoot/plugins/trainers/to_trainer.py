@@ -22,11 +22,11 @@ from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
 from ...checkpoint.disk.manifest import STATE as OURS
 from ...checkpoint.disk.manifest import is_safetensors
 from ...checkpoint.layouts.opening import open_folder
-from ...checkpoint.reading.loading import load
-from ...checkpoint.reading.verification import ConcurrentCheck
+from ...checkpoint.loading import load
 from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource
 from ...checkpoint.state.roles import FileRole
+from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
 from ...model.section import ModelSection

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...checkpoint.disk.folder import tokenizer_of
-from ...checkpoint.state.protocols import Stateful
+from ...checkpoint.state.roles import Stateful
 from ...checkpoint.state.states import ModuleState, NamedOptimizer
 from ...errors import RunError, counted
 from ...model.pretrained import companions

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...checkpoint.converting.origin import Done, Hints, Origin, RewardHead, Target, WholeModel
-from ...checkpoint.converting.targets.huggingface import HuggingFaceModel
+from ...checkpoint.converting.targets import HuggingFaceModel
 from ...checkpoint.layouts.opening import has_opener, open_any, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, silent
 from ...checkpoint.sources.source import TensorSource

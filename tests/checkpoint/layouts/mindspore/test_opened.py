@@ -1,14 +1,12 @@
 import pytest
 import torch
 
-from surefoot.checkpoint.layouts.detection import detect_layout
+from surefoot.checkpoint.layouts.detection import detect_layout, open_contents
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.reading.contents import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.layout import open_mindspore_state
-from surefoot.plugins.mindspore.opening import form_of, saves
+from surefoot.plugins.mindspore.opening import form_of, open_mindspore_state, saves
 
 from .real import SOURCES, rank_file, rewrite
 

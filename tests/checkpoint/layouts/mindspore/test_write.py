@@ -9,7 +9,7 @@ from surefoot.checkpoint.sources.copying import described
 from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, read_whole
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
-from surefoot.plugins.mindspore.layout import open_mindspore_state
+from surefoot.plugins.mindspore.opening import open_mindspore_state
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.rank_files import Naming, write_distributed, write_full
 from surefoot.plugins.mindspore.strategy import open_strategy

@@ -24,13 +24,13 @@ from ..disk import retention
 from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
 from ..disk.retention import RetentionPolicy, Times, pinned
-from ..saving.job import MOST_ATTEMPTS, Job, Saved
-from ..saving.preparation import LiveTensors, prepare
-from ..saving.writer_group import ALONE, WriterGroup
-from ..saving.writing import write
-from ..state.protocols import Stateful
+from ..state.roles import Stateful
+from .job import MOST_ATTEMPTS, Job, Saved
+from .preparation import LiveTensors, prepare
 from .snapshot_buffer import is_available, lacks_room
+from .writer_group import ALONE, WriterGroup
 from .writer_process import Background
+from .writing import write
 
 logger = logging.getLogger(__name__)
 

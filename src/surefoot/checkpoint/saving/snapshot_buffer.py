@@ -25,7 +25,7 @@ from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
 from ..disk.tensorfile import num_bytes, ranges_of
-from ..saving.job import Shard
+from .job import Shard
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache

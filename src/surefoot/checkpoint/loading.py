@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...errors import CheckpointError, counted
-from ...parallel.box import Box
-from ...storage import files
-from ...storage.parallel_work import in_parallel
-from ..disk.bytes import DTYPES, fill, new_tensor, read_box
-from ..disk.folder import CheckpointFolder, open_checkpoint
-from ..disk.manifest import Piece
-from ..disk.tensorfile import TensorFile
-from ..state.local_box import LocalBox, local_box_of
-from ..state.protocols import ShardedState, Stateful
-from ..state.roles import STATE, FileRole
-from ..state.states import UnshardedState, adopted, join, pointers, split
+from ..errors import CheckpointError, counted
+from ..parallel.box import Box
+from ..storage import files
+from ..storage.parallel_work import in_parallel
+from .disk.bytes import DTYPES, fill, new_tensor, read_box
+from .disk.folder import CheckpointFolder, open_checkpoint
+from .disk.manifest import Piece
+from .disk.tensorfile import TensorFile
+from .state.local_box import LocalBox, local_box_of
+from .state.roles import STATE, FileRole, ShardedState, Stateful
+from .state.states import UnshardedState, adopted, join, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest

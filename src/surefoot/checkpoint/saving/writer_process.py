@@ -28,8 +28,8 @@ import surefoot
 from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.stalls import StallWatch, state_of
 from ..disk.commit import clean, parts_of
-from ..saving.job import MOST_ATTEMPTS, Job, Saved, Shard
-from ..saving.preparation import LiveTensors
+from .job import MOST_ATTEMPTS, Job, Saved, Shard
+from .preparation import LiveTensors
 from .snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class _Writer:
     def __init__(self, arena: SnapshotBuffer) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
-        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.background.writer"]
+        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.saving.writer"]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
         try:
             self.process = subprocess.Popen(

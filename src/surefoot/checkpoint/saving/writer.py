@@ -1,6 +1,6 @@
 """The program of the writer process.
 
-Its command is ``python -m surefoot.checkpoint.background.writer DESCRIPTOR SIZE``.
+Its command is ``python -m surefoot.checkpoint.saving.writer DESCRIPTOR SIZE``.
 
 It reads one job per line from its standard input, writes it from the snapshot buffer at low
 priority, and answers with a line. The end of its input also means that the training process is
@@ -21,11 +21,10 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...parallel.box import Box
-from ..disk.file_plan import FilePlan
-from ..disk.tensorfile import parse
-from ..saving.job import Job, Shard, WriteShare
-from ..saving.writing import write
+from ..disk.tensorfile import FilePlan, parse
+from .job import Job, Shard, WriteShare
 from .snapshot_buffer import FileImages, SnapshotBuffer
+from .writing import write
 
 
 class _OrphanedError(Exception):

@@ -1,1 +1,0 @@
-"""Asynchronous saves: a snapshot in memory, and a process that writes it."""

@@ -1,0 +1,256 @@
+"""A Surefoot checkpoint: resharded, or converted from foreign weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...errors import CheckpointError, ModelError
+from ...extensions import Extended
+from ...parallel.sharding import Mesh
+from ...schema.named_values import ByteSize
+from ...storage import files
+from ...storage.tensor_names import adapter_names, is_adapted
+from ..disk import strict_json
+from ..disk.commit import named, new_folder, write_small
+from ..disk.manifest import Kind
+from ..disk.tensorfile import plan_save
+from ..layouts.dcp import file_name
+from ..layouts.detection import detect_layout, model_near
+from ..layouts.opening import open_folder
+from ..sources.copying import Progress, cast, copy, fill, silent
+from ..sources.source import Renamed, TensorSource
+from ..sources.weights import ADAPTER_CONFIG, DISTRIBUTED
+from .model_files import adapter_files, companions, named_as, refuse_adapter
+from .origin import Done, ModelTarget, OptionError, Origin, RewardHead, Target, WeightsTarget
+from .resharding import ALONE, held_by, reshard, write_weights
+
+
+@dataclass(frozen=True)
+class SurefootCheckpoint(ModelTarget):
+    """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
+
+    layout: Literal["full", "distributed"] | None = None
+    """Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one folder of
+    shards per rank), which is the default with a mesh.
+    """
+
+    mesh: Mesh | None = None
+    """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
+
+    def __post_init__(self) -> None:
+        if self.mesh and self.layout == "full":
+            raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
+
+    @property
+    def written(self) -> Literal["full", "distributed"]:
+        """The layout that is written."""
+        return self.layout or ("distributed" if self.mesh else "full")
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """All of a Surefoot checkpoint; of other folders the weights."""
+        mesh = self.mesh or Mesh()
+        notes = {"layout": self.written, "mesh": mesh.axes}
+        layout = detect_layout(origin.folder)
+        if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
+            setting = self._write_weights(origin, target, mesh, progress)
+            return Done(notes, f"weights only: start a run from them with model.{setting}={target}")
+        self._refuse_hints(origin)
+        reshard(
+            origin.folder,
+            target,
+            layout=self.written,
+            mesh=mesh,
+            dtype=self.dtype,
+            progress=progress,
+        )
+        return Done(notes, f"resume from it with checkpoint.resume={target}")
+
+    def _refuse_hints(self, origin: Origin) -> None:
+        given = {"base": self.base, **origin.reading, "trust_pickle": self.trust_pickle}
+        for name, value in given.items():
+            if value:
+                raise OptionError(
+                    f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, "
+                    "which contains all that is needed"
+                )
+
+    def _write_weights(
+        self, origin: Origin, target: Path, mesh: Mesh, progress: Progress
+    ) -> Literal["adapter", "path"]:
+        kind, source, small = self._opened(origin)
+        write_weights(
+            source,
+            target,
+            kind=kind,
+            layout=self.written,
+            mesh=mesh,
+            dtype=self.dtype,
+            small=small,
+            progress=progress,
+        )
+        return "adapter" if kind == "adapter" else "path"
+
+    def _opened(self, origin: Origin) -> tuple[Kind, TensorSource, Mapping[str, bytes]]:
+        source, layout = origin.weights(), detect_layout(origin.folder)
+        if layout is not None and layout.is_adapter:
+            return "adapter", source, adapter_files(origin.folder)
+        refuse_adapter(origin.folder, source)
+        place = origin.base or model_near(origin.folder)
+        if origin.base is not None:
+            source = named_as(source, origin.base)
+        return "full", source, {} if place is None else companions(place, cast(source, self.dtype))
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel(ModelTarget):
+    """Weights, configuration and tokenizer; an adapter is merged into its base."""
+
+    max_shard_size: ByteSize = ByteSize(5_000_000_000)
+    """Largest weight file, such as 500MB; unset, 5GB. Larger models are split."""
+
+    reward_head: RewardHead = "score"
+    """Of a reward model: score (unset), in the layout of AutoModelForSequenceClassification, or a
+    file with v_head beside a language model, as other trainers read it. Of a model with the
+    values of stage: ppo, v_head writes them, too.
+    """
+
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """A full model; weights only if there is no configuration."""
+        layout = detect_layout(origin.folder)
+        if named(origin.folder) or (layout is not None and layout.is_whole_model):
+            return self._write_whole(origin, target, progress)
+        return self._write_weights(origin, target, progress)
+
+    def _write_whole(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        refuse_taken(target)
+        whole = origin.whole(
+            self.dtype, reward_head=self.reward_head, trust_remote_code=self.trust_remote_code
+        )
+        with new_folder(target, may_be_empty=True) as folder:
+            copy(whole.weights, folder, max_shard_size=self.max_shard_size, progress=progress)
+            write_small(folder, whole.small)
+            whole.sign(folder)
+        return Done()
+
+    def _write_weights(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        source = origin.weights()
+        refuse_adapter(origin.folder, source)
+        if origin.base is not None:
+            source = named_as(source, origin.base)
+        source, place = cast(source, self.dtype), origin.base or model_near(origin.folder)
+        small = {} if place is None else companions(place, source)
+        with new_folder(target) as folder:
+            copy(source, folder, max_shard_size=self.max_shard_size, progress=progress)
+            write_small(folder, small)
+        words = "weights only: its config.json and tokenizer are those of the model it comes from; "
+        return Done(words="" if place else words + "--base MODEL copies them")
+
+
+def refuse_taken(out: Path) -> None:
+    """Raise ``ModelError`` unless ``out`` is free or an empty folder."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if files.exists(out):
+        raise ModelError(f"{out}: it exists already, and nothing is overwritten; choose another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEFTAdapter(WeightsTarget):
+    """An adapter by itself."""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """The adapter's weights and settings, without the state of its training."""
+        folder, layout = origin.folder, detect_layout(origin.folder)
+        is_marked = layout is not None and layout.has_adapter_config
+        if is_marked and files.exists(folder / ADAPTER_CONFIG):
+            source, small = open_folder(folder), adapter_files(folder)
+        else:
+            source, small = _inside(folder, origin.weights())
+        source = cast(source, self.dtype)
+        with new_folder(target) as made:
+            copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
+            write_small(made, small)
+        return Done()
+
+
+def _inside(folder: Path, source: TensorSource) -> tuple[TensorSource, dict[str, bytes]]:
+    """The adapter in a checkpoint of another trainer, and its settings, which the Trainer writes
+    at the end of a run, one folder above."""
+    if not any(map(is_adapted, source.shapes())):
+        raise CheckpointError(f"{folder}: it contains no adapter; use --to huggingface for a model")
+    top = folder.absolute()
+    top = top.parent if top.name in DISTRIBUTED else top
+    place = next((p for p in (top, top.parent) if files.exists(p / ADAPTER_CONFIG)), None)
+    if place is None:
+        raise CheckpointError(
+            f"{folder}: it contains the weights of an adapter, but neither it nor the folder above "
+            f"has an {ADAPTER_CONFIG}; copy it there from the run that wrote them"
+        )
+    has_biases = strict_json.read_object(place / ADAPTER_CONFIG).get("bias", "none") != "none"
+    names = adapter_names(source.shapes(), has_biases=has_biases)
+    return Renamed(source, names), adapter_files(place)
+
+
+def write_dcp(
+    source: TensorSource,
+    target: Path,
+    *,
+    mesh: Mesh = ALONE,
+    dtype: str | None = None,
+    small: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``source``, sharded for ``mesh``, into the new folder ``target``, with ``small`` files.
+    PyTorch's ``HuggingFaceStorageReader`` reads it, ``consolidate_safetensors_files`` unshards it.
+    """
+    source, plans = cast(source, dtype), []
+    with new_folder(target) as folder:
+        for rank, held in enumerate(held_by({"model": source}, mesh)):
+            own = held["model"]
+            tensors = {name: (own[name].dtype, own[name].box.shape) for name in sorted(own)}
+            boxes = {name: (one.shape, one.box) for name, one in own.items()}
+            plans += plan_save(file_name(rank), tensors, None, boxes=boxes) if tensors else []
+        for plan in plans:
+            with files.create(folder / plan.name) as file:
+                file.reserve(plan.header.file_size)
+        for plan in plans:
+            with files.open_file(folder / plan.name, follow=False, write=True) as file:
+                file.bypass_cache()
+                fill(file, source, plan, progress or silent)
+        write_small(folder, small or {})
+
+
+@dataclass(frozen=True)
+class DCPFolder(WeightsTarget):
+    """Weights for distributed checkpoints of PyTorch, ``dcp.load``."""
+
+    mesh: Mesh | None = None
+    """The processes whose boxes are written: dp_shard=4, dp_shard=4,tp=2, dp_replicate=2 …"""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """Boxes for every process of the mesh."""
+        source, mesh = origin.weights(), self.mesh or Mesh()
+        small = companions(origin.folder, source)
+        write_dcp(source, target, mesh=mesh, dtype=self.dtype, small=small, progress=progress)
+        reader = f"HuggingFaceStorageReader({str(target)!r})"
+        return Done({"mesh": mesh.axes}, f"read it with dcp.load(..., storage_reader={reader})")
+
+
+TARGETS: Extended[type[Target]] = Extended(
+    "targets",
+    {
+        "surefoot": SurefootCheckpoint,
+        "huggingface": HuggingFaceModel,
+        "peft": PEFTAdapter,
+        "dcp": DCPFolder,
+    },
+)
+
+READING: Mapping[str, type] = Extended("reading", {})
+"""Options for reading a folder, by its layout: a dataclass each."""

@@ -1,1 +1,0 @@
-"""Read a checkpoint: verify it, find the latest valid one, load states from it."""
