@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from surefoot.optim.adamw import AdamW
-from surefoot.plugins.trainers.arguments import training_arguments
+from surefoot.plugins.trainers.to_trainer import training_arguments
 from surefoot.recipe.recipe import read
 from surefoot.stages.sft import SFT
 

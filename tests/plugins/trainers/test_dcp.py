@@ -92,7 +92,7 @@ class Evil:
 )
 def test_an_index_that_is_none_runs_nothing_and_is_refused(content, small):
     (small / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\.metadata") as error:
+    with pytest.raises(CheckpointError, match=r"dcp: not in the layout|\.metadata: ") as error:
         open_any(small, trust_pickle=True)
     assert "\n" not in str(error.value)
     assert not Path("surefoot-was-here").exists()

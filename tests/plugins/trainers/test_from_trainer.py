@@ -108,7 +108,7 @@ def test_the_optimizer_never_starts_afresh_in_silence(full, lora, theirs, adapte
 def test_a_save_that_was_cut_short_is_told(full, theirs, tmp_path):
     trainer = trainer_of(full, tmp_path)
     (theirs / "trainer_state.json").write_text('{"global_step": 4, "ep')
-    assert "trainer_state.json: not JSON" in refusal(theirs, trainer)
+    assert "trainer_state.json: not valid JSON" in refusal(theirs, trainer)
     (theirs / "trainer_state.json").unlink()
     assert is_trainer_checkpoint(theirs)
     assert "the save was interrupted" in refusal(theirs, trainer)

@@ -9,7 +9,11 @@ from transformers import Trainer, TrainingArguments
 
 import tiny
 from surefoot.errors import CheckpointError
-from surefoot.plugins.trainers.moments import moments_by_name, moments_by_number, trainer_groups
+from surefoot.plugins.trainers.trainer_folder import (
+    moments_by_name,
+    moments_by_number,
+    trainer_groups,
+)
 
 WHERE = Path("optimizer.pt")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import tiny
 from surefoot.errors import CheckpointError
-from surefoot.plugins.trainers.moments import moments_by_name, trainer_groups
 from surefoot.plugins.trainers.pickles import read_pickle, read_record, write_pickle
+from surefoot.plugins.trainers.trainer_folder import moments_by_name, trainer_groups
 
 MODEL = tiny.model(num_hidden_layers=1)
 CONTENT = {"a": torch.arange(3.0), "b": [1, 2.5, None, "x", (True,)]}

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 from folders import save_data, save_model, save_recipe
-from surefoot.plugins.trainers.arguments import training_arguments
+from surefoot.plugins.trainers.to_trainer import training_arguments
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build
 

@@ -6,39 +6,92 @@ checkpoints, and the log says so.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
+from ...checkpoint.disk import strict_json
+from ...checkpoint.layouts.adapter_merge import CHANGED_BASE
+from ...checkpoint.layouts.detection import detect_layout
+from ...checkpoint.layouts.opening import open_folder
+from ...checkpoint.sources.source import TensorSource, read_whole
+from ...checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
 from ...checkpoint.state.roles import Stateful
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
-from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights
+from ...model.pretrained.companions import adapter_files
+from ...network.method import Weights
+from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...storage import files
 from ...training.callbacks.early_stop import EarlyStop
 from ...training.trainer import Trainer
-from .moments import Moments, moments_by_name, trainer_groups
 from .pickles import read_pickle
-from .same_model import open_same
 from .trainer_folder import (
     OPTIMIZER,
     RANDOM,
     SCALER,
     SCHEDULER,
+    Moments,
     TrainerProgress,
     is_trainer_checkpoint,
     latest_complete,
+    moments_by_name,
     pickles_in,
     read_progress,
     refuse_incomplete,
+    trainer_groups,
 )
 
 logger = logging.getLogger(__name__)
-HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
+_HYPERPARAMETERS = {"betas": "beta1, beta2", "eps": "epsilon", "weight_decay": "weight_decay"}
+# Settings of an adapter that change what its weights mean; targets and rank show in its tensors.
+_MEANING = (
+    *("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "bias"),
+    *("fan_in_fan_out", "layer_replication", "lora_bias", "alora_invocation_tokens", "use_qalora"),
+)
+_IN_A_RECIPE = {"lora_alpha": ".alpha", "use_rslora": ".rslora", "use_dora": ".dora"}
+_SHAPING = ("r", "rank_pattern", "target_modules", "target_parameters", "modules_to_save")
+
+
+class HuggingFaceTrainer(ForeignTrainer):
+    """The Trainer of transformers."""
+
+    title: ClassVar[str] = "the Hugging Face Trainer"
+    needs_base: ClassVar[bool] = True
+
+    def recognise(self, folder: Path) -> bool:
+        """Whether it wrote ``folder``, complete or not."""
+        return is_trainer_checkpoint(folder)
+
+    def latest_in(self, run: Path) -> Path | None:
+        """The latest one whose save was not interrupted."""
+        return latest_complete(run)
+
+    def pickles_in(self, folder: Path) -> list[str]:
+        """Those of the optimizer and its like."""
+        return pickles_in(folder)
+
+    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
+        """Raises ``RecipeError`` for a pipeline, ``CheckpointError`` for pickles not trusted."""
+        if pp > 1:
+            raise RecipeError(
+                f"parallel.pp: a pipeline cannot resume from {folder}, which another trainer "
+                "wrote; start with pp 1, save, and resume from that checkpoint with any pp"
+            )
+        _check(folder, trust_pickle=trust_pickle)
+
+    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
+        """The model around an adapter is not needed."""
+        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
+
+
+TRAINER = HuggingFaceTrainer()
 
 
 def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: bool) -> None:
@@ -47,11 +100,17 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     Raises ``CheckpointError``, and ``trainer`` is not changed, for untrusted pickles, missing or
     damaged files, and another model, method or optimizer.
     """
-    progress = check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
-    policy = trainer.policy.module
-    source = open_same(folder, policy, trainer.policy.weights)
-    saved = read_pickle(folder / OPTIMIZER)
-    moments = _moments(folder, trainer, moments_by_name(saved, policy, folder / OPTIMIZER))
+    progress, policy = _check(folder, trust_pickle=trust_pickle), trainer.policy
+    source = _open_same(folder, policy.module, policy.weights)
+    saved: Any = read_pickle(folder / OPTIMIZER)
+    by_module = moments_by_name(saved, policy.module, folder / OPTIMIZER)
+    expect_adamw(policy.step.optimizer, folder / OPTIMIZER)
+    names = {id(p): name for name, p in policy.module.named_parameters()}
+    moments = {
+        name_here: by_module[names[id(parameter)]]
+        for group in policy.step.optimizer.param_groups
+        for name_here, parameter in zip(group["names"], group["params"], strict=True)
+    }
     scheduler, scaler, random = (
         read_pickle(folder / name) if files.exists(folder / name) else None
         for name in (SCHEDULER, SCALER, RANDOM)
@@ -62,44 +121,27 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
     if random is not None:
         _take_random(random, folder / RANDOM, trainer.states["random"])
 
-    fill_weights(source, trainer.policy.weights)
-    trainer.policy.optimizer_state.load_state_dict(moments)
+    fill_weights(source, policy.weights)
+    policy.optimizer_state.load_state_dict(moments)
     if scale is not None:
-        trainer.policy.step.scaler.load_state_dict(scale)
+        policy.step.scaler.load_state_dict(scale)
     _take_progress(progress, trainer)
     _take_place(progress, trainer.windows.loader)
 
 
-def check_trainer_checkpoint(folder: Path, *, trust_pickle: bool) -> TrainerProgress:
+def _check(folder: Path, *, trust_pickle: bool) -> TrainerProgress:
     """Reject problems that show without a model; errors as ``load_trainer_checkpoint``."""
     refuse_incomplete(folder)
     if not trust_pickle:
-        raise CheckpointError(_refusal(folder))
+        *first, last = pickles_in(folder)
+        listed = f"{', '.join(first)} and {last} are pickles" if first else f"{last} is a pickle"
+        raise CheckpointError(
+            f"{folder}: a checkpoint of the Hugging Face Trainer. Its {listed}, which can run "
+            "code when read. If you trust whoever wrote it, add --trust-pickle (from Python: "
+            "trust_pickle=True); tensors and plain values alone are then read, and anything else "
+            "is an error"
+        )
     return read_progress(folder)
-
-
-def _refusal(folder: Path) -> str:
-    names = pickles_in(folder)
-    listed = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
-    them = "are pickles" if len(names) > 1 else "is a pickle"
-    return (
-        f"{folder}: a checkpoint of the Hugging Face Trainer. Its {listed} {them}, which can run "
-        "code when read. If you trust whoever wrote it, add --trust-pickle (from Python: "
-        "trust_pickle=True); tensors and plain values alone are then read, and anything else is "
-        "an error"
-    )
-
-
-def _moments(folder: Path, trainer: Trainer, by_module: Moments) -> Moments:
-    """The same moments under the names of Surefoot's optimizer state."""
-    optimizer = trainer.policy.step.optimizer
-    expect_adamw(optimizer, folder / OPTIMIZER)
-    names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
-    return {
-        ours: by_module[names[id(parameter)]]
-        for group in optimizer.param_groups
-        for ours, parameter in zip(group["names"], group["params"], strict=True)
-    }
 
 
 def _differences(
@@ -116,7 +158,8 @@ def _differences(
         )
     if updates < step:
         yield f"{OPTIMIZER} has made {made} in {counted(step, 'step')}"
-    last = scheduler.get("last_epoch") if isinstance(scheduler, Mapping) else None
+    schedule = scheduler if isinstance(scheduler, Mapping) else {}
+    last, rates = schedule.get("last_epoch"), schedule.get("_last_lr")
     if isinstance(last, int) and last != step:
         yield (
             f"{SCHEDULER} is at step {last}, trainer_state.json at {step}; the learning rate "
@@ -127,38 +170,31 @@ def _differences(
             f"the Trainer was to make {counted(progress.max_steps, 'step')}, this run makes "
             f"{trainer.state.max_steps:,}"
         )
-    yield from _other_settings(saved["param_groups"], scheduler, step, trainer)
-
-
-def _other_settings(
-    theirs: Sequence[Mapping[str, Any]], scheduler: object, step: int, trainer: Trainer
-) -> Iterator[str]:
-    ours = trainer.policy.step.optimizer.param_groups
-    for key, name in HYPERPARAMETERS.items():
-        was, now = theirs[0].get(key), ours[0][key]
-        has_none = key == "weight_decay" and not now and len(ours) == 1  # vectors alone learn
+    groups, policy = trainer.policy.step.optimizer.param_groups, trainer.policy
+    for key, name in _HYPERPARAMETERS.items():
+        was, now = saved["param_groups"][0].get(key), groups[0][key]
+        # with one group, vectors alone are trained
+        has_none = key == "weight_decay" and not now and len(groups) == 1
         if _numbers(was) not in (None, _numbers(now)) and not has_none:
             yield f"optim.adamw.{name} was {was} and is {now} now"
-    if ours[0]["weight_decay"]:
-        decay = trainer_groups(trainer.policy.module)[0]
-        names = {id(p): name for name, p in trainer.policy.module.named_parameters()}
-        here = {names[id(p)] for g in ours if g["weight_decay"] for p in g["params"]}
-        if odd := sorted(here ^ set(decay)):
+    if groups[0]["weight_decay"]:
+        names = {id(p): name for name, p in policy.module.named_parameters()}
+        decays = {names[id(p)] for g in groups if g["weight_decay"] for p in g["params"]}
+        if odd := sorted(decays ^ set(trainer_groups(policy.module)[0])):
             yield (
                 f"weight decay: {counted(len(odd), 'parameter differs', 'parameters differ')} from "
                 f"the Trainer's, for example {odd[0]}"
             )
-    rates = scheduler.get("_last_lr") if isinstance(scheduler, Mapping) else None
     if isinstance(rates, list) and rates and isinstance(rates[0], float):
-        rate = ours[0]["lr"] * trainer.policy.step.schedule.factor(step)
+        rate = groups[0]["lr"] * policy.step.schedule.factor(step)
         if not math.isclose(rate, rates[0], rel_tol=1e-6, abs_tol=1e-12):
             yield f"the Trainer's next learning rate was {rates[0]:.4g}; it is {rate:.4g} now"
 
 
 def _numbers(value: object) -> tuple[object, ...] | None:
     """The numbers of a setting, to compare; None if it is something else."""
-    found = tuple(value) if isinstance(value, list | tuple) else (value,)
-    return found if all(type(number) in (int, float) for number in found) else None
+    numbers = tuple(value) if isinstance(value, list | tuple) else (value,)
+    return numbers if all(type(number) in (int, float) for number in numbers) else None
 
 
 def _scale(saved: object, where: Path) -> dict[str, float] | None:
@@ -198,21 +234,20 @@ def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
 
 
 def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
-    state = trainer.state
-    best = progress.best_global_step
-    if best is not None and trainer.section.load_best_model_at_end:
+    best, ends_with_best = progress.best_global_step, trainer.section.load_best_model_at_end
+    if best is not None and ends_with_best:
         logger.info(
             "the best checkpoint, step %d of the Trainer's run, cannot be loaded at the end; "
             "the best metric starts again with this run",
             best,
         )
-    keeps = best is not None and not trainer.section.load_best_model_at_end
-    state.load_state_dict(
+    keeps_best = best is not None and not ends_with_best
+    trainer.state.load_state_dict(
         {
             "global_step": progress.global_step,
             "epoch": progress.epoch,
-            "best_metric": progress.best_metric if keeps else None,
-            "best_global_step": best if keeps else None,
+            "best_metric": progress.best_metric if keeps_best else None,
+            "best_global_step": best if keeps_best else None,
             "num_input_tokens_seen": progress.num_input_tokens_seen,
             "total_flos": progress.total_flos,
             "log_history": progress.log_history,
@@ -221,8 +256,8 @@ def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
         }
     )
     if progress.num_worse is not None:
-        counted = {"best": progress.best_metric, "num_worse": progress.num_worse}
-        trainer.callbacks.load_state_dict({EarlyStop.__name__: counted})
+        stopper = {"best": progress.best_metric, "num_worse": progress.num_worse}
+        trainer.callbacks.load_state_dict({EarlyStop.__name__: stopper})
 
 
 def _take_place(progress: TrainerProgress, loader: Loader) -> None:
@@ -245,36 +280,88 @@ def _take_place(progress: TrainerProgress, loader: Loader) -> None:
     )
 
 
-class HuggingFaceTrainer(ForeignTrainer):
-    """The Trainer of transformers."""
+# The weights
 
-    title: ClassVar[str] = "the Hugging Face Trainer"
-    needs_base: ClassVar[bool] = True
 
-    def recognise(self, folder: Path) -> bool:
-        """Whether it wrote ``folder``, complete or not."""
-        return is_trainer_checkpoint(folder)
+def _open_same(folder: Path, policy: nn.Module, weights: Weights) -> TensorSource:
+    """The weights in ``folder``, of a Hugging Face model or a PEFT adapter.
 
-    def latest_in(self, run: Path) -> Path | None:
-        """The latest one whose save was not interrupted."""
-        return latest_complete(run)
+    Raises ``CheckpointError`` if their names, shapes or adapter settings are not those of
+    ``policy``, the model being trained, and its ``weights``.
+    """
+    layout = detect_layout(folder)
+    if layout is None and not any(folder.glob("*_model*.bin")):  # pickles: open_folder names a cure
+        raise CheckpointError(
+            f"{folder}: it contains no weights ({MODEL} or {ADAPTER}); resume from another "
+            "checkpoint"
+        )
+    if layout is not None and layout.is_adapter != weights.is_adapter:
+        saved, trained = ("an adapter", "a full model")[:: 1 if layout.is_adapter else -1]
+        raise CheckpointError(
+            f"{folder}: it contains {saved}, but the recipe's method trains {trained}; "
+            f"set method to {'lora' if layout.is_adapter else 'full'}"
+        )
+    if weights.is_adapter and weights.is_converted:
+        raise CheckpointError(
+            f"{folder}: it contains one adapter, but this run has frozen ones beside it "
+            "(model.frozen_adapters, method.lora.init); leave them out, or start a new run from it "
+            f"with model.adapter={folder}"
+        )
+    source = open_folder(folder)
+    shapes = source.shapes()
+    if not weights.is_adapter:
+        if problem := other_model(shapes, weights):
+            raise CheckpointError(f"{folder}: {problem}")
+        return source
+    with files.raising(CheckpointError):
+        theirs = strict_json.read_object(folder / ADAPTER_CONFIG)
+    ours: dict[str, Any] = json.loads(adapter_files(policy)[ADAPTER_CONFIG])
+    _refuse_other_meaning(folder, theirs, ours)
+    names = weights.state_dict().keys()
+    shapes = {n: s for n, s in shapes.items() if n in names or not _is_base(source, n, policy)}
+    if problem := other_model(shapes, weights):
+        pairs = [(name, _sorted(theirs.get(name)), _sorted(ours.get(name))) for name in _SHAPING]
+        odd = [f"{name} {was} in it, {now} here" for name, was, now in pairs if was != now]
+        reason = "; ".join(odd) or f"its {ADAPTER_CONFIG} is the same"
+        raise CheckpointError(f"{folder}: {problem} ({reason})")
+    return source
 
-    def pickles_in(self, folder: Path) -> list[str]:
-        """Those of the optimizer and its like."""
-        return pickles_in(folder)
 
-    def check(self, folder: Path, *, trust_pickle: bool, pp: int) -> None:
-        """Raises ``RecipeError`` for a pipeline, ``CheckpointError`` for pickles not trusted."""
-        if pp > 1:
-            raise RecipeError(
-                f"parallel.pp: a pipeline cannot resume from {folder}, which another trainer "
-                "wrote; start with pp 1, save, and resume from that checkpoint with any pp"
+def _is_base(source: TensorSource, name: str, policy: nn.Module) -> bool:
+    """Whether it is the base's: PEFT adds embeddings that are a target or were resized."""
+    ours = policy.state_dict().get(name)
+    if ours is None or tuple(ours.shape) != source.shapes()[name]:
+        return False
+    return torch.equal(read_whole(source, name).to(ours.dtype), ours.cpu())
+
+
+def _refuse_other_meaning(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Reject an adapter with equal tensors but other settings."""
+    where = folder / ADAPTER_CONFIG
+    unset: tuple[object, ...] = (None, False, "none", {}, [])
+    for name in _MEANING:
+        was, now = theirs.get(name), ours.get(name)
+        if was != now and not (was in unset and now in unset):
+            raise CheckpointError(
+                f"{where}: {name} is {was} in it and {now} in this run; set "
+                f"method.lora{_IN_A_RECIPE.get(name, '')} to the checkpoint's value, or start a "
+                f"new run from it with model.adapter={folder}"
             )
-        check_trainer_checkpoint(folder, trust_pickle=trust_pickle)
+    init = str(theirs.get("init_lora_weights")).lower()
+    if init.startswith(CHANGED_BASE):
+        raise CheckpointError(
+            f"{where}: init_lora_weights {init} changed the base at the start of training, so "
+            "its moments belong to that base only; this run's base is the original model"
+        )
+    base, here = str(theirs.get("base_model_name_or_path")), str(ours["base_model_name_or_path"])
+    if Path(base).name not in here:
+        logger.warning(
+            "%s: the adapter was trained on %s, this run's base is %s", where, base, here
+        )
+    was, now = theirs.get("lora_dropout"), ours["lora_dropout"]
+    if was != now:
+        logger.warning("%s: lora_dropout was %s and is %s now", where, was, now)
 
-    def load(self, folder: Path, trainer: Trainer, *, base: Path, trust_pickle: bool) -> None:
-        """The model around an adapter is not needed."""
-        load_trainer_checkpoint(folder, trainer, trust_pickle=trust_pickle)
 
-
-TRAINER = HuggingFaceTrainer()
+def _sorted(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, list) else value

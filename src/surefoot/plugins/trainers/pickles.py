@@ -5,10 +5,9 @@ nothing.
 rejects any other function. numpy's arrays are accepted too, because the Trainer stores numpy's
 generator as one.
 
-The index of a distributed checkpoint names classes of torch. It is read as records of what these
-would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
-saves whatever objects the user passes: in its files any name but those that build tensors becomes
-such a record, and nothing of that name is looked up.
+The index of a distributed checkpoint names classes of torch, and DeepSpeed saves whatever objects
+the user passes. In these files any name but those that build tensors becomes an inert record of
+what the object would have been built from; nothing of that name is looked up.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def read_mapped(path: Path) -> Any:
     with files.raising(CheckpointError), files.open_file(path, follow=False):
         pass
     _check_archive(path, path)
-    reader: Any = SimpleNamespace(__name__="records", Unpickler=_Mapped)
+    reader: Any = SimpleNamespace(__name__="records", Unpickler=_Records)
     with _harmless(path, "tensors"):
         return torch.load(
             path, map_location="cpu", mmap=True, pickle_module=reader, weights_only=False
@@ -124,16 +123,17 @@ class Record:
     """Inert record in place of an object: its arguments and its state, without behavior."""
 
     name = ""
-
-    def __init__(self, *args: object) -> None:
-        self.args: tuple[Any, ...] = args
-        self.state: Any = None
+    args: tuple[Any, ...] = ()
+    state: Any = None
 
     def __new__(cls, *args: object, **_: object) -> Record:
         """Also without ``__init__``, as pickle makes most objects."""
         made = super().__new__(cls)
-        made.args, made.state = args, None
+        made.args = args
         return made
+
+    def __init__(self, *_: object) -> None:
+        """``__new__`` has taken the arguments."""
 
     def __setstate__(self, state: object) -> None:
         """Record the state."""
@@ -155,49 +155,11 @@ class Record:
         return self.state.get(field)
 
 
-_DCP = "torch.distributed.checkpoint"
-_RECORDS = {
-    **dict.fromkeys(
-        (
-            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
-            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta"),
-        ),
-        f"{_DCP}.metadata",
-    ),
-    "_StorageInfo": f"{_DCP}.filesystem",
-    "_get_layout": "torch.serialization",
-    "PosixPath": "pathlib",
-}
-
-
 class _Dict(dict[Any, Any]):
     """An ``OrderedDict``; attributes of it, such as versions of modules, are ignored."""
 
     def __setstate__(self, state: object) -> None:
         pass
-
-
-_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
-
-
-class _Records(pickle.Unpickler):
-    """Accepts torch's types and the names above."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if _RECORDS.get(name) == module:
-            return type(name, (Record,), {"name": name})
-        if module == "torch" and name == "Size":
-            return tuple
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) == ("collections", "OrderedDict"):
-            return _Dict
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _rebuilt(build: Any, _kind: object, arguments: Any, _attributes: object) -> Any:
-    """A tensor with attributes, without them."""
-    return build(*arguments)
 
 
 def _tensor_of(parameter: object, *_: object) -> object:
@@ -208,20 +170,26 @@ _REBUILD = {  # what an archive of torch builds its tensors with
     "_rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
     "_rebuild_parameter": _tensor_of,
     "_rebuild_parameter_with_state": _tensor_of,
-    "_rebuild_from_type_v2": _rebuilt,
+    # a tensor with attributes, without them
+    "_rebuild_from_type_v2": lambda build, _kind, arguments, _attributes: build(*arguments),
 }
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
-class _Mapped(_Records):
-    """Builds tensors, too; whatever else is named becomes a record."""
+class _Records(pickle.Unpickler):
+    """Builds tensors and torch's types. Whatever else is named becomes a record, and nothing of
+    that name is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dict
         if module in ("torch._utils", "torch._tensor") and name in _REBUILD:
             return _REBUILD[name]
-        try:
-            return super().find_class(module, name)
-        except pickle.UnpicklingError:
-            return type("Other", (Record,), {"name": f"{module}.{name}"})
+        return type("Other", (Record,), {"name": f"{module}.{name}"})
 
 
 def _check_memo(data: bytes) -> None:

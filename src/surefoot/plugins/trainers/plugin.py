@@ -7,6 +7,6 @@ _HERE = __package__
 PLUGIN = Plugin(
     name="trainers",
     trainers={"trainer": f"{_HERE}.from_trainer:TRAINER"},
-    targets={"trainer": f"{_HERE}.target:TrainerCheckpoint"},
-    pickled={"trainers": f"{_HERE}.source:open_weights"},
+    targets={"trainer": f"{_HERE}.to_trainer:TrainerCheckpoint"},
+    pickled={"trainers": f"{_HERE}.pickled_weights:open_weights"},
 )

@@ -7,8 +7,8 @@ Weights and companions unchanged, the moments by number, the schedule's position
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from ...checkpoint.converting.origin import Done, Origin, Target
 from ...checkpoint.disk import strict_json
 from ...checkpoint.disk.commit import new_folder
 from ...checkpoint.disk.folder import CheckpointFolder, open_checkpoint
@@ -23,30 +24,63 @@ from ...checkpoint.disk.manifest import STATE as OURS
 from ...checkpoint.disk.manifest import is_safetensors
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.loading import load
-from ...checkpoint.sources.copying import copy
+from ...checkpoint.sources.copying import Progress, copy
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
-from ...model.section import ModelSection
 from ...network.draft import NetworkOptions
-from ...network.method import Method
 from ...network.network import Network
 from ...network.open import open_network
 from ...network.tensors import MetaTensors
 from ...optim.bf16_weights import MASTER
+from ...optim.optimizer import Optimizer
 from ...parallel.world import ALONE
+from ...recipe.files import RUN_RECIPE
 from ...recipe.recipe import Recipe
+from ...recipe.recipe import load as load_recipe
 from ...storage import files
 from ...training.callbacks.early_stop import EarlyStop
-from .arguments import group_settings, training_arguments
-from .moments import moments_by_number, trainer_groups
 from .pickles import write_pickle
-from .trainer_folder import OPTIMIZER, RANDOM, SCALER, SCHEDULER, STATE
+from .trainer_folder import (
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STATE,
+    moments_by_number,
+    trainer_groups,
+)
 
-LEFT_OUT = {OURS, STATE, "recipe.yaml"}
-LOGGING_STEPS, SAVE_STEPS = 500, 500  # the Trainer's own defaults; it divides by them
+_LEFT_OUT = {OURS, STATE, "recipe.yaml"}
+_INTERVAL = 500  # the Trainer's own default of steps; it divides by them
+
+
+@dataclass(frozen=True)
+class TrainerCheckpoint(Target):
+    """A checkpoint that ``Trainer.train(resume_from_checkpoint=DST)`` resumes from."""
+
+    base: str | None = None
+    """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
+
+    def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
+        """Weights, moments, schedule, generators and log of a Surefoot checkpoint."""
+        open_checkpoint(origin.folder)  # ours; nobody else's holds what it takes
+        base = origin.adapter_base()
+        if not (origin.folder / RUN_RECIPE).is_file():
+            raise CheckpointError(
+                f"{origin.folder}: it has no {RUN_RECIPE}, which contains the settings "
+                "of its optimizer"
+            )
+        recipe = load_recipe(origin.folder / RUN_RECIPE)
+        arguments = save_trainer_checkpoint(origin.folder, target, run=recipe, base=base)
+        words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        return Done(
+            {"training_arguments": arguments},
+            f"resume with TrainingArguments(output_dir=..., {words})\n"
+            f"and trainer.train(resume_from_checkpoint={str(target)!r})",
+        )
 
 
 def save_trainer_checkpoint(
@@ -61,32 +95,38 @@ def save_trainer_checkpoint(
     is_adapter = opened.manifest.is_adapter
     if is_adapter and base is None:
         raise CheckpointError(f"{checkpoint}: the checkpoint of an adapter; name its base")
-    adapter = checkpoint if is_adapter else None
-    skeleton = open_skeleton(base or checkpoint, adapter, run.model, run.method)
-    if skeleton.blocks.changes:
+    model = replace(
+        run.model,
+        adapter=checkpoint if is_adapter else None,
+        frozen_adapters=(),
+        gradient_checkpointing="none",
+    )
+    options = NetworkOptions(method=run.method)
+    network = open_network(base or checkpoint, model, None, ALONE, options, MetaTensors())
+    if network.blocks.changes:
         raise CheckpointError(
             f"{checkpoint}: its method trains blocks of parameters in turn, which the Trainer does "
             "not; write a plain model with --to huggingface"
         )
-    states = _read_states(checkpoint)
+    states = _read_states(opened)
     progress = states["trainer"]
-    groups = trainer_groups(skeleton.module)
-    settings = group_settings(run.optim, progress)
+    settings = _group_settings(run.optim, progress)
     with new_folder(target) as folder:
-        _write_weights(opened, skeleton, folder)
-        moments = _moments(opened, skeleton, states.pop("optimizer"))
-        write_pickle(folder / OPTIMIZER, moments_by_number(moments, groups, settings))
+        _write_weights(opened, network, folder)
+        moments = _moments(opened, network, states.pop("optimizer"))
+        numbered = moments_by_number(moments, trainer_groups(network.module), settings)
+        write_pickle(folder / OPTIMIZER, numbered)
         write_pickle(folder / SCHEDULER, _scheduler(settings, progress["global_step"]))
         write_pickle(folder / RANDOM, _generators(states["random"]))
         if run.train.precision == "fp16":
             write_pickle(folder / SCALER, _scaler(states["scaler"]))
-        text = _state(opened, run, progress, states.get("callbacks", {}))
-        files.write_new(folder / STATE, text)
+        content = _state(opened, run, progress, states.get("callbacks", {}))
+        files.write_new(folder / STATE, content)
     return training_arguments(run, progress["max_steps"])
 
 
 @dataclass
-class _Kept:
+class _PlainState:
     state: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,35 +136,44 @@ class _Kept:
         self.state = state
 
 
-def _read_states(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    names = open_checkpoint(checkpoint).skeleton()
-    if missing := sorted({"optimizer", "trainer", "random", "scaler"} - names.keys()):
+def _read_states(opened: CheckpointFolder) -> dict[str, dict[str, Any]]:
+    names = opened.skeleton().keys()
+    if missing := sorted({"optimizer", "trainer", "random", "scaler"} - names):
         raise CheckpointError(
-            f"{checkpoint}: it was not saved by a run: it has no state {missing[0]!r}"
+            f"{opened.path}: it was not saved by a run: it has no state {missing[0]!r}"
         )
-    apart = {name for name in names if name != "optimizer" and FileRole(name).is_optimizer}
-    kept = {name: _Kept() for name in names if name not in apart}
-    load(checkpoint, kept)
-    return {name: keeper.state for name, keeper in kept.items()}
+    # without the optimizers of other models
+    states = {n: _PlainState() for n in names if n == "optimizer" or not FileRole(n).is_optimizer}
+    load(opened.path, states)
+    return {name: plain.state for name, plain in states.items()}
 
 
 def _moments(
-    opened: CheckpointFolder, skeleton: Network, saved: Mapping[str, Mapping[str, torch.Tensor]]
+    opened: CheckpointFolder, network: Network, saved: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, Mapping[str, torch.Tensor]]:
     """The optimizer's state by the parameters' names in the model."""
-    refuse_frozen_adapters(opened.path, saved)
-    names = optimizer_names(skeleton)
+    # next to frozen adapters, parameters have their names in the model instead of those in files
+    if any(f".{TRAINED}." in name for name in saved):
+        raise CheckpointError(
+            f"{opened.path}: frozen adapters of its run (model.frozen_adapters, method.lora.init) "
+            "are part of its adapter, which the Trainer would train in full; write an adapter "
+            "alone with --to peft"
+        )
+    in_files = {id(parameter): name for name, parameter in network.named.items()}
+    names = {n: in_files[id(p)] for n, p in network.module.named_parameters() if p.requires_grad}
     if odd := sorted(saved.keys() ^ set(names.values())) if saved else []:
         raise CheckpointError(
             f"{opened.path}: its optimizer state does not belong to the parameters that its "
             f"recipe trains: {counted(len(odd), 'differs', 'differ')}, for example {odd[0]}"
         )
-    kept = {name: saved[ours] for name, ours in names.items() if ours in saved}
-    # the Trainer knows no master copies
-    return {n: {key: t for key, t in s.items() if key != MASTER} for n, s in kept.items()}
+    return {  # the Trainer knows no master copies
+        name: {key: tensor for key, tensor in saved[in_file].items() if key != MASTER}
+        for name, in_file in names.items()
+        if in_file in saved
+    }
 
 
-def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) -> None:
+def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> None:
     """The weights and their companions.
 
     The Trainer resumes by ``load_state_dict`` into its modules. If files and modules have different
@@ -133,7 +182,7 @@ def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) ->
     both.
     """
     source: TensorSource = open_folder(opened.path)
-    if skeleton.weights.is_converted:
+    if network.weights.is_converted:
         with ConcurrentCheck([opened.path]) as check:
             model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
             if (damage := check.wait()) is not None:
@@ -145,7 +194,7 @@ def _write_weights(opened: CheckpointFolder, skeleton: Network, folder: Path) ->
     copy(source, folder, stem=stem, max_shard_size=limit)
     for name in opened.manifest.files:
         is_weights = is_safetensors(name) or name.endswith(".safetensors.index.json")
-        if not is_weights and name not in LEFT_OUT:
+        if not is_weights and name not in _LEFT_OUT:
             files.make_folder((folder / name).parent)
             files.write_new(folder / name, opened.small(name))
 
@@ -194,9 +243,9 @@ def _state(
     """
     content = strict_json.parse_object(opened.small(STATE), str(opened.path / STATE))
     content |= {
-        "logging_steps": run.train.log_steps or LOGGING_STEPS,
-        "eval_steps": run.train.eval_steps or run.train.log_steps or LOGGING_STEPS,
-        "save_steps": run.checkpoint.save_steps or SAVE_STEPS,
+        "logging_steps": run.train.log_steps or _INTERVAL,
+        "eval_steps": run.train.eval_steps or run.train.log_steps or _INTERVAL,
+        "save_steps": run.checkpoint.save_steps or _INTERVAL,
         "best_model_checkpoint": None,
     }
     if (best := progress.get("best_global_step")) is not None:
@@ -217,31 +266,65 @@ def _state(
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def open_skeleton(
-    folder: Path, adapter: Path | None, section: ModelSection, method: Method
-) -> Network:
-    """A run's network on the meta device, from ``config.json`` in ``folder`` and, if the run trains
-    one, the configuration of its ``adapter``."""
-    plain = replace(section, adapter=adapter, frozen_adapters=(), gradient_checkpointing="none")
-    return open_network(folder, plain, None, ALONE, NetworkOptions(method=method), MetaTensors())
-
-
-def optimizer_names(network: Network) -> dict[str, str]:
-    """The trainable parameters' names in the model -> in the optimizer's state."""
-    in_files = {id(parameter): name for name, parameter in network.named.items()}
+def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
+    """Keywords of ``TrainingArguments`` to resume the run of AdamW, which its checkpoints do not
+    contain; in the warmup it is one step behind."""
+    train, optim = run.train, run.optim
+    adam = {"beta1", "beta2", "epsilon"} & {setting.name for setting in fields(optim)}
     return {
-        name: in_files[id(parameter)]
-        for name, parameter in network.module.named_parameters()
-        if parameter.requires_grad
+        "max_steps": max_steps,
+        "per_device_train_batch_size": train.fixed_micro_batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "label_smoothing_factor": run.stage.spec.smoothing,
+        "learning_rate": optim.learning_rate,
+        "weight_decay": optim.weight_decay,
+        **{f"adam_{name}": getattr(optim, name) for name in adam},
+        **_schedule(optim, max_steps),
+        **{name: True for name in ("bf16", "fp16") if name == train.precision},
     }
 
 
-def refuse_frozen_adapters(checkpoint: Path, trained: Iterable[str]) -> None:
-    """Raise ``CheckpointError`` if an adapter consists of others than the ``trained`` one, whose
-    parameters then have their names in the model instead of those in files."""
-    if any(f".{TRAINED}." in name for name in trained):
+def _group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
+    """The two groups of the Trainer's optimizer after this step."""
+    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))], {})
+    if not isinstance(made, torch.optim.AdamW):
         raise CheckpointError(
-            f"{checkpoint}: frozen adapters of its run (model.frozen_adapters, method.lora.init) "
-            "are part of its adapter, which the Trainer would train in full; write an adapter "
-            "alone with --to peft"
+            f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
         )
+    if optim.learning_rates:
+        raise CheckpointError(
+            "optim.adamw.learning_rates: the Trainer's optimizer has one learning rate for all "
+            "parameters, so this state cannot be converted"
+        )
+    group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
+    peak = group["lr"]
+    factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
+    group |= {"lr": peak * factor, "initial_lr": peak}
+    return [group, {**group, "weight_decay": 0.0}]
+
+
+def _schedule(optim: Optimizer, max_steps: int) -> dict[str, object]:
+    schedule, settings = optim.schedule_over(max_steps), dict[str, object]()
+    name: str = schedule.name
+    if name == "constant" and schedule.warmup_steps:
+        name = "constant_with_warmup"
+    elif name == "cosine" and schedule.min_ratio:
+        name, settings = "cosine_with_min_lr", {"min_lr_rate": schedule.min_ratio}
+    elif name == "linear" and schedule.min_ratio:
+        lowest = optim.learning_rate * schedule.min_ratio
+        name, settings = "polynomial", {"lr_end": lowest, "power": 1.0}
+    elif name in ("wsd", "wsd_cosine"):
+        start = max(schedule.warmup_steps, max_steps - schedule.decay_steps)
+        settings = {
+            "num_decay_steps": max_steps - start,
+            "decay_type": "linear" if name == "wsd" else "cosine",
+            "min_lr_ratio": schedule.min_ratio,
+        }
+        name = "warmup_stable_decay"
+    return {
+        "lr_scheduler_type": name,
+        "warmup_steps": schedule.warmup_steps,
+        **({"lr_scheduler_kwargs": settings} if settings else {}),
+    }

@@ -1,17 +1,25 @@
-"""A checkpoint of Hugging Face's Trainer: its files, and its ``trainer_state.json``.
+"""A checkpoint of Hugging Face's Trainer: its files, ``trainer_state.json``, ``optimizer.pt``.
 
 It is detected by names alone. The Trainer writes it in place without flushing, so it may be
 incomplete. A missing file is an error, never a silent fresh start.
+
+``optimizer.pt`` has moments by the numbers of parameters: the Trainer numbers the trainable ones,
+first those with weight decay, then the others, each in the order of ``named_parameters``. The file
+does not contain this order. Everything that can be checked is checked: how many there are in each
+group, their shapes, and which tensors each has.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from ...checkpoint.disk import strict_json, trainer_state
 from ...checkpoint.disk.commit import named, step_of
@@ -24,11 +32,9 @@ from ...storage import files
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 RANDOM, SCALER = "rng_state.pth", "scaler.pt"
 STATE = "trainer_state.json"
-ARGUMENTS = "training_args.bin"  # a pickled object of theirs; never read, never needed
-PICKLES = (OPTIMIZER, SCHEDULER, RANDOM, SCALER)
-OURS = (MANIFEST, SKELETON, "recipe.yaml", "optimizer.safetensors")  # in no folder of theirs
-# Sharded states of several processes, by the names only they use.
-SHARDED = {
+_ARGUMENTS = "training_args.bin"  # a pickled object of theirs; never read, never needed
+_OURS = (MANIFEST, SKELETON, "recipe.yaml", "optimizer.safetensors")  # in no folder of theirs
+_SHARDED = {  # states of several processes, by the names only they use
     "latest": "DeepSpeed",
     "zero_to_fp32.py": "DeepSpeed",
     "optimizer_0": "FSDP",
@@ -36,33 +42,44 @@ SHARDED = {
     "pytorch_model_fsdp_0": "FSDP",
     "pytorch_model_fsdp.bin": "FSDP",
 }
+Moments = dict[str, dict[str, torch.Tensor]]
+_OF_ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+# Trainer.get_decay_parameter_names, of transformers 5, and as it was until 4.49
+_NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+_NO_DECAY_OF_OLD = (r"bias",)
 
 
 def is_trainer_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` is a checkpoint of the Trainer, complete or not. By names alone."""
-    if any(files.exists(folder / name) for name in OURS):
+    if any(files.exists(folder / name) for name in _OURS):
         return False
-    return any(files.exists(folder / name) for name in (STATE, ARGUMENTS, OPTIMIZER))
+    return any(files.exists(folder / name) for name in (STATE, _ARGUMENTS, OPTIMIZER))
 
 
 def latest_complete(folder: Path) -> Path | None:
     """The Trainer's latest checkpoint in ``folder`` whose save was not interrupted."""
-    found = (path for path in named(folder) if is_trainer_checkpoint(path))
-    return max((p for p in found if files.exists(p / STATE)), key=step_of, default=None)
+    theirs = (path for path in named(folder) if is_trainer_checkpoint(path))
+    return max((p for p in theirs if files.exists(p / STATE)), key=step_of, default=None)
 
 
 def pickles_in(folder: Path) -> list[str]:
     """The pickles that a resume from ``folder`` would read."""
-    return [name for name in PICKLES if files.exists(folder / name)]
+    names = (OPTIMIZER, SCHEDULER, RANDOM, SCALER)
+    return [name for name in names if files.exists(folder / name)]
 
 
 def refuse_incomplete(folder: Path) -> None:
     """Raise ``CheckpointError`` if ``folder`` lacks what a resume needs."""
-    for name, what in SHARDED.items():
+    field = "adapter" if files.exists(folder / "adapter_config.json") else "path"
+    from_scratch = (
+        "to start a new run from its weights, with a fresh optimizer, remove checkpoint.resume "
+        f"and set model.{field}={folder}"
+    )
+    for name, program in _SHARDED.items():
         if files.exists(folder / name):
             raise CheckpointError(
-                f"{folder}: its {name} is the sharded state of a {what} run, which cannot be "
-                f"resumed here; {_from_scratch(folder)}"
+                f"{folder}: its {name} is the sharded state of a {program} run, which cannot be "
+                f"resumed here; {from_scratch}"
             )
     if not files.exists(folder / STATE):
         raise CheckpointError(
@@ -72,16 +89,8 @@ def refuse_incomplete(folder: Path) -> None:
     if not files.exists(folder / OPTIMIZER):
         raise CheckpointError(
             f"{folder}: no {OPTIMIZER} (saved with save_only_model?), so Adam's moments are "
-            f"missing and the run cannot be resumed; {_from_scratch(folder)}"
+            f"missing and the run cannot be resumed; {from_scratch}"
         )
-
-
-def _from_scratch(folder: Path) -> str:
-    is_adapter = files.exists(folder / "adapter_config.json")
-    return (
-        "to start a new run from its weights, with a fresh optimizer, remove checkpoint.resume "
-        f"and set model.{'adapter' if is_adapter else 'path'}={folder}"
-    )
 
 
 @dataclass(frozen=True)
@@ -116,16 +125,27 @@ class TrainerProgress:
 def read_progress(folder: Path) -> TrainerProgress:
     """``trainer_state.json``. Raises ``CheckpointError`` if it is incomplete or of another step."""
     where = folder / STATE
-    content = _read(where)
+    with files.raising(CheckpointError), files.open_file(where) as file:
+        data = files.read_all(file, strict_json.MAX_BYTES)
+    try:  # with NaN and Infinity, which the Trainer writes and JSON does not support
+        content = strict_json.parse_object(data, str(where), allow_nan=True)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}: the save was interrupted; resume from an earlier checkpoint"
+        ) from None
+    log = content.get("log_history") or []
+    if not isinstance(log, list) or not all(isinstance(record, dict) for record in log):
+        raise CheckpointError(f"{where}: log_history must be a list of objects")
+    best = number(content.get("best_metric"))  # an infinity before the first finite one
     progress = TrainerProgress(
         global_step=_count(content, "global_step", where),
         epoch=_number(content, "epoch", where),
         max_steps=_count(content, "max_steps", where, 0),
-        best_metric=_finite(content.get("best_metric")),
+        best_metric=best if best is not None and math.isfinite(best) else None,
         best_global_step=trainer_state.read(content).best_step,
         num_input_tokens_seen=_count(content, "num_input_tokens_seen", where, 0),
         total_flos=_number(content, "total_flos", where, 0),
-        log_history=_records(content.get("log_history") or [], where),
+        log_history=[{k: v for k, v in r.items() if type(v) in (int, float)} for r in log],
         num_worse=_num_worse(content.get("stateful_callbacks")),
     )
     if step_of(folder) not in (-1, progress.global_step):
@@ -136,27 +156,10 @@ def read_progress(folder: Path) -> TrainerProgress:
     return progress
 
 
-def _read(where: Path) -> Mapping[str, Any]:
-    """The Trainer writes NaN and Infinity, which JSON does not support."""
-    with files.raising(CheckpointError), files.open_file(where) as file:
-        data = files.read_all(file, strict_json.MAX_BYTES)
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where}: not JSON ({error}): the save was interrupted; resume from an earlier "
-            "checkpoint"
-        ) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, found {str(content)[:40]}")
-    return content
-
-
 def _number(
     content: Mapping[str, Any], name: str, where: Path, default: float | None = None
 ) -> float:
-    value = content.get(name)
-    value = default if value is None else value
+    value = default if content.get(name) is None else content[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e30:
         raise CheckpointError(f"{where}: {name} must be a number, found {str(value)[:40]!r}")
     return value
@@ -169,26 +172,106 @@ def _count(content: Mapping[str, Any], name: str, where: Path, default: float | 
     return int(value)
 
 
-def _finite(value: object) -> float | None:
-    """Before the first finite metric, the Trainer's best one may be an infinity."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
-
-
-def _records(found: object, where: Path) -> list[dict[str, float]]:
-    """The log, with numbers only."""
-    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
-        raise CheckpointError(f"{where}: log_history must be a list of objects")
-    return [{str(k): v for k, v in record.items() if type(v) in (int, float)} for record in found]
-
-
 def _num_worse(callbacks: object) -> int | None:
-    found = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
-    found = found[0] if isinstance(found, list) and found else found
-    attributes = found.get("attributes") if isinstance(found, dict) else None
-    counter = (
-        attributes.get("early_stopping_patience_counter") if isinstance(attributes, dict) else 0
-    )
-    if found is None:
+    """What EarlyStoppingCallback has counted, whatever the file contains; None without it."""
+    stopper = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
+    stopper = stopper[0] if isinstance(stopper, list) and stopper else stopper
+    if stopper is None:
         return None
-    return counter if isinstance(counter, int) else 0
+    attributes = stopper.get("attributes") if isinstance(stopper, dict) else None
+    name = "early_stopping_patience_counter"
+    count = attributes.get(name) if isinstance(attributes, dict) else 0
+    return count if isinstance(count, int) else 0
+
+
+def trainer_groups(model: nn.Module, patterns: Sequence[str] = _NO_DECAY) -> list[list[str]]:
+    """The trainable parameters of ``model``, as the Trainer groups and orders them."""
+    decays = set(get_parameter_names(model, [nn.LayerNorm], list(patterns)))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    return [[n for n in trained if n in decays], [n for n in trained if n not in decays]]
+
+
+def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
+    """AdamW's state of every trainable parameter of ``model``, by its name in the model."""
+    numbers, state = _numbers_and_state(saved, where)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    order = [number for group in numbers for number in group]
+    ungrouped = [name for name, p in model.named_parameters() if p.requires_grad]
+    sizes = " and ".join(str(len(group)) for group in numbers)
+    wanted = " and ".join(str(len(group)) for group in trainer_groups(model))
+    reason = (
+        f"it contains the moments of {sizes} parameters (with decay and without), but {wanted} "
+        "are trainable in this run"
+    )
+    problems: list[str] = []
+    for groups in (trainer_groups(model), trainer_groups(model, _NO_DECAY_OF_OLD), [ungrouped]):
+        if [len(g) for g in groups if g] != [len(n) for n in numbers if n]:
+            continue
+        names = [name for group in groups for name in group]
+        moments = {name: state.get(number, {}) for name, number in zip(names, order, strict=True)}
+        odd = ((name, _problem(moments[name], shapes[name])) for name in names)
+        problem = next((f"{name}: {why}" for name, why in odd if why), None)
+        if problem is None:
+            return {name: _in_torchs_form(values) for name, values in moments.items()}
+        problems.append(problem)
+    raise CheckpointError(
+        f"{where}: {problems[0] if problems else reason}; set the model and method of the "
+        "checkpoint in the recipe"
+    )
+
+
+def _numbers_and_state(saved: object, where: Path) -> tuple[list[list[int]], Mapping[int, Any]]:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if isinstance(groups, list) and isinstance(state, dict):
+        numbers = [group.get("params") if isinstance(group, dict) else None for group in groups]
+        if all(isinstance(n, list) and all(type(i) is int for i in n) for n in numbers):
+            if state:
+                return [list(group or ()) for group in numbers], state
+            raise CheckpointError(
+                f"{where}: it contains no moments; resume from another checkpoint"
+            )
+    raise CheckpointError(f"{where}: it is not the state of a torch optimizer")
+
+
+def _problem(values: object, shape: torch.Size) -> str | None:
+    """Why ``values`` cannot be the state of a parameter of ``shape``."""
+    if not isinstance(values, dict) or not values:
+        return "it is trainable, but has no moments in the file"
+    if values.keys() != _OF_ADAMW:
+        names = ", ".join(sorted(map(str, values)))[:200]
+        return (
+            f"it contains {names}, expected {', '.join(sorted(_OF_ADAMW))}: only AdamW's state can "
+            "be resumed"
+        )
+    for name, expected in (("exp_avg", shape), ("exp_avg_sq", shape), ("step", torch.Size())):
+        value = values[name]
+        if name == "step" and type(value) in (int, float):
+            continue
+        if not isinstance(value, torch.Tensor):
+            return f"its {name} is of type {type(value).__name__}, expected a tensor"
+        if value.shape != expected or value.layout != torch.strided or value.is_complex():
+            return f"its {name} is {list(value.shape)}, expected {list(expected)}"
+    return None
+
+
+def _in_torchs_form(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The number of updates is a tensor in today's torch."""
+    return {**values, "step": torch.as_tensor(values["step"], dtype=torch.float32)}
+
+
+def moments_by_number(
+    moments: Mapping[str, Mapping[str, torch.Tensor]],
+    groups: Sequence[Sequence[str]],
+    settings: Sequence[Mapping[str, object]],
+) -> dict[str, Any]:
+    """The content of ``optimizer.pt`` for ``trainer_groups``, each with its settings."""
+    names = [name for group in groups for name in group]
+    numbers = iter(range(len(names)))
+    return {
+        "state": {i: dict(moments[name]) for i, name in enumerate(names) if moments.get(name)},
+        "param_groups": [
+            {**setting, "params": [next(numbers) for _ in group]}
+            for group, setting in zip(groups, settings, strict=True)
+        ],
+    }
