@@ -20,11 +20,11 @@ from inputs import make_model
 from measure import say
 
 from surefoot.data.data_order import Index, permutation
-from surefoot.data.order.length_balancing import balance_by_length, num_passes, positions
-from surefoot.data.prepared.training_data import Encoding, prepare
+from surefoot.data.order.micro_batches import balance_by_length, num_passes, positions
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
+from surefoot.data.training_data import Encoding, prepare
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.stages.pt import PT
 from surefoot.stages.sft import SFT

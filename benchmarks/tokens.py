@@ -7,10 +7,10 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from surefoot.data.prepared.training_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
+from surefoot.data.training_data import Encoding, prepare
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.stages.sft import SFT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from surefoot.cli import train  # noqa: F401 - the command, and what it imports
-from surefoot.data.text.families.family import families
+from surefoot.data.text.families import families
 from surefoot.recipe.recipe import load
 from surefoot.training.callbacks.plot import Plot
 from surefoot.training.state import TrainerState

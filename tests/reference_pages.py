@@ -15,7 +15,7 @@ import click
 from gguf import GGML_QUANT_SIZES
 
 from surefoot.cli.main import listed, main
-from surefoot.data.text.families.family import TemplateFamily, families
+from surefoot.data.text.families import TemplateFamily, families
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.optimizer import bytes_per_element, can_shard
 from surefoot.plugins.gguf.architectures import ARCHITECTURES, GGUFArchitecture

@@ -8,7 +8,7 @@ import numpy as np
 
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.pairs import join
+from surefoot.data.text.collation import join
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages import STAGES
 from surefoot.training.rewards.kinds import FunctionReward

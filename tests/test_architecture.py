@@ -22,7 +22,7 @@ LATER, LATER_FILES = (
     {"torch", "numpy"},
     {"batch", "optim/adamw", "data/text/collation"},
 )
-LATER_FILES |= {"data/text/pairs", "model/targets", "stages/dpo", "training/objectives/preferences"}
+LATER_FILES |= {"model/targets", "stages/dpo", "training/objectives/preferences"}
 LATER_FILES |= {"plugins/migrate/given", "plugins/board/curves"}
 LATER_FILES |= {"training/objectives/value_head", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}

@@ -26,7 +26,7 @@ from project import (
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.pairs import join
+from surefoot.data.text.collation import join
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.tokenizer import load_tokenizer

@@ -8,11 +8,11 @@ from functools import partial
 
 from outcome import Item, task
 
-from surefoot.data.prepared.training_data import Encoding, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import EncodedDataset
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
+from surefoot.data.training_data import Encoding, prepare
 from surefoot.model.pretrained.tokenizer import load_tokenizer
 from surefoot.stages.sft import SFT
 

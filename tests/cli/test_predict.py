@@ -239,7 +239,7 @@ def test_a_full_disk_keeps_the_answers_and_the_same_command_continues(
 def test_a_disk_that_is_full_at_the_end_loses_no_answer(
     folder, run, tmp_path, generated, monkeypatch
 ):
-    from surefoot.data.text import answers
+    from surefoot.data.text import prompts as answers
 
     def full(path, _):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

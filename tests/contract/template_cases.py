@@ -3,7 +3,7 @@
 import json
 
 import tiny_tokenizers
-from surefoot.data.text.families.family import families
+from surefoot.data.text.families import families
 
 TOOL = {
     "name": "get_weather",

@@ -12,8 +12,7 @@ from adapted import SMALL, method_of
 from project import Project, assert_same, final_weights, losses, tokenizer
 from stage_data import DATASETS, SETTINGS, stage_of, written
 from surefoot.batch import Outputs, ends
-from surefoot.data.encoded import EMPTY, Dropped, Truncated
-from surefoot.data.example import Example, Message
+from surefoot.data.example import EMPTY, Dropped, Example, Message, Truncated
 from surefoot.data.order.micro_batches import Collation
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec

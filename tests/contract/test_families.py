@@ -13,11 +13,10 @@ import pytest
 import template_cases as cases
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.encoded import Dropped
-from surefoot.data.example import Example, Message
+from surefoot.data.example import Dropped, Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
-from surefoot.data.text.families.family import families
+from surefoot.data.text.families import families
 from surefoot.data.text.templates import section_template
 from surefoot.plugins.migrate.templates import masks_line_break
 

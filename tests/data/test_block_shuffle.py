@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Prefetch
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.prefetch import Prefetch
-from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
+from surefoot.data.training_data import Encoding, encode_stream, open_stream
 from surefoot.errors import DataError
 from unpacked import unpack
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import warm
-from surefoot.data.store import cache, checked_file
+from surefoot.data.store import cache
 from surefoot.data.store.cache import default_folder, load_or_build
 from surefoot.errors import DataError
 from surefoot.storage import files
@@ -222,7 +222,7 @@ def test_a_dataset_that_gives_other_tokens_now_is_an_error(tmp_path):
 def test_a_file_is_hashed_once_then_read(tmp_path, monkeypatch):
     store = load_or_build(tmp_path, "key", build_long).store
     assert is_intact(store)
-    monkeypatch.setattr(checked_file.xxhash, "xxh3_64_intdigest", never)
+    monkeypatch.setattr(cache.xxhash, "xxh3_64_intdigest", never)
     assert is_intact(store)
 
 

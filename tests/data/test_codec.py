@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 import tiny_tokenizers
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.encoded import Dropped, Truncated
-from surefoot.data.example import Example, Message
+from surefoot.data.example import Dropped, Example, Message, Truncated
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import bundled, load_template, section_template

@@ -7,9 +7,9 @@ from functools import partial
 from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
-from surefoot.data.prepared.training_data import Encoding, encode_stream, open_stream, prepare
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
+from surefoot.data.training_data import Encoding, encode_stream, open_stream, prepare
 
 FEW, MANY = 2_000, 8_000
 TEXT = "so it goes on and on " * 100

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from surefoot.data.rows import json_rows
-from surefoot.data.rows.json_rows import read_json, read_jsonl
-from surefoot.data.rows.readers import READERS
+from surefoot.data.rows import readers
+from surefoot.data.rows.readers import READERS, read_json, read_jsonl
 from surefoot.errors import DataError
 
 VALUES = st.recursive(
@@ -47,7 +46,7 @@ def test_a_list_is_read_as_json_reads_it_whatever_the_window(
     except UnicodeError:
         return  # half a surrogate pair cannot be written
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_rows, "CHUNK", chunk)
+        patch.setattr(readers, "CHUNK", chunk)
         assert list(read_json(path)) == rows
 
 
@@ -56,7 +55,7 @@ def test_a_list_that_is_torn_anywhere_is_an_error_never_fewer_rows(path, rows, c
     text = json.dumps(rows)
     write(path, text[: 1 + int(part * (len(text) - 1))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_rows, "CHUNK", chunk)
+        patch.setattr(readers, "CHUNK", chunk)
         with pytest.raises(DataError, match="not valid JSON at line 1"):
             list(read_json(path))
 
@@ -73,7 +72,7 @@ def test_a_list_that_is_torn_anywhere_is_an_error_never_fewer_rows(path, rows, c
 )
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_a_broken_list_says_on_which_line(path, monkeypatch, text, line, reason, chunk):
-    monkeypatch.setattr(json_rows, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK", chunk)
     with pytest.raises(DataError) as caught:
         list(read_json(write(path, text)))
     assert f"at line {line}: {reason}" in str(caught.value)
@@ -129,7 +128,7 @@ def test_lines_are_read_as_json_reads_them(path, rows, end):
 
 
 def test_a_mistake_is_told_without_reading_on(path, monkeypatch):
-    monkeypatch.setattr(json_rows, "CHUNK", 100)
+    monkeypatch.setattr(readers, "CHUNK", 100)
     rest = '{"a": 1},' * 100
     path.write_bytes(b'[{"a" 1}' + rest.encode() + "é".encode("latin-1"))
     with pytest.raises(DataError, match="not valid JSON at line 1: Expecting ':' delimiter"):

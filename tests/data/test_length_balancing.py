@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.order.length_balancing import (
+from surefoot.data.order.loader import Loader
+from surefoot.data.order.micro_batches import (
+    Batching,
+    Collation,
     balance_by_length,
     num_passes,
     positions,
 )
-from surefoot.data.order.loader import Loader
-from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate

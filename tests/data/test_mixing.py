@@ -8,11 +8,17 @@ import datasets
 import numpy as np
 import pytest
 
-from surefoot.data.order.mixing import Mixing, mixed
-from surefoot.data.prepared.row_choice import mixed_rows
-from surefoot.data.prepared.training_data import Encoding, encode_stream, find, open_stream, prepare
+from surefoot.data.data_order import Mixing, mixed
 from surefoot.data.rows.catalog import Catalog
 from surefoot.data.section import DataSection
+from surefoot.data.training_data import (
+    Encoding,
+    encode_stream,
+    find,
+    mixed_rows,
+    open_stream,
+    prepare,
+)
 
 # Rows that _get_merged_dataset of LLaMA-Factory 0.9.5 gives with seed 42 (numpy 2, datasets 5.2),
 # for datasets of 12, 7 and 6 rows; "a" has num_samples 5, "b" has 9.

@@ -6,11 +6,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.length_balancing import in_turn
-from surefoot.data.order.micro_batches import Batching, Collation
+from surefoot.data.order.micro_batches import Batching, Collation, in_turn
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.collation import collate
-from surefoot.data.text.pairs import collate_pairs, join, split
+from surefoot.data.text.collation import collate, collate_pairs, join, split
 
 TOKEN = st.integers(0, 9)
 LABELLED = st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=6)

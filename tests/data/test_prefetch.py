@@ -4,9 +4,8 @@ import threading
 
 import pytest
 
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Prefetch
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.prefetch import Prefetch
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate

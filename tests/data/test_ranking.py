@@ -6,11 +6,10 @@ import pytest
 
 from project import tokenizer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.encoded import Dropped, Truncated
-from surefoot.data.example import Example, Message
+from surefoot.data.example import Dropped, Example, Message, Truncated
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
-from surefoot.data.text.pairs import split
+from surefoot.data.text.collation import split
 from surefoot.data.text.ranking import RANKED, SAME, UNRANKED, encode_pairs
 from surefoot.data.text.templates import load_template
 from surefoot.stages.sft import SFT

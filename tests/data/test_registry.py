@@ -6,9 +6,8 @@ import pytest
 
 from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.formats.alpaca import Alpaca
-from surefoot.data.rows.formats.openai import OpenAI
-from surefoot.data.rows.formats.sharegpt import ShareGPT
-from surefoot.data.rows.hub_rows import Hub
+from surefoot.data.rows.formats.turns import OpenAI, ShareGPT
+from surefoot.data.rows.remote_rows import Hub
 from surefoot.data.rows.row_sources import Files
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from surefoot.data.rows import hub_rows
-from surefoot.data.rows.hub_rows import Hub, _check_network
+from surefoot.data.rows import remote_rows
+from surefoot.data.rows.remote_rows import Hub, _check_network
 from surefoot.data.rows.row_sources import BrokenRow, Files, find_files
 from surefoot.errors import DataError
 
@@ -190,8 +190,8 @@ def test_a_hub_without_an_address_is_said_at_once(tmp_path, monkeypatch):
     def no_host(*_):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(hub_rows.socket, "getaddrinfo", no_host)
-    monkeypatch.setattr(hub_rows, "getproxies", dict)
+    monkeypatch.setattr(remote_rows.socket, "getaddrinfo", no_host)
+    monkeypatch.setattr(remote_rows, "getproxies", dict)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     with pytest.raises(DataError, match=r"cannot load dataset a/b .*: Name or service not known"):
         _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)

@@ -6,8 +6,7 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.encoded import Dropped
-from surefoot.data.example import Example, Message
+from surefoot.data.example import Dropped, Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template, section_template

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import tiny_tokenizers
-from surefoot.data.text.token_alignment import token_aligner
-from surefoot.data.text.tokenization import RenderedText, Tokenization
+from surefoot.data.text.tokenization import RenderedText, Tokenization, token_aligner
 
 BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing
 CONTROL = {"<|im_start|>", "<|im_end|>", "</s>"}

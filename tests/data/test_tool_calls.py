@@ -8,11 +8,10 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.data.example import Message
-from surefoot.data.rows.formats.openai import OpenAI
+from surefoot.data.rows.formats.turns import OpenAI
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
-from surefoot.data.text.families.family import families
-from surefoot.data.text.families.jinja_source import TOOLS
+from surefoot.data.text.families import TOOLS, families
 from surefoot.data.text.templates import bundled, find_bundled, load_template
 from surefoot.data.text.templates.render import Renderer, message_dicts, tool_dicts
 from surefoot.data.text.tool_calls import SYNTAXES, parse_tool_calls, syntax_of

@@ -16,9 +16,9 @@ from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.saving.writing import write
-from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
+from surefoot.data.training_data import TrainingData
 from surefoot.methods.full import Full
 from surefoot.model.attention import isolation
 from surefoot.model.pretrained.layers import recompute_activations

@@ -12,7 +12,7 @@ import ranks
 from spread import CLOSE, learn, trainer
 from surefoot.batch import IGNORE_INDEX, Loss, OutputSpec
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.pairs import collate_pairs
+from surefoot.data.text.collation import collate_pairs
 from surefoot.parallel.world import ALONE
 from surefoot.training.stage import Stage
 

@@ -19,10 +19,10 @@ from counting import Counting
 from spread import learn, save
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.data.prepared.training_data import TrainingData
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec
+from surefoot.data.training_data import TrainingData
 from surefoot.errors import ModelError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full

@@ -8,7 +8,7 @@ import pytest
 
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, rows
-from surefoot.data.prepared.training_data import encode_stream
+from surefoot.data.training_data import encode_stream
 from surefoot.errors import DataError, RecipeError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load

@@ -16,7 +16,7 @@ from transformers import (
 import surefoot
 from folders import edit_json, save_adapter, save_data, save_model, save_recipe, tokenizer
 from surefoot.checkpoint.converting.targets import PEFTAdapter
-from surefoot.data.prepared.training_data import prepare
+from surefoot.data.training_data import prepare
 from surefoot.errors import ModelError, RecipeError
 from surefoot.model.pretrained.config import num_positions
 from surefoot.model.pretrained.loading import resolve

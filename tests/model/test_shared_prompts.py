@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, trained_positions
-from surefoot.data.text.collation import collate
-from surefoot.data.text.pairs import collate_pairs, split, unshared
+from surefoot.data.text.collation import collate, collate_pairs, split, unshared
 from surefoot.errors import ModelError
 from surefoot.model.attention import kernels as selection
 from surefoot.model.attention.isolation import use_packed

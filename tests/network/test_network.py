@@ -10,8 +10,7 @@ from torch import nn
 import folders
 from answering import answer
 from surefoot.batch import Batch, OutputSpec
-from surefoot.data.text.collation import collate
-from surefoot.data.text.pairs import collate_pairs
+from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
 from surefoot.methods.full import Full

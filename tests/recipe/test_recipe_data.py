@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from folders import save_data, save_recipe
-from surefoot.data.prepared.training_data import prepare
+from surefoot.data.training_data import prepare
 from surefoot.errors import TemplateError
 from surefoot.model.pretrained.loading import resolve
 from surefoot.recipe.recipe import load

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from surefoot.data.text.thoughts import USUAL
+from surefoot.data.text.templates.render import USUAL
 from surefoot.plugins.serve.response_text import ResponseText
 
 TOOLS = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from surefoot.batch import IGNORE_INDEX, Outputs
-from surefoot.data.text.pairs import join
+from surefoot.data.text.collation import join
 from surefoot.errors import RecipeError
 from surefoot.schema import read
 from surefoot.stages.dpo import DPO

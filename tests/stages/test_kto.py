@@ -15,8 +15,7 @@ import tiny
 from project import Project, tokenizer
 from stage_data import examples_of
 from surefoot.batch import IGNORE_INDEX, Outputs
-from surefoot.data.encoded import Dropped
-from surefoot.data.example import Example, Message
+from surefoot.data.example import Dropped, Example, Message
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec

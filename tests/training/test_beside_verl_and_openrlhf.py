@@ -21,7 +21,7 @@ import torch
 from stage_data import stage_of
 from surefoot.batch import Outputs
 from surefoot.data.section import DataSection
-from surefoot.data.text.pairs import join
+from surefoot.data.text.collation import join
 from surefoot.generate.generation import Sample
 from surefoot.model.head.chunked_cross_entropy import forward_kl
 from surefoot.stages.ppo import REFERENCE

@@ -13,8 +13,7 @@ import ranks
 import small
 from spread import trainer
 from surefoot.batch import IGNORE_INDEX
-from surefoot.data.order.length_balancing import in_turn
-from surefoot.data.order.micro_batches import Collation
+from surefoot.data.order.micro_batches import Collation, in_turn
 from surefoot.data.text.collation import collate
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE

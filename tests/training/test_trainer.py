@@ -15,7 +15,7 @@ import transformers
 import small
 import tiny
 from project import in_child
-from surefoot.data.order.prefetch import Prefetch
+from surefoot.data.order.loader import Prefetch
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.freeze import Freeze
 from surefoot.methods.full import Full

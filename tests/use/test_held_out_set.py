@@ -5,9 +5,9 @@ import json
 import pytest
 
 from folders import save_data, save_model, save_recipe, tokenizer
-from surefoot.data.prepared.training_data import open_stream
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
+from surefoot.data.training_data import open_stream
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny_tokenizers
 from folders import CHATML, save_adapter, save_model
 from surefoot.cli.main import main
-from surefoot.data.text.pairs import with_chosen
+from surefoot.data.text.collation import with_chosen
 from surefoot.errors import ModelError
 from surefoot.plugins.gguf.targets import GGUF
 from surefoot.storage import files

@@ -11,8 +11,7 @@ import tiny_tokenizers
 from folders import save_model
 from surefoot.cli.chat import notes_on, talk
 from surefoot.data.example import Message
-from surefoot.data.text.answers import write_answers
-from surefoot.data.text.prompts import Prompt, read_tools
+from surefoot.data.text.prompts import Prompt, read_tools, write_answers
 from surefoot.data.text.templates import bundled, load_template
 from surefoot.errors import DataError, TemplateError
 from surefoot.generate.section import GenerateSection

@@ -83,8 +83,7 @@ def predict(
     that end in a response or pairs, and each line of OUTPUT has the fields of its row, then reward,
     or reward_chosen and reward_rejected.
     """
-    from ..data.text.answers import check_output
-    from ..data.text.prompts import read_prompts
+    from ..data.text.prompts import check_output, read_prompts
     from ..recipe.prediction import is_reward_model, load, recipe_of
 
     asked = load(path, overrides)  # what is wrong is said before the slow imports
@@ -113,7 +112,7 @@ def _answer(
     thinks: bool | None,
 ) -> None:
     """Write the responses to all prompts."""
-    from ..data.text.answers import write_answers
+    from ..data.text.prompts import write_answers
 
     start_ranks(asked.parallel)
     with loading():
@@ -151,7 +150,7 @@ def _score(
     output: Path,
 ) -> None:
     """Write the rewards of all responses of a file."""
-    from ..data.text.answers import write_rows
+    from ..data.text.prompts import write_rows
 
     start_ranks(asked.parallel)
     with loading():

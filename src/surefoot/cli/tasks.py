@@ -35,7 +35,7 @@ class TaskCommand:
 
 def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
     """Run the tasks, write the results of all rows and show the metrics."""
-    from ..data.text.answers import check_output
+    from ..data.text.prompts import check_output
 
     prediction = _prediction(asked, options)
     settings = _settings(asked, options)
@@ -43,7 +43,7 @@ def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
     check_output(path, force=asked.force)
     start_ranks(prediction.parallel)
     with loading():
-        from ..data.text.answers import write_rows
+        from ..data.text.prompts import write_rows
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.answer_journal import Output

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..batch import Features
+
 Role = Literal["system", "user", "assistant", "tool"]
 JSON = Mapping[str, object]
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in data and templates
@@ -53,3 +55,33 @@ class Example:
     notes: tuple[str, ...] = ()  # what the reader of the report should know of the row
     columns: JSON = field(default_factory=dict)  # the row itself, for rewards
     origin: str = ""  # "dataset:row", for messages to people
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An example without trained tokens; counted and reported, never trained.
+
+    Equal reasons are counted together, so a reason contains no row and no length.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """Features of an example that was truncated to ``cutoff_len``; counted and reported."""
+
+    features: Sequence[Features]
+
+
+Encoded = Sequence[Features] | Truncated | Dropped  # a long text may give several items
+
+
+def items_of(outcome: Encoded) -> Sequence[Features]:
+    """The features of an example; none if it is dropped."""
+    if isinstance(outcome, Dropped):
+        return ()
+    return outcome.features if isinstance(outcome, Truncated) else outcome
+
+
+EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from ..data.prepared.training_data import Encoding, encode_stream, prepare
 from ..data.rows.catalog import problems_of
-from ..data.rows.dataset_report import EncodingReport
 from ..data.section import DataSection
+from ..data.store.shards import EncodingReport
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
+from ..data.training_data import Encoding, encode_stream, prepare
 from ..errors import ModelError, RecipeError, TemplateError
 from ..model.pretrained import adapter
 from ..model.pretrained.config import (

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint.saving.saver import AsyncSaver
-from ..data.prepared.training_data import AnyData
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
+from ..data.training_data import AnyData
 from ..model.pretrained.loading import resolve
 from ..model.seeding import derive
 from ..network.network import Network

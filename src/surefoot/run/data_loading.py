@@ -12,11 +12,10 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from ..data.order.loader import Loader
+from ..data.order.loader import Loader, for_device
 from ..data.order.micro_batches import Batching, Collation
-from ..data.order.prefetch import for_device
-from ..data.prepared.training_data import AnyData, open_stream, prepare
 from ..data.text.codec import Codec
+from ..data.training_data import AnyData, open_stream, prepare
 from ..errors import DataError
 from ..model.pretrained.loading import device
 from ..parallel.section import launched

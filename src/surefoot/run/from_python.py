@@ -23,7 +23,7 @@ from ..batch import Batch, Loss, LossFunction, Outputs, OutputSpec
 from ..checkpoint.disk.commit import new_folder, write_small
 from ..checkpoint.disk.folder import TOKENIZER
 from ..data.rows.formats.fields import Row, shown
-from ..data.rows.recognition import FORMS, LOOK, recognized
+from ..data.rows.registry import FORMS, LOOK, recognized
 from ..data.section import DataSection
 from ..errors import DataError, ModelError, RecipeError, RunError
 from ..extensions import Extended

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Divergence, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
+from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.collation import collate, num_trained, with_token_columns
 from ..generate.section import GenerateSection, sampling

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
+from ..data.example import Encoded, Example
 from ..data.section import DataSection
-from ..data.text.pairs import collate_pairs
+from ..data.text.collation import collate_pairs
 from ..data.text.ranking import encode_pairs
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must

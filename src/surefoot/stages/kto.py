@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import IGNORE_INDEX, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import EMPTY, Dropped, Encoded, Truncated
-from ..data.example import Example
+from ..data.example import EMPTY, Dropped, Encoded, Example, Truncated
 from ..data.section import DataSection
 from ..data.text.collation import collate, with_columns, with_owners
 from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last_label

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import Batch, Loss, Outputs, OutputSpec
-from ..data.encoded import Dropped, Encoded
-from ..data.example import Example
+from ..data.example import Dropped, Encoded, Example
 from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..batch import SCORES, Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Dropped, Encoded, Truncated
-from ..data.example import Example
+from ..data.example import Dropped, Encoded, Example, Truncated
 from ..data.section import DataSection
-from ..data.text.collation import with_columns
-from ..data.text.pairs import collate_pairs, join, split
+from ..data.text.collation import collate_pairs, join, split, with_columns
 from ..data.text.ranking import encode_pairs, up_to_last_label
 from ..errors import DataError
 from ..parallel.section import ParallelSection

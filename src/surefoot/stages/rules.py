@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from ..data.encoded import Encoded
-from ..data.example import Example
+from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..generate.section import LEAST_TEMPERATURE, GenerateSection, sampling
 from ..generate.servers import SAMPLERS, Engine, Sampler

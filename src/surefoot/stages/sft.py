@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..batch import Batch, Divergence, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
+from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection

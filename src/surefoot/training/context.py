@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from ..batch import Batch, Features, Outputs, OutputSpec
 from ..data.data_order import Index
-from ..data.order.length_balancing import in_turn
-from ..data.order.micro_batches import Collation
+from ..data.order.micro_batches import Collation, in_turn
 from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
 from ..generate.generation import Sample

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..batch import Batch, Features, Loss, with_router_loss
 from ..data.data_order import Index
-from ..data.order.length_balancing import in_turn
-from ..data.order.micro_batches import Collation
+from ..data.order.micro_batches import Collation, in_turn
 from ..data.store.dataset import EncodedDataset
 from ..errors import RunError
 from ..model.pretrained.loading import device

@@ -28,7 +28,8 @@ from safetensors.numpy import load, save
 from ..batch import Features
 from ..data.data_order import Index
 from ..data.order.micro_batches import Items
-from ..data.store.dataset import EncodedDataset, Ragged
+from ..data.store.cache import Ragged
+from ..data.store.dataset import EncodedDataset
 from ..errors import DataError, ModelError
 from ..model.pretrained.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from ..batch import Batch, Features, Loss, Outputs, OutputSpec
-from ..data.encoded import Encoded
-from ..data.example import Example
+from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
 from ..generate.section import GenerateSection

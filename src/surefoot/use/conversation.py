@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..data.example import JSON, Message, Role
-from ..data.text.templates.arguments import with_arguments
+from ..data.text.templates import with_arguments
 from ..data.text.tool_calls import parse_tool_calls, syntax_of
 from ..errors import RunError, TemplateError
 from ..generate.decode import decoder

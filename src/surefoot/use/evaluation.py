@@ -10,8 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..batch import Features
-from ..data.encoded import Dropped, Truncated
-from ..data.example import Example
+from ..data.example import Dropped, Example, Truncated
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..errors import DataError

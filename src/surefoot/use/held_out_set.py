@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..data.example import Example
-from ..data.prepared.training_data import open_stream, prepare
 from ..data.rows.catalog import Catalog
 from ..data.rows.rows import read_rows
 from ..data.section import DataSection
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
+from ..data.training_data import open_stream, prepare
 from ..errors import ModelError, RecipeError
 from ..model.pretrained.loading import resolve
 from ..recipe.recipe import Recipe

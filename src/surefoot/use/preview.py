@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..batch import IGNORE_INDEX, Features
-from ..data.encoded import Dropped, Encoded, Truncated, items_of
-from ..data.example import Example
+from ..data.example import Dropped, Encoded, Example, Truncated, items_of
 from ..data.text.codec import Codec
 from ..errors import counted
 

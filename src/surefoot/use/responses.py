@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..batch import IGNORE_INDEX
-from ..data.encoded import Dropped, Truncated
-from ..data.example import Example
+from ..data.example import Dropped, Example, Truncated
 from ..data.text.codec import Codec
 from ..data.text.ranking import answered
 from ..errors import counted

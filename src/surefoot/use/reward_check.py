@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ..batch import Features
-from ..data.encoded import Dropped
+from ..data.example import Dropped
 from ..data.rows.catalog import training_examples
 from ..data.text.codec import Codec
 from ..errors import DataError, RecipeError, RunError

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..batch import SCORES, Features
-from ..data.encoded import Dropped, Truncated
-from ..data.example import Example
+from ..data.example import Dropped, Example, Truncated
 from ..data.rows.catalog import Catalog
 from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import form_of, read_examples

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot.data.example import Message
-from surefoot.data.rows.formats.openai import OpenAI
+from surefoot.data.rows.formats.turns import OpenAI
 from surefoot.errors import DataError
 
 FUNCTION = {"name": "weather", "parameters": {"type": "object"}}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot.data.example import Message
-from surefoot.data.rows.formats.sharegpt import ShareGPT
+from surefoot.data.rows.formats.turns import ShareGPT
 from surefoot.errors import DataError
 
 CALL = {"name": "weather", "arguments": {"city": "Paris"}}

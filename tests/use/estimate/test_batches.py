@@ -9,8 +9,7 @@ from surefoot.data.order.loader import Loader
 from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
-from surefoot.data.text.collation import collate
-from surefoot.data.text.pairs import collate_pairs
+from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import DataError
 from surefoot.recipe.recipe import read
 from surefoot.use.estimate.batches import (

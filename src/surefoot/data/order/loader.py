@@ -8,10 +8,14 @@ of encoding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import overload
+
+import torch
 
 from ...batch import Features, Window
 from ...errors import DataError
@@ -19,7 +23,6 @@ from ..data_order import Description, Index
 from ..store.dataset import EncodedDataset
 from ..store.stream import ExampleStream
 from .micro_batches import Batching
-from .prefetch import Prefetch
 from .shuffle import Shuffle
 
 
@@ -222,3 +225,49 @@ NAMES = {
     "content": "the fingerprint of the examples seen so far",
 }
 KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them
+
+
+Position = tuple[int, int]  # epoch, and index in it
+
+
+@dataclass
+class Prefetch:
+    """Builds one window ahead."""
+
+    ready: Callable[[Window], Window]  # what is done to a window before it is needed
+    _running: tuple[Position, Future[Window]] | None = field(default=None, init=False, repr=False)
+
+    def begin(self, at: Position, make: Callable[[int, int], Window]) -> None:
+        """Start a thread that builds the window at ``at``."""
+        made: Future[Window] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(self.ready(make(*at)))
+            except BaseException as error:  # raised where the window is taken
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="surefoot-prefetch", daemon=True).start()
+        self._running = at, made
+
+    def forget(self) -> None:
+        """Drop the window that is being built."""
+        self._running = None
+
+    def take(self, at: Position) -> Window | None:
+        """The window at ``at``, if that is what was made ahead. Raises what ``make`` did."""
+        running, self._running = self._running, None
+        return running[1].result() if running is not None and running[0] == at else None
+
+
+def for_device(where: torch.device) -> Prefetch | None:
+    """Prefetched windows for a GPU, in pinned memory. None for a CPU: there the thread competes
+    with the step, which costs 6 ms per window to save 1 ms."""
+    if where.type != "cuda":
+        return None
+
+    def ready(window: Window) -> Window:
+        with torch.cuda.device(where):  # each thread has a current one, and this is a new thread
+            return [batch.located().pinned() for batch in window]
+
+    return Prefetch(ready)

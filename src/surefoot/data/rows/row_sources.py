@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,7 @@ from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
 from .formats.fields import Row
-from .json_rows import Line
-from .readers import READERS, TextUnit, read_txt
+from .readers import READERS, Line, TextUnit, read_txt
 
 SPLIT_NAMES = ("train", "validation", "test")
 # As the hub knows them: a word of its own in the name of a file, or of a folder of files.
@@ -30,6 +29,7 @@ SPLIT = re.compile(
 COMPANIONS = re.compile(r"readme(\.\w+)?|licen[sc]e(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)
 PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of Dataset and DatasetDict.save_to_disk
+SHOWN = 3  # broken rows that are shown
 CHUNK = 1 << 22  # bytes that are hashed at a time
 
 
@@ -40,6 +40,12 @@ class BrokenRow:
     index: int  # of the row in its dataset, from 0
     reason: str
     is_dropped: bool = False  # it is as it should be, and has nothing to learn: a null, a flag
+
+
+def first_broken(broken: Sequence[BrokenRow]) -> Iterator[str]:
+    """A line for each of the first broken rows."""
+    for row in broken[:SHOWN]:
+        yield f"  row {row.index}: {row.reason}"
 
 
 class RowSource(Protocol):

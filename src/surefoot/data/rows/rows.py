@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import TypeVar
 
-from ...errors import DataError
+from ...errors import DataError, counted
 from ..data_order import Index
-from ..example import Example
+from ..example import Example, Message
 from ..section import DataSection
-from .dataset_report import shown
 from .formats import FORMATS, Format
-from .formats.fields import NothingToLearnError, Row, nearest, template_arguments
-from .formats.nulls import without_added_nulls
-from .recognition import PROMPTS, RESPONSES
-from .registry import DatasetEntry
-from .row_sources import BrokenRow
-from .unread_columns import check_columns, flagged, meaningful_columns, read_columns, unread_mark
+from .formats.fields import (
+    MARKS,
+    TEMPLATE_ARGUMENTS,
+    NothingToLearnError,
+    Row,
+    nearest,
+    shown,
+    structure,
+    template_arguments,
+    without_added_nulls,
+)
+from .formats.turns import EMPTY, LEARNING, trains
+from .registry import MEDIA, PROMPTS, RANKING_COLUMNS, RESPONSES, DatasetEntry
+from .row_sources import BrokenRow, first_broken
 
 USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
@@ -167,8 +174,129 @@ def _quoted(name: str) -> str:
 
 def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataError:
     """The error that shows the first broken rows."""
-    lines = "".join(f"\n{line}" for line in shown(broken))
+    lines = "".join(f"\n{line}" for line in first_broken(broken))
     return DataError(
         f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; fix "
         f"them or raise the limit. The first ones:{lines}"
     )
+
+
+SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
+TRUTH = ("true", "false")  # csv has only text
+# Words in the name of a column that is about how to read, or to train on, its row.
+WORDS = re.compile(
+    r"(?<![a-z])(?:"
+    r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
+    r"texts?|systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
+    r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
+    r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
+    r")(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
+    """Raises ``DataError``: a row has images, or functions, that its entry does not read."""
+    for name in MEDIA:
+        if row.get(name) and name not in entry.named:
+            raise DataError(
+                f"dataset {entry.name!r}: row {index} has {name}, and only text is supported; "
+                f'leave such rows out, or add "columns": {{"{name}": null}} to the entry to train '
+                "on the text without them"
+            )
+    if row.get("functions") and not {"functions", "tools"} & set(entry.named):
+        raise DataError(
+            f"dataset {entry.name!r}: row {index} has the column 'functions', which is not read; "
+            'add "columns": {"tools": "functions"} to the entry, or {"tools": null} to train '
+            "without them"
+        )
+
+
+def meaningful_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
+    """The columns of a row that have a value, are not in ``read``, and have a name that means
+    something."""
+    others = (name for name in row if name not in read)
+    named = (name for name in others if WORDS.search(name) or LEARNING.search(name))
+    return tuple(name for name in named if row[name] not in EMPTY)
+
+
+def flagged(
+    example: Example, entry: DatasetEntry, row: Row, read: Collection[str]
+) -> tuple[Example, set[str]]:
+    """The example with what its row's columns say of its turns (``"loss_mask": [0, 0, 0, 1]``), and
+    the names of these columns. Raises ``DataError``: such a column has no obvious meaning, or says
+    that the row is not to be trained on."""
+    names = set[str]()
+    for name in row:
+        if name in read or row[name] in EMPTY or not LEARNING.search(name):
+            continue
+        value = row[name]
+        is_list = isinstance(value, list) or str(value).lstrip().startswith("[")
+        flags = structure(row, name) if is_list else [value]
+        messages = _flagged(example, entry, name, flags) if is_list else example.messages
+        if messages is None or (not is_list and not _is_flag(name, value)):
+            continue  # named as a column that nothing reads
+        if not is_list and trains(name, value) is None:
+            raise DataError(
+                f"column {name!r}: expected true or false, or a list with 0 or 1 for each turn, "
+                f"got {shown(value)}; remove the column to train on every response"
+            )
+        if not is_list and trains(name, value) is False:
+            raise NothingToLearnError(f"the column {name!r} says that it is not to be trained on")
+        names.add(name)
+        example = replace(example, messages=messages)
+    return example, names
+
+
+def _is_flag(name: str, value: object) -> bool:
+    """Whether a value for a whole row is a flag. A number under ``weight`` or ``loss`` may be one
+    that somebody has measured, and text may be anything."""
+    if isinstance(value, bool) or trains(name, True) is None:
+        return isinstance(value, bool) and trains(name, True) is not None
+    is_measured = name.lower() in ("weight", "loss")
+    return not is_measured and (isinstance(value, int | float) or trains(name, value) is not None)
+
+
+def _flagged(
+    example: Example, entry: DatasetEntry, name: str, flags: object
+) -> tuple[Message, ...] | None:
+    """The messages, each with its flag of a list; a system message of a column has none. None if
+    the list is of something else than turns."""
+    messages, form = example.messages, entry.format
+    values = flags if isinstance(flags, list) else []
+    has_system = isinstance(form.system, str) and bool(example.columns.get(form.system))
+    first = 1 if has_system and len(values) == len(messages) - 1 else 0
+    said = [trains(name, flag) for flag in values]
+    if len(said) == len(messages) - first and None not in said:
+        pairs = zip(messages[first:], said, strict=True)
+        return (*messages[:first], *(replace(message, learn=learn) for message, learn in pairs))
+    if trains(name, True) is None and len(said) != len(messages) - first:
+        return None
+    raise DataError(
+        f"column {name!r}: expected a list with 0 or 1 for each of "
+        f"{counted(len(messages) - has_system, 'turn')}, got {shown(flags)}; remove the column to "
+        "train on every response"
+    )
+
+
+def read_columns(entry: DatasetEntry) -> set[str]:
+    """The columns that the format of an entry reads, and those that the entry mentions."""
+    form, names = entry.format, {field.name for field in fields(entry.format)}
+    unread = SINGLE if form.ranking else RANKING_COLUMNS
+    own = {getattr(form, name) for name in names - {"ranking", *unread}}
+    given = (*own, *entry.named, TEMPLATE_ARGUMENTS)
+    return {name for name in given if isinstance(name, str)}
+
+
+def unread_mark(entry: DatasetEntry, row: Row) -> str | None:
+    """The column that says whether a response is good, if there is one and nothing reads it."""
+    if "kto_tag" in entry.named:
+        return None
+    for name in MARKS:
+        if name not in entry.named and _is_mark(row.get(name)):
+            return name
+    return None
+
+
+def _is_mark(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in TRUTH)

@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ...batch import Features
@@ -37,8 +39,6 @@ from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
 from ..example import JSON
-from .checked_file import BlockHash, CheckedFile, DamagedCacheError, Repair, Sums
-from .dataset import EncodedStore, Ragged
 
 logger = logging.getLogger(__name__)
 
@@ -328,3 +328,164 @@ def _try_lock(path: Path) -> tuple[files.File, bool] | None:
 
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+BLOCK = 64 << 10  # bytes: hashed in 5 us; of a shuffled file, an example is in one or two blocks
+Sums = NDArray[np.uint64]
+Repair = Callable[[str], None]  # writes the files of a folder again, given the reason
+
+
+class BlockHash:
+    """xxh3-64 of each block of the bytes that are added, one after another."""
+
+    def __init__(self) -> None:
+        self._state, self._filled = xxhash.xxh3_64(), 0
+        self._sums = array("Q")
+
+    def update(self, data: memoryview) -> None:
+        """Add ``data``."""
+        while data:
+            part = data[: BLOCK - self._filled]
+            self._state.update(part)
+            self._filled, data = self._filled + len(part), data[len(part) :]
+            if self._filled == BLOCK:
+                self._end_block()
+
+    def sums(self) -> Sums:
+        """The hash of each block, the last of which may be shorter."""
+        if self._filled:
+            self._end_block()
+        return np.array(self._sums, np.uint64)
+
+    def _end_block(self) -> None:
+        self._sums.append(self._state.intdigest())
+        self._state, self._filled = xxhash.xxh3_64(), 0
+
+
+class CheckedFile:
+    """The numbers of a file, as an array of which slices without a step can be read."""
+
+    def __init__(
+        self, file: files.File, path: Path, dtype: type[np.generic], sums: Sums, repair: Repair
+    ) -> None:
+        """``path`` is where the file is found again after a ``repair``."""
+        self.dtype, self._num_bytes = np.dtype(dtype), file.size
+        self._file, self._path, self._sums, self._repair = file, path, sums, repair
+        self._is_checked = bytearray(len(sums))  # 1 for each block that was; quicker than an array
+        self._lock = Lock()  # of the repair: a thread may read ahead
+
+    def __len__(self) -> int:
+        return self._num_bytes // self.dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        width, file = self.dtype.itemsize, self._file
+        start, stop, step = part.indices(len(self))
+        assert step == 1, "every number of a slice is read"
+        start, end = start * width, max(start, stop) * width
+        try:
+            numbers = self._read(file, start, end)
+        except DamagedCacheError as error:
+            numbers = self._read(self._mended(file, error), start, end)
+        numbers.flags.writeable = False
+        return numbers.view(self.dtype)
+
+    def check(self) -> None:
+        """Check all blocks. Raises ``DamagedCacheError``."""
+        for start in range(0, self._num_bytes, 64 * BLOCK):
+            self._read(self._file, start, min(start + 64 * BLOCK, self._num_bytes))
+
+    def _read(self, file: files.File, start: int, end: int) -> NDArray[np.uint8]:
+        """The bytes from ``start`` to ``end``. With blocks that were not read yet, complete blocks
+        are read, and hashed."""
+        first, last = start // BLOCK, -(-end // BLOCK)
+        if 0 not in self._is_checked[first:last]:
+            return self._bytes(file, start, end)
+        low = first * BLOCK
+        data = self._bytes(file, low, min(last * BLOCK, self._num_bytes))
+        for block in range(first, last):
+            piece = data[block * BLOCK - low : (block + 1) * BLOCK - low]
+            if xxhash.xxh3_64_intdigest(piece.data) != self._sums[block]:
+                raise DamagedCacheError(f"{self._path.name} does not match its checksum")
+            self._is_checked[block] = 1
+        return data[start - low : end - low]
+
+    def _bytes(self, file: files.File, start: int, end: int) -> NDArray[np.uint8]:
+        data = np.empty(end - start, np.uint8)
+        try:
+            file.read_into(start, data.data)
+        except OSError as error:
+            raise DamagedCacheError(f"{self._path.name}: {error.strerror}") from error
+        return data
+
+    def _mended(self, damaged: files.File, why: DamagedCacheError) -> files.File:
+        """The file as it is after a repair. Raises ``DataError``: there is nothing that repairs it,
+        or its numbers are others now."""
+        with self._lock:
+            if self._file is damaged:  # else another thread was faster
+                self._repair(str(why))
+                with files.raising(DataError, "data.cache_dir"):
+                    self._file = files.open_file(self._path)
+                self._is_checked = bytearray(len(self._sums))
+                try:
+                    self.check()
+                except DamagedCacheError as error:
+                    raise DataError(
+                        f"data.cache_dir: {self._path.parent}: {error}, even after its dataset "
+                        "was encoded again: the dataset gives other tokens now, or the disk fails"
+                    ) from error
+            return self._file
+
+
+class DamagedCacheError(Exception):
+    """A file is missing, or differs from what was written."""
+
+
+# Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
+Array = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
+Flat = Array | CheckedFile  # in memory, or in the cache
+_PROBES, _FACTOR = 16, np.uint64(0x9E3779B97F4A7C15)  # of 2^64, the golden ratio
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Ragged(NamedTuple):
+    """Concatenated lists of numbers: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
+
+    flat: Flat
+    offsets: Index  # [lists + 1]
+
+
+@dataclass(frozen=True)
+class EncodedStore:
+    """The items of one dataset, by feature."""
+
+    features: Mapping[str, Ragged]
+    rows: Index  # [items] the row of the dataset that each item comes from
+    content: str  # hash of all of it
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Features:
+        return {
+            name: flat[offsets[index] : offsets[index + 1]]  # type: ignore[misc]
+            for name, (flat, offsets) in self.features.items()
+        }
+
+    @property
+    def lengths(self) -> Index:
+        """[items] tokens of each item, all its ``input_ids`` (or ``..._input_ids``) together."""
+        total = np.zeros(len(self), np.int64)
+        for name, ragged in self.features.items():
+            if name.endswith("input_ids"):
+                total += np.diff(ragged.offsets)
+        return total
+
+    def probes(self) -> NDArray[np.uint64]:
+        """See ``EncodedDataset.probes``."""
+        flat, offsets = self.features["input_ids"]
+        lengths, tokens = np.diff(offsets), flat[:]
+        found = lengths.astype(np.uint64)
+        for part in range(_PROBES):
+            places = offsets[:-1] + (lengths - 1) * part // (_PROBES - 1)
+            found = found * _FACTOR + tokens[places].astype(np.uint64)
+        return found

@@ -8,10 +8,9 @@ of one store or several.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,57 +18,7 @@ from numpy.typing import NDArray
 
 from ...batch import Features
 from ..data_order import Index
-from .checked_file import CheckedFile
-
-# Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
-Array = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
-Flat = Array | CheckedFile  # in memory, or in the cache
-_PROBES, _FACTOR = 16, np.uint64(0x9E3779B97F4A7C15)  # of 2^64, the golden ratio
-FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-
-
-class Ragged(NamedTuple):
-    """Concatenated lists of numbers: list i is ``flat[offsets[i]:offsets[i + 1]]``."""
-
-    flat: Flat
-    offsets: Index  # [lists + 1]
-
-
-@dataclass(frozen=True)
-class EncodedStore:
-    """The items of one dataset, by feature."""
-
-    features: Mapping[str, Ragged]
-    rows: Index  # [items] the row of the dataset that each item comes from
-    content: str  # hash of all of it
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Features:
-        return {
-            name: flat[offsets[index] : offsets[index + 1]]  # type: ignore[misc]
-            for name, (flat, offsets) in self.features.items()
-        }
-
-    @property
-    def lengths(self) -> Index:
-        """[items] tokens of each item, all its ``input_ids`` (or ``..._input_ids``) together."""
-        total = np.zeros(len(self), np.int64)
-        for name, ragged in self.features.items():
-            if name.endswith("input_ids"):
-                total += np.diff(ragged.offsets)
-        return total
-
-    def probes(self) -> NDArray[np.uint64]:
-        """See ``EncodedDataset.probes``."""
-        flat, offsets = self.features["input_ids"]
-        lengths, tokens = np.diff(offsets), flat[:]
-        found = lengths.astype(np.uint64)
-        for part in range(_PROBES):
-            places = offsets[:-1] + (lengths - 1) * part // (_PROBES - 1)
-            found = found * _FACTOR + tokens[places].astype(np.uint64)
-        return found
+from .cache import FLOATS, Array, EncodedStore, Ragged
 
 
 @dataclass(frozen=True)

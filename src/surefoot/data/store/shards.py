@@ -13,19 +13,25 @@ read is one shard.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ...errors import DataError
+from ...batch import IGNORE_INDEX, Features
+from ...errors import DataError, counted
 from ...storage import files
 from ..data_order import Index
-from ..example import JSON
-from ..rows.dataset_report import DatasetReport, add, report_from
+from ..example import JSON, Dropped, Encoded, Example, Truncated, items_of
+from ..rows.row_sources import BrokenRow, first_broken
 from . import cache
 from .cache import Cached, Writer
-from .encoder import Encode, Encoder, Row, no_items_error
+from .dataset import num_tokens
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
@@ -152,3 +158,206 @@ class _Rows:
         if first is not None:
             self._rows = chain([first], self._rows)
         return first is None
+
+
+logger = logging.getLogger(__name__)
+
+BATCH = 256  # examples that are encoded together
+AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, another is rendered
+REPORT_SECONDS = 10.0
+
+Encode = Callable[[Sequence[Example]], list[Encoded]]
+Row = Example | BrokenRow
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+@dataclass
+class Encoder:
+    """Encodes rows of the dataset ``name``, the first of which has the number ``first_row``."""
+
+    name: str
+    encode: Encode
+    writer: Writer
+    first_row: int = 0
+    numbers: Index | None = None  # of the rows, if these are not all rows of the dataset
+    report: DatasetReport = field(init=False)  # so far
+
+    def __post_init__(self) -> None:
+        self.report = DatasetReport(name=self.name)
+
+    def run(
+        self, rows: Iterator[Row], *, max_rows: int | None = None, max_tokens: int | None = None
+    ) -> DatasetReport:
+        """Encode all rows, or the next ones up to about a limit; returns the report so far."""
+        start = told = time.monotonic()
+        with ThreadPoolExecutor(AHEAD) as pool:
+            batches = self._batches(rows, max_rows, max_tokens)
+            for batch, outcomes in _ahead(pool, self._outcomes, batches):
+                self._add(batch, outcomes)
+                if time.monotonic() - told > REPORT_SECONDS:
+                    told = time.monotonic()
+                    count, speed = self.report.rows, self.report.tokens / (told - start)
+                    logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, count, speed)
+        return self.report
+
+    def _batches(
+        self, rows: Iterator[Row], max_rows: int | None, max_tokens: int | None
+    ) -> Iterator[Sequence[Row]]:
+        """Rows that are encoded together, up to a limit."""
+        left = max_rows
+        while max_tokens is None or self.report.tokens < max_tokens:
+            batch = list(islice(rows, BATCH if left is None else min(BATCH, left)))
+            if not batch:
+                return
+            left = None if left is None else left - len(batch)
+            yield batch
+
+    def _outcomes(self, batch: Sequence[Row]) -> list[Encoded]:
+        return self.encode([row for row in batch if isinstance(row, Example)])
+
+    def _add(self, batch: Sequence[Row], outcomes: Sequence[Encoded]) -> None:
+        start = self.first_row + self.report.rows
+        numbers = [
+            i if self.numbers is None else int(self.numbers[i])
+            for i, row in enumerate(batch, start)
+            if isinstance(row, Example)
+        ]
+        items: list[Features] = []
+        rows: list[int] = []
+        for index, outcome in zip(numbers, outcomes, strict=True):
+            found = items_of(outcome)
+            items += found
+            rows += [index] * len(found)
+        self.writer.add(items, rows)
+        more = DatasetReport(
+            name=self.name,
+            rows=len(batch),
+            broken=tuple(r for r in batch if isinstance(r, BrokenRow) and not r.is_dropped),
+            dropped=Counter(
+                each.reason
+                for each in (*batch, *outcomes)
+                if isinstance(each, Dropped) or (isinstance(each, BrokenRow) and each.is_dropped)
+            ),
+            cut=sum(isinstance(each, Truncated) for each in outcomes),
+            items=len(items),
+            tokens=sum(map(num_tokens, items)),
+            trained_tokens=sum(map(_num_trained, items)),
+            unread=unread_in(batch, items),
+            notes=Counter(n for row in batch if isinstance(row, Example) for n in row.notes),
+        )
+        self.report = add(self.report, more)
+
+
+def unread_in(rows: Iterable[Row], items: Iterable[Features]) -> tuple[str, ...]:
+    """The columns of ``rows`` that nothing reads; none if their ``items`` keep complete rows."""
+    if any("row" in item for item in items):
+        return ()
+    return tuple(dict.fromkeys(c for row in rows if isinstance(row, Example) for c in row.unread))
+
+
+def _num_trained(item: Features) -> int:
+    """Number of trained tokens of an item; nothing predicts the first token of a sequence."""
+    every = [labels for name, labels in item.items() if name.endswith("labels")]
+    firsts = sum(bool(labels) and labels[0] != IGNORE_INDEX for labels in every)
+    return sum(len(labels) - labels.count(IGNORE_INDEX) for labels in every) - firsts
+
+
+def _ahead(
+    pool: Executor, function: Callable[[Given], Made], given: Iterable[Given]
+) -> Iterator[tuple[Given, Made]]:
+    """Each of ``given`` and the result of ``function`` for it, in order; a few run ahead."""
+    under_way: deque[tuple[Given, Future[Made]]] = deque()
+    for each in given:
+        under_way.append((each, pool.submit(function, each)))
+        if len(under_way) > AHEAD:
+            first, made = under_way.popleft()
+            yield first, made.result()
+    for each, made in under_way:
+        yield each, made.result()
+
+
+def no_items_error(report: DatasetReport) -> DataError:
+    """The error for a dataset without items."""
+    dropped = report.dropped.items()
+    reasons = "; ".join(f"{reason} ({counted(count, 'row')})" for reason, count in dropped)
+    broken = "".join(f"\n{line}" for line in first_broken(report.broken))
+    return DataError(
+        f"dataset {report.name!r}: none of its {counted(report.rows, 'row')} has trained tokens: "
+        f"{reasons or 'all are broken'}{broken}"
+    )
+
+
+SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """The counts of one dataset."""
+
+    name: str
+    rows: int = 0  # that were read
+    broken: tuple[BrokenRow, ...] = ()  # that could not be read
+    # reason -> how many examples gave nothing to learn
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    cut: int = 0  # examples that lost a part to cutoff_len
+    items: int = 0  # encoded examples, or pieces of long texts
+    tokens: int = 0
+    trained_tokens: int = 0  # that carry a label
+    unread: tuple[str, ...] = ()  # columns that nothing reads, see ``meaningful_columns``
+    remarks: tuple[str, ...] = ()  # on how its source is read
+    notes: Mapping[str, int] = field(default_factory=dict)  # note -> how many examples have it
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        rows, examples = counted(self.rows, "row"), counted(self.items, "example")
+        tokens = f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained"
+        yield f"{self.name}: {rows}, {examples}, {tokens}"
+        for remark in self.remarks:
+            yield f"{self.name}: {remark}"
+        if self.broken:
+            yield f"{self.name}: broken rows: {len(self.broken):,}"
+            yield from first_broken(self.broken)
+        for reason, count in self.dropped.items():
+            yield f"{self.name}: examples dropped: {count:,} ({reason})"
+        if self.unread:
+            yield f"{self.name}: columns that nothing reads: {', '.join(self.unread)}"
+        for note, count in self.notes.items():
+            yield f"{self.name}: {counted(count, 'example')}: {note}"
+        if self.cut:
+            yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
+
+
+@dataclass(frozen=True)
+class EncodingReport:
+    """The counts of all datasets of a recipe."""
+
+    datasets: tuple[DatasetReport, ...]
+    held_out: int = 0  # examples that val_size took from the training data
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        for dataset in self.datasets:
+            yield from dataset.lines()
+        if self.held_out:
+            yield f"examples held out for evaluation: {self.held_out:,}"
+
+
+def report_from(saved: JSON, name: str, remarks: tuple[str, ...] = ()) -> DatasetReport:
+    """The report stored in a folder of the cache, with the dataset's current name."""
+    fields: dict[str, Any] = dict(saved)
+    broken = tuple(BrokenRow(**row) for row in fields["broken"])
+    unread = tuple(fields.get("unread", ()))
+    return DatasetReport(
+        **{**fields, "broken": broken, "unread": unread, "name": name, "remarks": remarks}
+    )
+
+
+def add(one: DatasetReport, more: DatasetReport) -> DatasetReport:
+    """The report of two consecutive parts of a dataset."""
+    sums = {name: getattr(one, name) + getattr(more, name) for name in SUMMED}
+    for name in ("dropped", "notes"):
+        counts = Counter(getattr(one, name)) + Counter(getattr(more, name))
+        sums[name] = dict(counts.most_common())
+    unread = tuple(dict.fromkeys((*one.unread, *more.unread)))
+    return replace(one, **sums, unread=unread, remarks=one.remarks or more.remarks)

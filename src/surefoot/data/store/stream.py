@@ -19,11 +19,9 @@ import xxhash
 from ...batch import Features
 from ...errors import DataError
 from ..data_order import Index
-from ..rows.dataset_report import DatasetReport, add, report_from
 from ..rows.rows import too_many_broken
-from .cache import Cached
-from .dataset import EncodedStore
-from .shards import ShardedDataset
+from .cache import Cached, EncodedStore
+from .shards import DatasetReport, ShardedDataset, add, report_from
 
 logger = logging.getLogger(__name__)
 

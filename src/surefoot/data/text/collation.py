@@ -1,8 +1,14 @@
-"""Examples to one micro-batch: a packed row, or a padded rectangle."""
+"""Examples to one micro-batch: a packed row, or a padded rectangle.
+
+A preference pair, a chosen and a rejected response to one prompt, is stored as prompt, chosen and
+rejected, concatenated, with their ``lengths``: the prompt occurs once. A packed row keeps this form
+(see ``Batch.branches``), and the prompt is computed once. Other batches have a copy of the prompt
+for each response.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...batch import IGNORE_INDEX, Batch, Features
@@ -95,3 +101,109 @@ def num_trained(item: Features) -> int:
     import numpy as np
 
     return int(np.count_nonzero(np.asarray(item["labels"])[1:] != IGNORE_INDEX))
+
+
+def join(chosen: Features, rejected: Features) -> Features:
+    """Two conversations (``input_ids``, ``labels``) as a pair. Their common prefix without labels
+    is the prompt; each response keeps at least one token. Raises ``ValueError``: they do not begin
+    with the same token, or one is only that token."""
+    both = (chosen, rejected)
+    most = min(*(_first_label(item) for item in both), *(len(i["input_ids"]) - 1 for i in both))
+    heads = zip(*(item["input_ids"][:most] for item in both), strict=True)
+    length = next((i for i, (one, other) in enumerate(heads) if one != other), most)
+    if length < 1:
+        raise ValueError("chosen and rejected have no prompt in common")
+    answers = [len(item["input_ids"]) - length for item in both]
+    return {
+        "input_ids": [*chosen["input_ids"], *rejected["input_ids"][length:]],
+        "labels": [
+            *[IGNORE_INDEX] * length,
+            *chosen["labels"][length:],
+            *rejected["labels"][length:],
+        ],
+        "lengths": [length, *answers],
+    }
+
+
+def _first_label(item: Features) -> int:
+    """Position of the first label that can be trained: nothing predicts a first token."""
+    labels = item["labels"]
+    return next((i for i in range(1, len(labels)) if labels[i] != IGNORE_INDEX), len(labels))
+
+
+def split(pair: Features) -> Iterator[Features]:
+    """A pair as two conversations again, chosen first."""
+    import numpy as np
+
+    prompt, chosen, _ = (int(length) for length in pair["lengths"])
+    parts = {name: np.asarray(pair[name], np.int64) for name in ("input_ids", "labels")}
+    yield {name: part[: prompt + chosen] for name, part in parts.items()}  # type: ignore[misc]
+    yield {
+        name: np.concatenate([part[:prompt], part[prompt + chosen :]])  # type: ignore[misc]
+        for name, part in parts.items()
+    }
+
+
+def with_chosen(item: Features) -> Features:
+    """A conversation: ``item`` itself or, of a pair, the one with the chosen response."""
+    return next(split(item)) if "lengths" in item else item
+
+
+def collate_pairs(features: Sequence[Features], *, packing: bool) -> Batch:
+    """One micro-batch of pairs (``input_ids``, ``labels``, ``lengths``).
+
+    Its ``extras`` assign each trained position to a response: ``answer``, [N] int64, is 2 i for the
+    chosen and 2 i + 1 for the rejected response of pair i, in the order of ``Outputs.logps``;
+    ``answer_lengths``, [2 x pairs] int64, is the number of trained positions of each response.
+    """
+    import numpy as np
+    import torch
+
+    rows = [row for pair in features for row in split(pair)]
+    batch = _shared(features) if packing else collate(rows, packing=False)
+    counts = [np.count_nonzero(np.asarray(row["labels"]) != IGNORE_INDEX) for row in rows]
+    answer_lengths = torch.tensor(counts)
+    answer = torch.repeat_interleave(answer_lengths)
+    return replace(batch, extras={"answer": answer, "answer_lengths": answer_lengths})
+
+
+def _shared(features: Sequence[Features]) -> Batch:
+    """A packed row in which each prompt occurs once."""
+    import numpy as np
+    import torch
+
+    batch = pack(features)
+    branches = np.asarray([pair["lengths"] for pair in features], np.int32)
+    positions = [np.arange(p + n)[start:] for p, c, r in branches for start, n in ((0, c), (p, r))]
+    return replace(
+        batch,
+        position_ids=torch.from_numpy(np.concatenate(positions))[None],
+        branches=torch.from_numpy(branches),
+    )
+
+
+def unshared(batch: Batch) -> Batch:
+    """The same batch with a prompt for each response, for a model that cannot share prompts."""
+    import numpy as np
+    import torch
+
+    if batch.cu_seqlens is None or batch.branches is None:
+        return batch
+    runs, lengths = [], []
+    for start, (prompt, first, second) in zip(
+        batch.cu_seqlens.tolist(), batch.branches.tolist(), strict=False
+    ):
+        other = start + prompt + first
+        runs += [(start, other), (start, start + prompt), (other, other + second)]
+        lengths += [prompt + first, prompt + second]
+    index = torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in runs]))
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:, index],
+        labels=batch.labels[:, index],
+        position_ids=batch.position_ids[:, index],
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        branches=None,
+        at=None,
+        at_ends=None,
+    )

@@ -1,5 +1,6 @@
 """Ranking rows, a conversation and two responses to its end, and rows with a mark: which responses
-must not be imitated."""
+must not be imitated.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError
-from ..encoded import EMPTY, Dropped, Encoded, Truncated, items_of
-from ..example import Example, Message
-from ..rows.formats.fields import truth
-from ..rows.unread_columns import MARKS
-from .pairs import join
+from ..example import EMPTY, Dropped, Encoded, Example, Message, Truncated, items_of
+from ..rows.formats.fields import MARKS, truth
+from .collation import join
 
 if TYPE_CHECKING:
     from .codec import Codec
+
 
 UNRANKED = Dropped(
     'no chosen and no rejected response (a ranking dataset has "ranking": true in '

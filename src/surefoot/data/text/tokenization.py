@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TemplateError
-from .token_alignment import Known, token_aligner
+from ..example import JSON
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
 GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
@@ -274,3 +277,97 @@ def _map_strings(value: T, change: Callable[[str], str]) -> T:
     if isinstance(value, list | tuple):
         return cast(T, [_map_strings(item, change) for item in value])
     return value
+
+
+Landmark = tuple[int, int, int]  # its end and its beginning in the text, its place in the ids
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A text, its ids and its landmarks."""
+
+    text: str
+    ids: list[int]
+    landmarks: Sequence[Landmark]
+    encode: Encode
+
+    def index(self, position: int) -> int | None:
+        """How many tokens ``text[:position]`` has, if its own encoding gives the same tokens."""
+        return self._from(bisect_left(self.landmarks, (position + 1,)), position)
+
+    def end(self, position: int) -> int | None:
+        """How many tokens begin before ``position``, if no token crosses it."""
+        before = bisect_left(self.landmarks, (position + 1,))
+        if before < len(self.landmarks) and self.landmarks[before][1] == position:
+            return self.landmarks[before][2]
+        return self._from(before, position)
+
+    def _from(self, before: int, position: int) -> int | None:
+        _, start, index = self.landmarks[before - 1] if before else (0, 0, 0)
+        ids = self.encode(self.text[start:position])
+        end = index + len(ids)
+        return end if self.ids[index:end] == ids else None
+
+
+class Landmarks:
+    """Some special tokens of a byte-level tokenizer."""
+
+    def __init__(self, tokens: Mapping[str, int], *, normalizes: bool) -> None:
+        """``normalizes``: whether the tokenizer normalizes text to NFC."""
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._ids, self._normalizes = tokens, normalizes
+
+    def find(self, text: str, ids: list[int], encode: Encode) -> Known | None:
+        """Landmarks of a text; None if their assignment to ids is not certain."""
+        if self._normalizes and not unicodedata.is_normalized("NFC", text):
+            return None
+        found: list[Landmark] = []
+        index = -1
+        try:
+            for match in self._pattern.finditer(text):
+                index = ids.index(self._ids[match[0]], index + 1)
+                found.append((match.end(), match.start(), index))
+        except ValueError:  # a longer token is there instead
+            return None
+        return Known(text, ids, found, encode)
+
+
+def token_aligner(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
+    """The special tokens among ``words``; None if the tokenizer may lose text."""
+    added = rust.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()) or not _knows_bytes(rust):
+        return None
+    frame = Tokenizer(BPE())  # without the vocabulary, which may be large
+    if rust.normalizer:
+        frame.normalizer = rust.normalizer
+    if rust.pre_tokenizer:
+        frame.pre_tokenizer = rust.pre_tokenizer
+    parts = json.loads(frame.to_str())
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        return None
+    plain = {t.content: i for i, t in added.items() if t.special and not t.normalized}
+    tokens = {word: plain[word] for word in plain.keys() & words}
+    is_kept = _is_byte_level(parts["pre_tokenizer"])
+    return Landmarks(tokens, normalizes=bool(parts["normalizer"])) if is_kept else None
+
+
+def _is_byte_level(part: JSON | None) -> bool:
+    """Whether a pre-tokenizer ends in bytes, and neither adds nor removes anything."""
+    steps = cast(list[JSON], part["pretokenizers"] if part and "pretokenizers" in part else [part])
+    *before, last = ({} if step is None else step for step in steps)
+    is_kept = all(
+        step.get("type") == "Digits"
+        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
+        for step in before
+    )
+    return is_kept and last.get("type") == "ByteLevel" and not last["add_prefix_space"]
+
+
+def _knows_bytes(rust: Tokenizer) -> bool:
+    """Whether the model can encode any bytes, always in the same way."""
+    model = rust.model
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    is_plain = isinstance(model, BPE) and not any(getattr(model, name) for name in names)
+    return is_plain and all(model.token_to_id(byte) is not None for byte in ByteLevel.alphabet())

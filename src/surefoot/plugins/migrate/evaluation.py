@@ -15,8 +15,8 @@ from ...batch import OutputSpec
 from ...cli.eval import comparison
 from ...cli.table import progress
 from ...data.example import Example
-from ...data.text.answers import write_rows
 from ...data.text.collation import collate
+from ...data.text.prompts import write_rows
 from ...errors import RunError
 from ...model.pretrained.loading import device
 from ...parallel.section import ParallelSection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...data.text.families.family import families
+from ...data.text.families import families
 
 # Templates that are files here, and the system message that theirs write in conversations without
 # one (docs/templates.md lists what differs). The others of version 0.9.5 are families.

@@ -36,9 +36,9 @@ from ...batch import Features
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import copy
 from ...checkpoint.sources.source import JoinedSource, Renamed, TensorsInMemory, TensorSource
-from ...data.prepared.training_data import open_stream, prepare
 from ...data.text.codec import Codec
-from ...data.text.pairs import with_chosen
+from ...data.text.collation import with_chosen
+from ...data.training_data import open_stream, prepare
 from ...errors import ModelError
 from ...model.pretrained.weights import place
 from ...recipe.recipe import Recipe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...checkpoint.disk.commit import committed
 from ...data.text.codec import Codec
-from ...data.text.templates.arguments import with_arguments
+from ...data.text.templates import with_arguments
 from ...data.text.tool_calls import syntax_of
 from ...errors import CheckpointError, ModelError
 from ...generate.decode import Decode, decoder

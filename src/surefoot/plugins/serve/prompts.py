@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...data.example import JSON, Example
-from ...data.rows.formats.openai import OpenAI
+from ...data.rows.formats.turns import OpenAI
 from ...data.text.codec import Codec
 from ...errors import DataError, SurefootError
 from .body import ApiError, Prompts

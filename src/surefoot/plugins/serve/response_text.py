@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...data.example import JSON
-from ...data.text.thoughts import Words
+from ...data.text.templates.render import Words
 from ...data.text.tool_calls import SYNTAXES, parse_tool_calls
 
 Kind = Literal["reasoning_content", "content"]

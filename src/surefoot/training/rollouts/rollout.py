@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...batch import IGNORE_INDEX, Features
-from ...data.encoded import Dropped, Encoded, Truncated
-from ...data.example import Example
+from ...data.example import Dropped, Encoded, Example, Truncated
 
 if TYPE_CHECKING:
     from ...data.text.codec import Codec

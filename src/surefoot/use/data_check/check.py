@@ -10,15 +10,14 @@ from dataclasses import replace
 from itertools import islice
 
 from ...data.data_order import Index
-from ...data.encoded import Dropped, Encoded, Truncated, items_of
-from ...data.example import Example
-from ...data.prepared.row_choice import DrawnRows, draw_rows
+from ...data.example import Dropped, Encoded, Example, Truncated, items_of
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_examples
-from ...data.store.encoder import unread_in
+from ...data.store.shards import unread_in
 from ...data.text.codec import Codec
+from ...data.training_data import DrawnRows, draw_rows
 from ...recipe.recipe import Recipe
 from ..preview import num_limited, num_tokens_of, num_trained_of, preview_example
 from .comparison import SNIPPET, SNIPPETS, Reading, compared

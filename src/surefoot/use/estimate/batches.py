@@ -10,11 +10,11 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX
 from ...data.data_order import Index
-from ...data.order.length_balancing import balance_by_length, num_passes, positions, sums
 from ...data.order.loader import Loader
-from ...data.order.micro_batches import Batching
+from ...data.order.micro_batches import Batching, balance_by_length, num_passes, positions, sums
 from ...data.order.shuffle import Shuffle
-from ...data.store.dataset import EncodedDataset, EncodedStore
+from ...data.store.cache import EncodedStore
+from ...data.store.dataset import EncodedDataset
 from ...recipe.recipe import Recipe
 from ...run.data_loading import collation_of
 

@@ -9,17 +9,15 @@ from itertools import islice
 import numpy as np
 
 from ...batch import Features
-from ...data.encoded import items_of
-from ...data.example import Example
-from ...data.order.mixing import mixed
-from ...data.prepared.row_choice import mixing_of
-from ...data.prepared.training_data import find
+from ...data.data_order import mixed
+from ...data.example import Example, items_of
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
 from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_rows
 from ...data.store.dataset import EncodedDataset, in_memory, join
 from ...data.text.codec import Codec
+from ...data.training_data import find, mixing_of
 from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encoding_of

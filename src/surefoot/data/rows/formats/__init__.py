@@ -7,9 +7,8 @@ names as defaults. ``main`` is the one column that every row must have.
 from __future__ import annotations
 
 from .alpaca import Alpaca
-from .openai import OpenAI
-from .sharegpt import ShareGPT
 from .trl import TRL
+from .turns import OpenAI, ShareGPT
 
 Format = Alpaca | OpenAI | ShareGPT | TRL
 FORMATS: dict[str, type[Format]] = {

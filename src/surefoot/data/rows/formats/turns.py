@@ -292,3 +292,33 @@ def _call(value: object, where: str) -> JSON:
         del more["type"]
     kept = {key: one for key, one in more.items() if key != "function" and one is not None}
     return {**kept, "name": call["name"], "arguments": arguments}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAI(TurnFormat):
+    """``{"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}], "tools"}``."""
+
+    more_roles: ClassVar[Mapping[str, Role]] = {"developer": "system", "function": "tool"}
+
+    observation_tag: str = "tool"
+    """Role of a function's result; ``function``, its older name, is read too."""
+    system_tag: str = "system"
+    """Role of the system message; ``developer``, its newer name, is read too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareGPT(TurnFormat):
+    """``{"conversations": [{"from": "human", "value": ...}, ...], "system", "tools"}``."""
+
+    messages: str | None = "conversations"
+    """The turns."""
+    role_tag: str = "from"
+    """Key of a turn's role."""
+    content_tag: str = "value"
+    """Key of a turn's content."""
+    user_tag: str = "human"
+    """Role of the user."""
+    assistant_tag: str = "gpt"
+    """Role of the model."""
+    observation_tag: str = "observation"
+    """Role of a function's result."""

@@ -18,8 +18,7 @@ import jinja2
 
 from ....errors import TemplateError, counted
 from ...example import THOUGHT_KEYS, Dicts
-from ..thoughts import answer_in, thought_of
-from .render import PROBES, Renderer
+from .render import PROBES, Renderer, answer_in, thought_of
 
 logger = logging.getLogger(__name__)
 
