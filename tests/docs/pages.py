@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
+README, DEMO, TUTORIAL = ROOT / "README.md", ROOT / "docs/demo.md", ROOT / "docs/tutorial.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "examples" / "README.md"])
 SHELLS = ("console", "sh", "bash", "shell")
 FENCE = re.compile(r"^( *)(```+)(\S*)([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)

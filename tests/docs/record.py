@@ -1,4 +1,4 @@
-"""Do what the README and the tutorial say, and put what came out into them; draw the picture.
+"""Do what the demo and the tutorial say, and put what came out into them; draw the picture.
 
     .venv/bin/python tests/docs/record.py
 
@@ -20,7 +20,7 @@ import termios
 from itertools import pairwise
 from pathlib import Path
 
-from pages import README, ROOT, SHELLS, TUTORIAL, blocks, steps
+from pages import DEMO, ROOT, SHELLS, TUTORIAL, blocks, steps
 from rich.console import Console
 from rich.text import Text
 
@@ -142,7 +142,7 @@ def screen(data):
 
 def main():
     with tempfile.TemporaryDirectory() as name:
-        for page in (README, TUTORIAL):
+        for page in (DEMO, TUTORIAL):
             folder = Path(name) / page.stem
             folder.mkdir()
             (folder / "examples").symlink_to(ROOT / "examples")

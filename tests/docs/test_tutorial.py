@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from pages import README, ROOT, SHELLS, TUTORIAL, blocks, steps
+from pages import DEMO, README, ROOT, SHELLS, TUTORIAL, blocks, name, steps
 
 import forks
 from project import checkpoints, in_child
@@ -25,7 +25,7 @@ FEW = ["train.max_steps=6", "train.eval_steps=3", "checkpoint.save_steps=2", "da
 SHORTER = {"train": FEW, "preview": ["data.max_samples=40"], "eval": ["--limit", "4"]}
 SHORTER["bench"] = ["--no-search", "--steps", "2"]
 ONCE = {"make", "pip", "source"}  # how a reader got here, and CI as well
-DEMO = ["surefoot", "demo"]  # what `make demo` runs
+MAKES_THE_DEMO = ["surefoot", "demo"]  # what `make demo` runs
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def follow(page):
 
 def type_in(line, output, *, where):
     words = shlex.split(with_real_steps(line), comments=True)
-    if words == DEMO:
+    if words == MAKES_THE_DEMO:
         return
     if words[0] == "surefoot" and output.startswith("error:"):
         result = CliRunner().invoke(main, words[1:])
@@ -89,12 +89,9 @@ def with_real_steps(text):
     return re.sub(r"(runs/[\w-]+)/checkpoint-\d+", newest, text)
 
 
-def test_the_tutorial_works_from_top_to_bottom(desk, capsys):
-    follow(TUTORIAL)
-
-
-def test_the_commands_of_the_readme_work(desk, capsys):
-    follow(README)
+@pytest.mark.parametrize("page", [README, DEMO, TUTORIAL], ids=name)
+def test_a_page_works_from_top_to_bottom(page, desk, capsys):
+    follow(page)
 
 
 def test_own_data_is_trained_and_evaluated_on_without_the_shops_rows(desk):
