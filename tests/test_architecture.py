@@ -23,7 +23,7 @@ LATER, LATER_FILES = (
     {"batch", "optim/adamw", "data/text/collation"},
 )
 LATER_FILES |= {"model/targets", "stages/dpo", "training/objectives/preferences"}
-LATER_FILES |= {"plugins/migrate/given", "plugins/board/curves"}
+LATER_FILES |= {"plugins/migrate/given", "plugins/board/metrics"}
 LATER_FILES |= {"training/objectives/value_head", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8

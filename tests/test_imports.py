@@ -52,8 +52,7 @@ except SystemExit as error:
         "surefoot.recipe.recipe",  # whoever has a typo in a recipe need not wait
         "surefoot.checkpoint.saving.writer",  # a second process on every machine that trains
         "surefoot.cli.ckpt.ls",
-        "surefoot.plugins.board.commands.runs",
-        "surefoot.plugins.board.commands.watch",
+        "surefoot.plugins.board.command",
         "surefoot.plugins.board.app",
         "surefoot.plugins.cloud.mirror",
         "surefoot.training.callbacks.trackers.worker",

@@ -12,9 +12,8 @@ from starlette.testclient import TestClient
 from board.runs import COMPLETE, RECIPE, write_run
 from surefoot import __version__
 from surefoot.plugins.board.app import create_app
-from surefoot.plugins.board.board import Board
+from surefoot.plugins.board.board import Board, matches
 from surefoot.plugins.board.processes import ChildCommands
-from surefoot.plugins.board.reports import matches, table
 from surefoot.training.callbacks.launches import process, started
 from surefoot.training.callbacks.training_process import start_training
 
@@ -64,16 +63,16 @@ def test_a_first_look_is_answered_with_what_is_known_by_then(tmp_path):
     for number in range(3):
         write_run(tmp_path / f"run-{number}", end=COMPLETE)
     found = Board(tmp_path)
-    rows = table(found, seconds=0)["runs"]
+    rows = found.table(seconds=0)["runs"]
     assert {row["run"] for row in rows} == {"run-0", "run-1", "run-2"}
     for row in rows:
         assert (row["state"], row["step"], row["metric"]["value"]) == ("complete", 20, 0.5)
         assert (row["model"], row["size"]) == ("", None)
         assert matches(row, "complete")
-    complete = table(found)["runs"]
+    complete = found.table()["runs"]
     assert all(row["model"] == "base-model" and row["size"] > 1000 for row in complete)
     assert rows[0].keys() == complete[0].keys()
-    assert table(found, seconds=0)["runs"] == complete, "what was read once is known at once"
+    assert found.table(seconds=0)["runs"] == complete, "what was read once is known at once"
 
 
 def test_a_run_that_trains_is_running_with_the_time_that_is_left(board, root):

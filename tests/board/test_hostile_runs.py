@@ -38,7 +38,7 @@ def looks(name):
     """Every address of a board that shows something of a run's files."""
     return [
         "/api/runs",
-        "/api/recipes",
+        "/api/materials",
         f"/api/run?run={name}",
         f"/api/series?run={name}&names=loss,peak_memory",
         f"/api/log?run={name}",
@@ -142,7 +142,7 @@ def test_a_folder_whose_name_is_no_unicode_is_a_row_like_the_others(tmp_path):
     with board_of(tmp_path) as board:
         names = {row["run"] for row in board.get("/api/runs").json()["runs"]}
         assert {"good", "bad\ufffd"} <= names
-        assert board.get("/api/recipes").status_code == 200
+        assert board.get("/api/materials").status_code == 200
 
 
 TEXTS = {

@@ -178,8 +178,7 @@ def branch_off(page, root, run):
 
 
 def look_at_data(page, server):
-    page.open(f"{server.address}#/data?run=runs/mine")
-    page.wait_for("masked: read, not trained on", seconds=90)
+    page.open(f"{server.address}#/new?run=runs/mine")
     page.click("Check all rows")
     page.wait_for("Check of all rows", seconds=90)
 

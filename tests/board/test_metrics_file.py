@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from surefoot.plugins.board.curves import Column, smoothed, thinned
-from surefoot.plugins.board.metrics import MetricsFile
+from surefoot.plugins.board.metrics import Column, MetricsFile, smoothed, thinned
 from surefoot.training.callbacks.follower import BLOCK, Follower
 
 

@@ -10,7 +10,7 @@ from board.pages import check_on_a_phone, show, violations
 from board.runs import COMPLETE, RECIPE, write_run
 
 pytestmark = pytest.mark.skipif(bool(browser.MISSING), reason=str(browser.MISSING))
-PAGES = ["#/runs", "#/run?run=runs/one", "#/run?run=runs/one&tab=samples", "#/data", "#/chat"]
+PAGES = ["#/runs", "#/run?run=runs/one", "#/run?run=runs/one&tab=samples", "#/chat"]
 PAGES += ["#/run?run=runs/one&tab=checkpoints", "#/run?run=runs/one&tab=log"]
 LONG = "recipes/one-with-a-name-that-is-longer-than-a-phone-is-wide.yaml"
 PAGES += ["#/run?run=runs/one&tab=recipe", f"#/new?file={LONG}"]

@@ -113,11 +113,12 @@ def test_new(page, look):
 
 def test_data(page, look):
     def prepare():
-        page.wait_for("masked: read, not trained on", seconds=120)
         page.click("Check all rows")
+        page.wait_for("Check of all rows", seconds=120)
+        page.run("[...document.querySelectorAll('.panel')].at(-2).scrollIntoView()")
 
     ready = "return document.body.innerText.includes('Check of all rows')"
-    look("data", "#/data?run=runs/quickstart", ready, prepare, (1280, 1000))
+    look("data", "#/new?file=quickstart.yaml", ready, prepare, (1280, 1000))
 
 
 def test_chat(page, look):

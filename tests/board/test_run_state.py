@@ -7,8 +7,7 @@ import socket
 import pytest
 
 from board.runs import COMPLETE, write_run
-from surefoot.plugins.board.run_state import is_locked, state_of
-from surefoot.plugins.board.run_summary import Summaries, disk_size
+from surefoot.plugins.board.run_state import Summaries, disk_size, is_locked, state_of
 from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
 
 

@@ -10,9 +10,8 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
-from surefoot.plugins.board.app import create_app
+from surefoot.plugins.board.app import MAX_BODY, MAX_REQUESTS, create_app
 from surefoot.plugins.board.run_folders import OutsideRootError, inside, new_inside
-from surefoot.plugins.board.security import MAX_BODY, MAX_REQUESTS
 from surefoot.storage import web
 from surefoot.storage.web import PromptProtocol, bound, hosts_of
 

@@ -14,9 +14,7 @@ from click.testing import CliRunner
 
 from board.runs import COMPLETE, write_run
 from surefoot.cli.main import main
-from surefoot.plugins.board.commands.watch import picture
-
-BRAILLE = range(0x2800, 0x2900)
+from surefoot.plugins.board.command import sparkline
 
 
 @pytest.fixture(scope="module")
@@ -37,61 +35,48 @@ def watch(*words, **environment):
     return done.stdout
 
 
-def lit(curve, width, height):
-    """The dots of a picture, as pixels from the top left."""
-    found = set()
-    for y, row in enumerate(picture([curve], width, height, is_plain=False)):
-        for x, (character, _) in enumerate(row):
-            bits = ord(character) - 0x2800 if character != " " else 0
-            for bit, (dx, dy) in enumerate(
-                [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3)]
-            ):
-                if bits >> bit & 1:
-                    found.add((2 * x + dx, 4 * y + dy))
-    return found
-
-
-def test_a_curve_is_drawn_through_its_points():
-    assert lit([(0, 0.0), (1, 1.0)], 2, 1) == {(0, 3), (1, 2), (2, 1), (3, 0)}
-    spike = lit([(0, 0.0), (1, 7.0), (2, 0.0)], 8, 2)
-    assert {(0, 7), (8, 0), (15, 7)} <= spike
-    assert {y for _, y in spike} == set(range(8))  # without a gap
-
-
-def test_odd_values_are_drawn_as_far_as_they_can_be():
-    assert lit([(5, 3.0)], 4, 2)
-    assert lit([(1, 1e308), (3, -1e308)], 4, 2)
-    plain = picture([[(1, 1.0), (2, 2.0)]], 9, 3, is_plain=True)
-    assert {character for row in plain for character, _ in row} == {" ", "*"}
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([0.0, 1.0, 2.0, 3.0], "▁▃▆█"),
+        ([0.0, None, 2.0, 3.0], "▁▁▆█"),  # not finite: as the one before
+        ([1e308, 0.0, 0.0, -1e308], "█▅▅▁"),
+        ([3.0] * 4, "▅▅▅▅"),
+        ([0.0] * 500 + [7.0] + [0.0] * 499, "▁▁█▁"),  # no spike is lost
+    ],
+)
+def test_a_curve_is_drawn_as_far_as_it_can_be(values, drawn):
+    steps = list(range(len(values)))
+    finite = [value for value in values if value is not None]
+    scale = 0, steps[-1], min(finite), max(finite)
+    assert sparkline((steps, values), 4, scale, "▁▂▃▄▅▆▇█") == drawn
 
 
 def test_one_run_is_shown_with_its_figures_and_its_curves(root):
     text = watch(root / "one", COLUMNS="100", LINES="40")
-    head, facts, *_ = text.splitlines()
-    assert head == "one  complete (it has recorded its end)"
-    for part in ("step 20", "eval_loss 0.5000", "1,000 tok/s", "checkpoints 10, 20"):
-        assert part in " ".join(text.split())
-    assert f"loss {2 / math.sqrt(20):.4f}" in facts
-    assert any(ord(character) in BRAILLE for character in text)
+    head, facts, loss, evaluated, *_ = text.splitlines()
+    assert head == "one  complete (It has ended.)"
+    assert facts == "step 20/20 (100 %)  checkpoints 10, 20"
+    assert re.match(rf"loss +█.*▁  {2 / math.sqrt(20):.4g}  0.4472 to 2, steps 1 to 20", loss)
+    assert evaluated.split()[2] == "0.5"
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_narrow_terminal_and_one_without_unicode_are_enough(root):
-    text = watch(root / "one", "--plain", COLUMNS="40", LINES="12")
-    assert text.isascii() and "|" in text
+    words = [sys.executable, "-m", "surefoot", "watch", str(root / "one"), "--once"]
+    narrow = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    text = subprocess.run(words, env=narrow, check=True, capture_output=True, text=True).stdout
+    assert text.isascii() and "loss               #" in text
     assert max(map(len, text.splitlines())) <= 40
-    assert len(text.splitlines()) <= 14
-    watch(root, COLUMNS="1", LINES="1")
+    watch(root, COLUMNS="1")
 
 
-def test_several_runs_are_lines_and_one_picture(root):
-    text = watch(root, "--metric", "loss", COLUMNS="100", LINES="30")
-    assert [line.split()[1:3] for line in text.splitlines()[:2]] == [
-        ["one", "complete"],
-        ["two", "died"],
-    ]
-    plain = watch(root, "--plain", "--metric", "loss", COLUMNS="100", LINES="30")
-    assert "*" in plain and "+" in plain
+def test_several_runs_are_drawn_on_one_scale(root):
+    one, _, two, _, name, *curves = watch(root, "--metric", "loss", COLUMNS="100").splitlines()
+    assert (one.split()[:2], two.split()[:2]) == (["one", "complete"], ["two", "died"])
+    assert name.strip() == "loss"
+    assert [line.split()[0] for line in curves] == ["one", "two"]
+    assert all(line.rstrip().endswith("0.4472 to 3, steps 1 to 20") for line in curves)
 
 
 def test_what_is_no_run_is_an_error(root, tmp_path):
@@ -108,7 +93,7 @@ def test_broken_lines_and_escape_sequences_are_shown_as_what_they_are(tmp_path):
     assert "\x1b" not in text
     assert "failed (no\\u001b]0;title)" in text
     assert "1 line is not a record and skipped" in text
-    assert "(1 not finite) loss" in text
+    assert "(1 not finite)" in text
 
 
 def test_a_live_screen_follows_the_run_and_ends_with_it(tmp_path):

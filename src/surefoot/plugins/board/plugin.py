@@ -2,19 +2,19 @@
 
 from ...extensions import Plugin
 
-_HERE = f"{__package__}.commands"
+_HERE = f"{__package__}.command"
 
 PLUGIN = Plugin(
     name="board",
     commands={
         "watch": (
             "Show how runs train in the terminal: curves, figures, time left, state.",
-            f"{_HERE}.watch:watch",
+            f"{_HERE}:watch",
         ),
-        "runs": ("List runs, show one, and compare recipes; also as JSON.", f"{_HERE}.runs:runs"),
+        "runs": ("List runs, show one, and compare recipes; also as JSON.", f"{_HERE}:runs"),
         "board": (
             "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
-            f"{_HERE}.board:board",
+            f"{_HERE}:board",
         ),
     },
 )

@@ -5,40 +5,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Response
+from pydantic import Field
 
 from ...errors import RecipeError, RunError, SurefootError
-from ...recipe.files import RUN_RECIPE, read_text
+from ...recipe.files import read_text
 from ...recipe.recipe import Recipe, load_text
 from ...recipe.yaml import edited, parse
 from ...schema import json_schema
 from ...storage.files import write_aside
 from ...training.callbacks.training_process import shown
+from .api import Answer, OfBoard, PageBody
 from .board import Board
-from .processes import ShortCommand
-from .run_folders import OutsideRootError, below, inside, is_run, name_of, new_inside, typed
+from .run_folders import (
+    OutsideRootError,
+    below,
+    find_materials,
+    inside,
+    is_run,
+    name_of,
+    new_inside,
+    typed,
+)
 
 _MAX_TEXT = 200_000  # characters; a recipe has about two thousand
 _NAME = "recipe"
 _PLACE = re.compile(rf"{_NAME}:(\d+)(?::(\d+))? ?(.*)", re.DOTALL)
 _DRAFT = ".surefoot-draft-{}.yaml"
 _FILE = re.compile(r"[\w][\w. -]*(/[\w][\w. -]*)*\.ya?ml")
-_SKIPPED = ("checkpoint-", ".")
-_MAX_FILES = 300
-
-
-class PageBody(BaseModel):
-    """What a page sends."""
-
-    model_config = ConfigDict(extra="forbid")
+_DEMO = "surefoot-demo"  # the folder that `surefoot demo` writes, if none is named
+routes = APIRouter(prefix="/api")
 
 
 class TextBody(PageBody):
@@ -63,25 +67,40 @@ class TryBody(TextBody):
 
 
 @cache
-def schema() -> dict[str, object]:
-    """The JSON schema of recipes."""
+def _schema() -> dict[str, object]:
     return json_schema(Recipe)
 
 
-def files(board: Board) -> list[str]:
-    """The recipe files below ROOT that are not those of runs."""
-    found: list[str] = []
-    for depth in ("*.yaml", "*.yml", "*/*.yaml", "*/*.yml", "*/*/*.yaml"):
-        for path in sorted(board.root.glob(depth)):
-            parts = path.relative_to(board.root).parts
-            is_hidden = any(part.startswith(_SKIPPED) for part in parts)
-            is_of_run = path.name == RUN_RECIPE and is_run(path.parent)
-            if not is_hidden and not is_of_run and len(found) < _MAX_FILES:
-                found.append(name_of(board.root, path))
-    return found
+@routes.get("/schema")
+def schema(response: Response) -> Answer:
+    """The JSON schema of recipes, of which the form is made."""
+    response.headers["Cache-Control"] = "private, max-age=3600"
+    return _schema()
 
 
-def checked(board: Board, body: TextBody) -> dict[str, object]:
+@routes.get("/materials")
+def materials(board: OfBoard) -> Answer:
+    """The recipes, models and files of rows below ROOT that are not those of runs."""
+    return asdict(find_materials(board.root))
+
+
+@routes.get("/recipe")
+def recipe(file: str, board: OfBoard) -> Answer:
+    """The text of a recipe file."""
+    return {"file": file, "text": read_text(inside(board.root, file), follow=False)}
+
+
+@routes.post("/demo")
+def demo(board: OfBoard) -> Answer:
+    """Train the bundled model on the bundled data, which `surefoot demo` copies to a folder below
+    ROOT."""
+    arguments, folder = ["demo", _DEMO], below(board.root, f"{_DEMO}/runs/quickstart")
+    pid = board.commands.train(arguments, folder)
+    return {"pid": pid, "run": name_of(board.root, folder), "command": shown(arguments)}
+
+
+@routes.post("/check")
+def checked(body: TextBody, board: OfBoard) -> Answer:
     """What is wrong with a text, its data, and the run that it begins or resumes: as `surefoot
     train` says it, without opening models or datasets."""
     base = _folder_of(board, body.file)
@@ -95,7 +114,7 @@ def checked(board: Board, body: TextBody) -> dict[str, object]:
         output_dir = str(load_text(body.text, _NAME, base).train.output_dir)
     except SurefootError as error:
         problems = _located(str(error))
-    if outside := (output_dir and _outside(board, output_dir)) or refusal(board, data, base):
+    if outside := (output_dir and _outside(board, output_dir)) or board.refusal(data, base):
         problems.append(_problem(outside))
     is_begun = output_dir is not None and is_run(board.root / output_dir)
     return {"problems": problems, "data": data, "output_dir": output_dir, "is_begun": is_begun}
@@ -119,18 +138,20 @@ def _problem(message: str, line: int | None = None, column: int | None = None) -
     return {"line": line, "column": column, "message": message}
 
 
-def edit(board: Board, body: EditBody) -> dict[str, object]:
+@routes.post("/edit")
+def edit(body: EditBody, board: OfBoard) -> Answer:
     """The text with one setting changed or removed, and what is wrong with it now. Raises
     ``RecipeError``."""
     text = edited(body.text, body.keys, body.value)
-    return {"text": text, **checked(board, TextBody(text=text, file=body.file))}
+    return {"text": text, **checked(TextBody(text=text, file=body.file), board)}
 
 
-def attempt(board: Board, body: TryBody) -> ShortCommand:
+@routes.post("/try")
+async def attempt(body: TryBody, board: OfBoard) -> Answer:
     """Start a command that reads the text, which may not be saved yet. Raises ``RunError``."""
     folder = _folder_of(board, body.file)
     with contextlib.suppress(RecipeError):  # the command says what is wrong with it
-        if outside := refusal(board, parse(body.text, _NAME).data, folder):
+        if outside := board.refusal(parse(body.text, _NAME).data, folder):
             raise RunError(outside)
     draft = folder / _DRAFT.format(secrets.token_hex(6))
     write_aside(draft, body.text.encode())
@@ -147,15 +168,15 @@ def attempt(board: Board, body: TryBody) -> ShortCommand:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
 
-    assert job.task is not None
     job.task.add_done_callback(delete)
-    return job
+    return job.as_data()
 
 
-def start(board: Board, body: TextBody) -> dict[str, object]:
+@routes.post("/start")
+def start(body: TextBody, board: OfBoard) -> Answer:
     """Write the recipe to its file, and train it in a process of its own. Raises
     ``SurefootError``."""
-    found = checked(board, body)
+    found = checked(body, board)
     problems: Sequence[Mapping[str, object]] = found["problems"]  # type: ignore[assignment]
     if problems:
         raise RecipeError("\n".join(str(problem["message"]) for problem in problems))
@@ -165,35 +186,6 @@ def start(board: Board, body: TextBody) -> dict[str, object]:
     pid = board.commands.train(arguments, folder)
     run = folder.resolve().relative_to(board.root).as_posix()
     return {"pid": pid, "run": run, "command": shown(arguments)}
-
-
-def refusal(board: Board, data: object, base: Path) -> str | None:
-    """Why a recipe, or a text of one, names a file that this board does not open."""
-    if board.folders is None:
-        return None
-    roots = [board.root, *board.folders]
-    for text in _texts(data):
-        is_file = text.startswith("file:")
-        if "://" in text and not is_file:
-            continue
-        path = re.sub("^file:/*", "/", text) if is_file else os.path.expanduser(text)  # noqa: PTH111
-        for start in {base, board.root}:
-            found = Path(os.path.realpath(start / path))
-            if not any(found.is_relative_to(root) for root in roots):
-                return (
-                    f"{text[:200]!r} is outside of {board.root}; start the board with "
-                    "--folder PATH to let recipes name models and datasets in another folder"
-                )
-    return None
-
-
-def _texts(data: object) -> Iterator[str]:
-    """All texts in a recipe that may be paths."""
-    if isinstance(data, Mapping | list):
-        for value in data.values() if isinstance(data, Mapping) else data:
-            yield from _texts(value)
-    elif isinstance(data, str) and len(data) < 4096 and "\n" not in data and "\0" not in data:
-        yield data
 
 
 def _write(board: Board, body: TextBody) -> None:

@@ -53,16 +53,16 @@ def find_runs(root: Path) -> FoundRuns:
 
 @dataclass(frozen=True)
 class Materials:
-    """What a recipe may name: folders of models, and files of rows."""
+    """What a new run may begin with: recipes, folders of models, and files of rows."""
 
+    recipes: list[str]
     models: list[str]
     data: list[str]
 
 
 def find_materials(root: Path) -> Materials:
-    """Models and data in and below ``root``, but for those of runs."""
-    models: list[str] = []
-    data: list[str] = []
+    """Recipes, models and data in and below ``root``, but for those of runs."""
+    recipes, models, data = list[str](), list[str](), list[str]()
     for folder in itertools.islice(_folders(root, 0), MAX_FOLDERS):
         if is_run(folder):
             continue
@@ -74,9 +74,13 @@ def find_materials(root: Path) -> Materials:
         if "config.json" in names:
             models.append(name_of(root, folder))
             continue
-        rows = [name for name in names if Path(name).suffix in _ROWS and name not in _NO_ROWS]
-        data += [name_of(root, folder / name) for name in rows]
-    return Materials(models[:_MAX_MATERIALS], data[:_MAX_MATERIALS])
+        for name in names:
+            suffix, path = Path(name).suffix, name_of(root, folder / name)
+            if suffix in (".yaml", ".yml") and not name.startswith("."):
+                recipes.append(path)
+            elif suffix in _ROWS and name not in _NO_ROWS:
+                data.append(path)
+    return Materials(*(found[:_MAX_MATERIALS] for found in (recipes, models, data)))
 
 
 def is_run(folder: Path) -> bool:

@@ -1,4 +1,5 @@
-"""State of a run, from evidence: its lock, its launches, its results. Never a guess.
+"""State of a run, from evidence: its lock, its launches, its results. Never a guess. And its row
+in the table of runs: step, loss, metric, speed, time left, size.
 
 ``running``   a process holds the lock of the folder; without locks, or before it trains, is alive
 ``complete``  the last launch ended after the last step
@@ -11,22 +12,45 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ...recipe.files import RUN_RECIPE
+from ...errors import SurefootError
+from ...recipe.files import RUN_RECIPE, read_text
+from ...recipe.yaml import parse
 from ...storage import files
+from ...storage.disk_usage import stored
 from ...storage.folder_lock import is_held
 from ...terminal_text import plain
-from ...training.callbacks.launches import HEARTBEAT, NAME, is_alive
+from ...training.callbacks.launches import HEARTBEAT, is_alive
+from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.training_process import LOG
 from .run_folders import LOCK, METRICS
 
+EVIDENCE = {  # of a state, in words; the pages have them in Chinese, too
+    "lock": "It is training.",
+    "starting": "It is opening the model and the data, which takes seconds to minutes.",
+    "not_begun": "It ended before its first step.",
+    "process": "It is training on this machine.",
+    "no_process": "It was killed, or the machine went down.",
+    "no_locks": "It was started on another machine, and this one cannot see whether it still runs.",
+    "end": "It has ended.",
+    "no_end": "It was killed, or the machine went down.",
+    "no_record": "There is no record of how it ended.",
+}
 TAIL = 1 << 18  # bytes of launches.jsonl that are enough for its last launch
 MAX_SMALL = 1 << 20
 _LOG_TAIL = 1 << 14  # bytes of a log that are enough for its last line
 _MAX_REASON = 300  # characters
+_TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log and the last evaluation
+_SIZE_SECONDS = 20.0  # for which a size is not measured again
+_STALLED = 600.0  # seconds without a step
+_UNREAD = {"model": "", "stage": "", "method": "", "begins_with": None, "best_metric": "eval_loss"}
+Row = dict[str, Any]
 _BY_PROCESS = {  # without locks, by whether its process is alive
     None: ("unknown", "no_locks"),
     True: ("running", "process"),
@@ -36,7 +60,7 @@ _BY_PROCESS = {  # without locks, by whether its process is alive
 
 @dataclass(frozen=True)
 class RunState:
-    """The state, its evidence (a key that the browser translates), and what is known besides."""
+    """The state, its evidence (a key of ``EVIDENCE``), and what is known besides."""
 
     name: str
     evidence: str
@@ -49,7 +73,7 @@ class RunState:
 def state_of(folder: Path) -> RunState:
     """The state of the run in ``folder``."""
     last: dict[object, Mapping[str, object]] = {}  # by event: what the records end with
-    for line in tail(folder / NAME, TAIL).splitlines():
+    for line in tail(folder / LAUNCHES, TAIL).splitlines():
         row = parsed(line) or {}
         if row.get("event") == "launch":
             last = {}
@@ -119,3 +143,144 @@ def tail(path: Path, length: int) -> bytes:
     except OSError:
         return b""
     return data.partition(b"\n")[2] if start else data
+
+
+@dataclass
+class Summaries:
+    """Rows of runs, with sizes that are measured now and then."""
+
+    root: Path
+    _sizes: dict[Path, tuple[float, object, int]] = field(default_factory=dict)
+    _facts: dict[Path, tuple[object, Row]] = field(default_factory=dict)
+
+    def of(self, folder: Path, *, is_quick: bool = False) -> Row:
+        """The row of a run. If it ``is_quick``, without what its recipe says and its size, which
+        cost 40 times the rest, unless these were read before."""
+        state, is_begun = state_of(folder), has_begun(folder)
+        is_running = state.name == "running"
+        beat, end = state.heartbeat or {}, state.end or {}
+        train, evaluation, is_broken = last_rows(folder)
+        facts = self._facts_of(folder, is_quick=is_quick)
+        steps = [row.get("step") for row in (beat, train, end)]
+        step = max((value for value in steps if type(value) is int), default=None)
+        most = beat.get("max_steps", step if state.name == "complete" else None)
+        silent = max(0.0, time.time() - since) if (since := figure(beat.get("time"))) else None
+        metric = facts.get("best_metric", "eval_loss")
+        return {
+            "run": folder.relative_to(self.root).as_posix(),
+            "name": folder.name,
+            "state": state.name,
+            "evidence": state.evidence,
+            "because": EVIDENCE[state.evidence],
+            "launch": state.launch,
+            "end": state.end,
+            "silent_seconds": silent,
+            "is_stalled": is_running and silent is not None and silent > _STALLED,
+            "has_begun": is_begun,
+            "reason": None if is_begun or is_running else why_not_begun(folder, state),
+            "step": step,
+            "max_steps": most if type(most) is int else None,
+            "loss": figure(train.get("loss")),
+            "metric": {"name": metric, "value": figure(evaluation.get(metric))},
+            "speed": figure(train.get("tokens_per_second")),
+            "seconds_left": _seconds_left(beat, step, most) if is_running else None,
+            "size": self._sizes.get(folder, (0, 0, None))[2]
+            if is_quick
+            else self.size(folder, is_live=is_running),
+            "changed": changed(folder),
+            "broken_metrics": is_broken,
+            **facts,
+            **({} if is_begun else {"recipe_problem": None}),
+        }
+
+    def _facts_of(self, folder: Path, *, is_quick: bool) -> Row:
+        """What the recipe says; read again if it was replaced."""
+        stamp, known = _stamp(folder / RUN_RECIPE), self._facts.get(folder)
+        if known is None or known[0] != stamp:
+            if is_quick:
+                return _UNREAD
+            known = self._facts[folder] = stamp, self._recipe_facts(folder)
+        return known[1]
+
+    def _recipe_facts(self, folder: Path) -> Row:
+        try:
+            data = parse(read_text(folder / RUN_RECIPE, follow=False), RUN_RECIPE).data
+        except (SurefootError, OSError) as error:
+            return {"recipe_problem": str(error)}
+        sections = data if isinstance(data, dict) else {}
+
+        def setting(section: str, name: str) -> str:
+            values = sections.get(section)
+            return str(values.get(name) or "") if isinstance(values, dict) else ""
+
+        resume = setting("checkpoint", "resume").removeprefix(f"{self.root}/")
+        return {
+            "model": setting("model", "path").rstrip("/").rpartition("/")[2],
+            "stage": _variant(sections.get("stage")),
+            "method": _variant(sections.get("method")) or "full",
+            "best_metric": setting("train", "metric_for_best_model") or "eval_loss",
+            "begins_with": resume if "checkpoint-" in resume else None,
+        }
+
+    def size(self, folder: Path, *, is_live: bool = False) -> int:
+        """Bytes on the disk; a file with several names counts once."""
+        known = self._sizes.get(folder)
+        age = _SIZE_SECONDS if is_live else 10 * _SIZE_SECONDS
+        stamp = None if is_live else _stamp(folder)  # a live run changes all the time
+        if known is None or known[1] != stamp or time.monotonic() - known[0] > age:
+            known = self._sizes[folder] = time.monotonic(), stamp, disk_size(folder)
+        return known[2]
+
+
+def disk_size(folder: Path) -> int:
+    """Bytes that a folder needs on the disk."""
+    return sum({one.inode: one.disk_bytes for one in stored(folder)}.values())
+
+
+def last_rows(folder: Path) -> tuple[Row, Row, bool]:
+    """The last log and the last evaluation, and whether a line among them or after is broken."""
+    train, evaluation, is_broken = Row(), Row(), False
+    for line in reversed(tail(folder / METRICS, _TAIL).split(b"\n")[:-1]):
+        row = parsed(line)
+        if row is None or type(row.get("step")) is not int:
+            is_broken = True
+        elif "loss" in row:
+            train = train or row
+        else:
+            evaluation = evaluation or row
+        if train and evaluation:
+            break
+    return train, evaluation, is_broken
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Another one if a file was replaced; of a folder, if a checkpoint or a file came or went."""
+    try:
+        stat = path.lstat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _variant(value: object) -> str:
+    return str(next(iter(value), "") if isinstance(value, Mapping) else value or "")
+
+
+def _seconds_left(beat: Mapping[str, object], step: int | None, most: object) -> float | None:
+    """By the speed of this launch: earlier ones may have run elsewhere."""
+    began, now, first = (figure(beat.get(name)) for name in ("since", "time", "first_step"))
+    if began is None or now is None or first is None or step is None or step <= first:
+        return None
+    return (now - began) / (step - first) * max(0, most - step) if isinstance(most, int) else None
+
+
+def changed(folder: Path) -> float | None:
+    """When a file of the run last changed, in seconds since 1970."""
+    stamps = [_stamp(folder / name) for name in (METRICS, RUN_RECIPE, LAUNCHES, HEARTBEAT)]
+    return max((stamp[2] / 1e9 for stamp in stamps if stamp is not None), default=None)
+
+
+def figure(value: object) -> float | None:
+    """A figure that can be shown; None for what is none, or not finite."""
+    is_number = type(value) in (int, float)
+    return value if is_number and math.isfinite(value) else None  # type: ignore[arg-type,return-value]

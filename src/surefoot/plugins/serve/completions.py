@@ -1,5 +1,5 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: what each may be asked, how its rows are made,
-and what it says of every token."""
+"""``/v1/chat/completions`` and ``/v1/completions``: their parameters, the rows of a request, and
+what an answer says of every token."""
 
 from __future__ import annotations
 

@@ -26,17 +26,6 @@ export const get = async (path, query, signal) => answered(await fetch(address(p
 export const post = async (path, body, query) => answered(
   await fetch(address(path, query), { method: "POST", headers: HEADERS, body: JSON.stringify(body ?? {}) }));
 
-// Waits for a command; `seen` gets what is known of it meanwhile.
-export async function finished(job, seen = () => {}) {
-  while (job.code === null) {
-    seen(job);
-    await new Promise((resolve) => setTimeout(resolve, 400));
-    job = await get("/api/job", { number: job.job });
-  }
-  seen(job);
-  return job;
-}
-
 export async function stream(path, body, on, signal) {
   const response = await fetch(path, { method: "POST", headers: HEADERS, body: JSON.stringify(body), signal });
   if (!response.ok) return answered(response);

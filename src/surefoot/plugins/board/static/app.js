@@ -7,10 +7,9 @@ const PAGES = {
   runs: { title: "Runs", load: () => import("./runs.js") },
   run: { title: "Run", load: () => import("./run.js") },
   new: { title: "New run", load: () => import("./new.js") },
-  data: { title: "Data", load: () => import("./data.js") },
   chat: { title: "Chat", load: () => import("./chat.js") },
 };
-const MENU = ["runs", "new", "data", "chat"];
+const MENU = ["runs", "new", "chat"];
 const SHOWN = ["runs"]; // of a read-only board, which starts nothing
 let close = () => {};
 let shown = 0;

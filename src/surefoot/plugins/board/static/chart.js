@@ -1,13 +1,11 @@
 // Curves: uPlot with zoom shared by all charts of a page, a log scale, and a legend of its own.
 import { h, replace } from "./dom.js";
 import { number } from "./format.js";
-import { t } from "./i18n.js";
 
 const LIGHT = ["#17694c", "#c2570c", "#1a63b8", "#8f3fa8", "#a8780b", "#b3261e", "#0e7c86", "#62666d"];
 const DARK = ["#63c79d", "#f0a165", "#7db4f5", "#cf94e3", "#e2c25a", "#f28b82", "#5fc9d1", "#a0a5ad"];
 
 export const color = (place) => (document.documentElement.dataset.theme === "dark" ? DARK : LIGHT)[place % LIGHT.length];
-const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Chart {
   // `zoomed` is called with the first and last step that a drag chose, or with nothing to show all.
@@ -15,7 +13,7 @@ export class Chart {
     this.title = title;
     this.options = { sync, zoomed, height };
     this.legend = h("div.legend");
-    this.box = h("div.plot", { role: "img", "aria-label": title, tabindex: zoomed ? 0 : null, title: zoomed ? t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all.") : null, onkeydown: (e) => this.key(e) });
+    this.box = h("div.plot", { role: "img", "aria-label": title, tabindex: zoomed ? 0 : null, onkeydown: (e) => this.key(e) });
     this.element = h(`section.chart${wide ? ".wide" : ""}`, {}, h("h2", {}, title), this.legend, this.box);
     this.plot = null;
     this.shape = "";
@@ -38,7 +36,8 @@ export class Chart {
   build(table, log, shape) {
     this.plot?.destroy();
     this.shape = shape;
-    const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+    const { color: soft, borderTopColor: line } = getComputedStyle(this.box);
+    const axis = { stroke: soft, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     this.plot = new uPlot({
       width: this.box.clientWidth || 360, height: this.options.height,
       legend: { show: false },

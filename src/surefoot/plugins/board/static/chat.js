@@ -127,7 +127,7 @@ export async function page(body, query) {
           box.replaceWith(...[bubble(answer)].flat());
         }
       }, abort.signal);
-    } catch (error) { wrong(error.name === "AbortError" ? t("stopped") : error.message); }
+    } catch (error) { wrong(error.name === "AbortError" ? t("state:stopped") : error.message); }
   }
 
   input.focus({ preventScroll: true });

@@ -1,10 +1,10 @@
-// Checkpoints of a run: a time line, and what can be done with each. Every action shows its command.
+// Checkpoints of a run, and what can be done with each. Every action shows its command.
 import { get, post } from "./api.js";
 import { to } from "./app.js";
-import { ask, h, redraw, replace, toast } from "./dom.js";
-import { bytes, integer, moment, number } from "./format.js";
+import { ask, h, redraw, replace, table, toast } from "./dom.js";
+import { bytes, moment, number } from "./format.js";
 import { t } from "./i18n.js";
-import { run as command } from "./job.js";
+import { command } from "./preview.js";
 
 export async function checkpoints(content, run, now) {
   const view = { chosen: [], all: [], pinned: new Set(), isBusy: false };
@@ -33,23 +33,10 @@ export async function checkpoints(content, run, now) {
   function draw() {
     if (!view.all.length) { replace(line, h("p.soft", {}, t("No checkpoint has been saved yet."))); replace(actions); pruning.hidden = true; return; }
     pruning.hidden = false;
-    const steps = view.all.map((c) => c.step ?? 0);
-    const most = Math.max(...steps, now().max_steps || 0, 1);
-    const far = (step) => 2 + 96 * (step / most);
-    let last = -20;
-    redraw(line, h("div.timeline", {}, view.all.map((c) => {
-      const place = far(c.step ?? 0);
-      const isNamed = place - last > 7;
-      if (isNamed) last = place;
-      return [h("button", {
-        class: [c.problem ? "bad" : "", c.is_being_written ? "saving" : "", view.pinned.has(c.step) ? "pinned" : ""].join(" "),
-        style: { left: `${place}%` }, "aria-pressed": String(view.chosen.includes(c.path)), "aria-label": [c.path, ...state(c)].join(", "), title: [c.path, ...state(c)].join("\n"), onclick: () => choose(c.path),
-      }), isNamed ? h("span", { style: { left: `${place}%` } }, integer(c.step)) : null];
-    })),
-    h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), ["Checkpoint", "Saved", "Size", "Loss", "Eval loss", "State"].map((label, i) => h(i > 1 && i < 5 ? "th.num" : "th", {}, t(label))))),
-      h("tbody", {}, view.all.map((c) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", "aria-label": t("Select {name}", { name: c.path }), checked: view.chosen.includes(c.path), onchange: () => choose(c.path) })),
-        h("td.whole", {}, c.path), h("td.soft.whole", {}, moment(c.created ? Date.parse(c.created) / 1000 : null)), h("td.num", {}, bytes(c.num_bytes)), h("td.num", {}, number(c.loss)), h("td.num", {}, number(c.eval_loss)),
-        h("td.state", {}, state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null)))))));
+    const box = (c) => h("input", { type: "checkbox", "aria-label": t("Select {name}", { name: c.path }), checked: view.chosen.includes(c.path), onchange: () => choose(c.path) });
+    redraw(line, table([[""], [t("Checkpoint"), "whole"], [t("Saved"), "soft whole"], [t("Size"), "num"], [t("Loss"), "num"], [t("Eval loss"), "num"], [t("State"), "state"]],
+      view.all.map((c) => [box(c), c.path, moment(c.created ? Date.parse(c.created) / 1000 : null), bytes(c.num_bytes), number(c.loss), number(c.eval_loss),
+        [state(c).join(", ") || t("complete"), c.problem ? h("div.soft.small", {}, c.problem) : null]])));
     buttons();
   }
 
@@ -91,8 +78,7 @@ export async function checkpoints(content, run, now) {
   const diff = (one, other) => started({ command: "diff", checkpoint: one.path, other: other.path }, (found) => {
     const changed = (found.tensors || []).filter((x) => x.verdict !== "equal").sort((x, y) => (y.relative ?? 9) - (x.relative ?? 9));
     return [h("p", {}, t("{n} of {all} tensors differ.", { n: changed.length, all: (found.tensors || []).length })),
-      h("div.scroll", { tabindex: 0 }, h("table.diff", {}, h("thead", {}, h("tr", {}, ["Tensor", "", "Relative", "max |B−A|"].map((label, i) => h(i > 1 ? "th.num" : "th", {}, t(label))))),
-        h("tbody", {}, changed.slice(0, 40).map((x) => h("tr", {}, h("td", {}, x.name), h("td", {}, t(x.verdict)), h("td.num", {}, number(x.relative)), h("td.num", {}, number(x.max_absolute)))))))];
+      table([[t("Tensor")], [""], [t("Relative"), "num"], ["max |B−A|", "num"]], changed.slice(0, 40).map((x) => [x.name, t(x.verdict), number(x.relative), number(x.max_absolute)]), "table.diff")];
   });
 
   async function pin(one, isPinned) {
@@ -126,8 +112,8 @@ export async function checkpoints(content, run, now) {
         if (done) await load();
       } }, t("Delete {n} checkpoints", { n: going.length }));
       replace(listed, h("div.command", { style: { margin: "12px 0" } }, h("code", { tabindex: 0 }, job.command)),
-        h("table", {}, h("tbody", {}, job.result.checkpoints.map((c) => h("tr", {}, h("td", {}, c.path.split("/").at(-1)), h("td.num", {}, bytes(c.num_bytes)),
-          h("td", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), h("td.soft", {}, (c.why || []).join(", ")))))),
+        table([[""], ["", "num"], [""], ["", "soft"]], job.result.checkpoints.map((c) => [c.path.split("/").at(-1), bytes(c.num_bytes),
+          h("span", { style: { color: c.stays ? "var(--green)" : "var(--red)" } }, t(c.stays ? "keep" : "delete")), (c.why || []).join(", ")])),
         h("div.row.between", { style: { marginTop: "12px" } }, h("span.soft", {}, t("Frees {size}.", { size: bytes(job.result.freed_bytes) }), isTraining() ? ` ${t("A run that trains deletes old checkpoints itself.")}` : ""), going.length ? remove : null));
     } }, t("Dry run"));
     replace(pruning, h("h2", {}, t("Delete old checkpoints")), h("p.soft", { style: { marginTop: 0 } }, t("The latest, the best and pinned checkpoints always stay. Empty fields are as the recipe says.")),

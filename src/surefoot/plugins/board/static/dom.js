@@ -20,6 +20,11 @@ export function replace(element, ...children) {
   return element;
 }
 
+// A table that scrolls by itself. A column is its label and the class of its cells.
+export const table = (columns, rows, kind = "table") => h("div.scroll", { tabindex: 0 }, h(kind, {},
+  columns.some(([label]) => label) ? h("thead", {}, h("tr", {}, columns.map(([label, name]) => h("th", { class: name }, label)))) : null,
+  h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) => h("td", { class: columns[i][1] }, cell)))))));
+
 const CONTROLS = "a[href],button,input,select,textarea,[tabindex]";
 const isControl = (node) => node instanceof Element && node.matches("a,button,input,select,textarea");
 const nameOf = (e) => [e.tagName, e.dataset.key || e.id || e.getAttribute("aria-label") || e.getAttribute("href") || e.textContent].join();

@@ -1,4 +1,5 @@
-// Numbers, sizes and times as people read them.
+// Numbers, sizes, times, and the state of a run with the evidence for it, as people read them.
+import { h } from "./dom.js";
 import { language, t } from "./i18n.js";
 
 export const NONE = "–";
@@ -33,10 +34,25 @@ export function duration(seconds) {
 export function ago(time) {
   if (!time) return NONE;
   const seconds = Math.max(0, Date.now() / 1000 - time);
-  if (seconds < 60) return t("just now");
-  if (seconds < 3600) return t("{n} min ago", { n: Math.floor(seconds / 60) });
-  if (seconds < 86400) return t("{n} h ago", { n: Math.floor(seconds / 3600) });
-  return new Date(time * 1000).toLocaleDateString(language());
+  if (seconds >= 86400) return new Date(time * 1000).toLocaleDateString(language());
+  const [count, unit] = seconds < 3600 ? [seconds / 60, "minute"] : [seconds / 3600, "hour"];
+  return new Intl.RelativeTimeFormat(language(), { style: "short", numeric: "auto" }).format(-Math.floor(count), unit);
 }
 
 export const moment = (time) => (time ? new Date(time * 1000).toLocaleString(language(), { dateStyle: "medium", timeStyle: "medium" }) : NONE);
+
+// A run that has not taken its first step is not what its process is: there is nothing to resume or to talk to.
+export const stateOf = (run) => (run.has_begun === false ? (run.state === "running" ? "starting" : "not_started") : run.state);
+export const badge = (run) => h(`span.badge.${stateOf(run)}`, { title: evidence(run) }, t(`state:${stateOf(run)}`));
+
+export function evidence(run) {
+  if (stateOf(run) === "starting") return t("It is opening the model and the data, which takes seconds to minutes.");
+  if (stateOf(run) === "not_started") return t("It ended before its first step.");
+  const end = run.end || {};
+  const said = run.evidence === "end" && end.time ? [t("Ended {time}.", { time: ago(end.time) })] : [t(run.because)];
+  if (run.state === "stopped" && end.signal) said.push(t("It was stopped by {signal} and has saved.", { signal: end.signal }));
+  if (run.state === "died") said.push(t("Start it again to resume from its latest valid checkpoint."));
+  if (run.state === "unknown" && run.silent_seconds !== null) said.push(t("Last heartbeat {time} ago.", { time: duration(run.silent_seconds) }));
+  if (run.is_stalled) said.push(t("No step for {time}.", { time: duration(run.silent_seconds) }));
+  return said.join(" ");
+}

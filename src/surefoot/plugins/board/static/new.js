@@ -5,8 +5,7 @@ import { h, later, replace, toast } from "./dom.js";
 import { editor } from "./editor.js";
 import { form } from "./form.js";
 import { t } from "./i18n.js";
-import { run as command } from "./job.js";
-import { datasets, plan } from "./preview.js";
+import { checked as checkedRows, command, datasets, plan } from "./preview.js";
 
 const EMPTY = `model:
   path: Qwen/Qwen3-0.6B
@@ -27,7 +26,7 @@ checkpoint: {save_steps: 100}
 const DRAFT = "draft";
 
 export async function page(body, query) {
-  const [schema, { files }, { models, data }] = await Promise.all([get("/api/schema"), get("/api/recipes"), get("/api/materials")]);
+  const [schema, { recipes, models, data }] = await Promise.all([get("/api/schema"), get("/api/materials")]);
   let checked = { problems: [], data: {}, output_dir: null }, number = 0, file = "";
   const text = editor(() => { save(); check(); });
   const fields = form(schema, change);
@@ -35,7 +34,7 @@ export async function page(body, query) {
   const start = h("button.primary", { onclick: begin }, t("Start training"));
   const shown = h("code", { tabindex: 0 });
   const fate = h("span.soft");
-  const tried = { plan: h("div"), preview: h("div") };
+  const tried = { plan: h("div"), check: h("div"), preview: h("div") };
 
   const keep = later(200, () => localStorage.setItem(DRAFT, JSON.stringify({ text: text.value, file })));
   const save = () => { if (!query.run && !query.file) keep(); };
@@ -59,7 +58,7 @@ export async function page(body, query) {
     const wrong = checked.problems.length;
     start.disabled = Boolean(wrong) || !file;
     shown.textContent = `surefoot train ${file || "…"}`;
-    fate.textContent = wrong ? t(wrong === 1 ? "1 problem" : "{n} problems", { n: wrong }) : checked.output_dir ? t(checked.is_begun ? "The run in {folder} exists: it is resumed." : "The run will be in {folder}.", { folder: checked.output_dir }) : "";
+    fate.textContent = wrong ? t("Problems: {n}", { n: wrong }) : checked.output_dir ? t(checked.is_begun ? "The run in {folder} exists: it is resumed." : "The run will be in {folder}.", { folder: checked.output_dir }) : "";
     fate.style.color = wrong ? "var(--red)" : "";
   }
 
@@ -94,27 +93,21 @@ export async function page(body, query) {
     }
   }
 
-  // The clipboard is there on this machine's own address, and not elsewhere without HTTPS.
-  async function copy() {
-    getSelection().selectAllChildren(shown);
-    const isCopied = navigator.clipboard ? await navigator.clipboard.writeText(shown.textContent).then(() => true, () => false) : document.execCommand("copy");
-    toast(t(isCopied ? "Copied." : "Select the command and copy it."));
-  }
-
-  const from = h("select", { "aria-label": t("Begin with"), onchange: (e) => { location.hash = to("new", { file: e.target.value }); } },
-    h("option", { value: "" }, t("Begin with a file …")), files.map((one) => h("option", { value: one, selected: one === query.file }, one)));
+  const from = h("select", { "aria-label": t("Begin with a file …"), onchange: (e) => { location.hash = to("new", { file: e.target.value }); } },
+    h("option", { value: "" }, t("Begin with a file …")), recipes.map((one) => h("option", { value: one, selected: one === query.file }, one)));
   // What everyone sets first, from what there is; a model of a hub, or several files, are typed below.
-  const choose = (label, empty, all, chosen) => (all.length ? h("label.row.soft.small", {}, t(label), h("select", { onchange: (e) => { if (e.target.value) chosen(e.target.value); } },
-    h("option", { value: "" }, t(empty)), all.map((one) => h("option", { value: one }, one)))) : null);
+  const choose = (label, all, chosen) => (all.length ? h("label.row.soft.small", {}, t(label), h("select", { onchange: (e) => { if (e.target.value) chosen(e.target.value); } },
+    h("option", { value: "" }, t("Choose …")), all.map((one) => h("option", { value: one }, one)))) : null);
   const search = h("input", { type: "search", placeholder: t("Search all settings"), "aria-label": t("Search all settings"), style: { width: "100%" }, oninput: (e) => fields.search(e.target.value) });
   await begun();
   replace(body, h("div.row.between", {}, h("h1", {}, t("New run")), from),
     query.checkpoint ? h("div.note", {}, t("It resumes from {checkpoint} of {run}, in a folder of its own.", { checkpoint: query.checkpoint, run: query.run })) : null,
-    h("div.row", {}, choose("Model", "Choose a model …", models, (one) => change(["model", "path"], one)), choose("File of rows", "Choose a file …", data, (one) => change(["data", "datasets"], [one]))),
+    h("div.row", {}, choose("Model", models, (one) => change(["model", "path"], one)), choose("File of rows", data, (one) => change(["data", "datasets"], [one]))),
     h("div.two", {}, h("div", {}, h("div", { style: { marginBottom: "8px" } }, search), fields.element), h("div", {}, h("div", { style: { marginBottom: "8px" } }, name), text.element)),
-    h("div.row", {}, h("button", { onclick: attempt("plan", plan) }, t("Plan: steps, memory, disk")), h("button", { onclick: attempt("preview", datasets) }, t("Preview: what is trained on"))),
-    tried.plan, tried.preview,
-    h("div.panel", {}, h("div.row", {}, h("div.grow.command", {}, shown, h("button.quiet.small", { onclick: copy }, t("Copy"))), start), h("p.small", { style: { margin: "8px 2px 0" } }, fate,
+    h("div.row", {}, h("button", { onclick: attempt("plan", plan) }, t("Plan: steps, memory, disk")), h("button", { onclick: attempt("preview", datasets) }, t("Preview: what is trained on")),
+      h("button", { title: t("Duplicates, overlap with evaluation data, empty or repeated responses, lengths: surefoot data check."), onclick: attempt("check", checkedRows) }, t("Check all rows"))),
+    tried.plan, tried.check, tried.preview,
+    h("div.panel", {}, h("div.row", {}, h("div.grow.command", {}, shown), start), h("p.small", { style: { margin: "8px 2px 0" } }, fate,
       h("span.soft", {}, ` ${t("Training is a process of its own: you may close this page and the board.")}`))));
 
   check();

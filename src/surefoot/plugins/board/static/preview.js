@@ -1,6 +1,8 @@
-// What commands say of a recipe: rows as the model sees them, the check of all rows, and a plan.
+// What commands say of a recipe: rows as the model sees them, the check of all rows, a plan, and
+// its differences from another.
+import { get, post } from "./api.js";
 import { color } from "./chart.js";
-import { h } from "./dom.js";
+import { h, replace, table } from "./dom.js";
 import { bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 
@@ -9,6 +11,38 @@ const OVERLAPS = { same: "the same row", prompt: "the same prompt", similar: "si
 const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
 const places = (rows) => (rows.length ? `(${rows.join(", ")} …)` : "");
 const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
+
+// Shows a command that runs, how long it takes, and its answer by `show`, or its error.
+export async function command(panel, starting, show) {
+  try {
+    let job = await starting;
+    for (; job.code === null; job = await get("/api/job", { number: job.job })) {
+      const { job: number } = job;
+      replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command), h("button.small", { onclick: () => post("/api/cancel", {}, { number }) }, t("Cancel"))),
+        h("p.soft", { role: "status", style: { margin: "10px 2px" } }, t("Running for {n} s …", { n: Math.round(job.seconds ?? 0) })));
+      await new Promise((resolve) => setTimeout(resolve, 400));
+    }
+    const isWrong = (job.result ?? null) === null && job.code !== 0;
+    replace(panel, h("div.command", {}, h("code", { tabindex: 0 }, job.command)),
+      h("div", { style: { marginTop: "14px" } }, isWrong ? h("div.note.bad", { role: "alert" }, (job.error || job.output || t("cancelled")).trim()) : show(job.result)));
+    return job;
+  } catch (error) {
+    replace(panel, h("div.note.bad", { role: "alert" }, error.message));
+    return null;
+  }
+}
+
+// The settings in which the recipes of two runs differ.
+export async function recipesOf(a, b) {
+  try {
+    const { changes } = await get("/api/diff", { a, b });
+    if (!changes.length) return h("div.panel", {}, h("h2", {}, t("Recipes")), h("p.soft", {}, t("Both recipes are equal.")));
+    return h("div.panel", {}, h("h2", {}, t("Settings that differ: {n}", { n: changes.length })),
+      table([[t("Setting")], [a, "old"], [b, "new"]], changes.map((c) => [c.path, JSON.stringify(c.old), JSON.stringify(c.new)]), "table.diff"));
+  } catch (error) {
+    return h("div.note.bad", {}, error.message);
+  }
+}
 
 export function datasets(found) {
   return found.datasets.map((one) => h("div.panel", {}, h("h2", {}, one.name), figures(one, found.cutoff_len),
@@ -36,7 +70,7 @@ function figures(one, cutoff) {
   lines.push(...one.repeated.map((r) => [t("The same response"), integer(r.count), `${JSON.stringify(r.text)} (${r.row} …)`]));
   return [h("dl.figures", { style: { margin: "8px 0 14px" } }, cell(one.all_rows ? "Rows" : "First rows", integer(one.rows)), cell("Tokens", integer(one.tokens)), cell("Trained on", one.tokens ? percent(one.share_trained) : NONE)),
     lengths(one, cutoff),
-    lines.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("tbody", {}, lines.map(([label, n, where]) => h("tr", {}, h("td", {}, label), h("td.num", {}, n), h("td.soft", {}, where)))))) : null,
+    lines.length ? table([[""], ["", "num"], ["", "soft"]], lines) : null,
     one.remarks.map((text) => h("p.soft.small", {}, text)),
     one.unread.length ? h("p.soft.small", {}, t("columns that nothing reads: {names}", { names: one.unread.join(", ") })) : null];
 }

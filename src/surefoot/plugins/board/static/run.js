@@ -3,12 +3,11 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { checkpoints } from "./checkpoints.js";
-import { ask, h, later, redraw, replace, toast } from "./dom.js";
-import { bytes, duration, integer, moment, NONE, number } from "./format.js";
+import { ask, h, later, redraw, replace, table, toast } from "./dom.js";
+import { badge, bytes, duration, evidence, integer, moment, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
-import { recipesOf } from "./recipes.js";
+import { recipesOf } from "./preview.js";
 import { samples } from "./samples.js";
-import { badge, evidence, stateOf } from "./state.js";
 
 const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
 const HIDDEN = new Set(["epoch", "num_input_tokens_seen", "elapsed", "step"]);
@@ -106,7 +105,7 @@ export async function page(body, { run, tab = "curves" }) {
     const slider = h("input", { type: "range", min: 0, max: 6, step: 1, value: view.half ? Math.log2(view.half) + 1 : 0, "aria-label": t("Smoothing"), oninput: (e) => { view.half = Number(e.target.value) ? 2 ** (e.target.value - 1) : 0; keep(); fetchAll(); } });
     const whole = h("button", { hidden: true, onclick: () => zoom() }, t("Show all"));
     replace(content, h("div.row", {}, log, h("label.row.soft", {}, t("Smoothing"), slider), h("div.grow"), whole,
-      h("span.soft.small", {}, t("Drag to zoom, double-click to show all."))), grid);
+      h("span.soft.small", {}, t("Drag, or + and −, to zoom; arrow keys to move; 0 to show all."))), grid);
     let isBusy = false, isStale = false, found = {};
 
     function zoom(low, high) {
@@ -171,12 +170,15 @@ export async function page(body, { run, tab = "curves" }) {
 
   async function log() {
     const text = h("pre.log", { tabindex: 0, "aria-label": t("Log") });
-    const rows = details.launches.map((one, place) => h("tr", {}, h("td.num", {}, place + 1), h("td.whole", {}, moment(one.begin.time)),
-      h("td.whole", {}, `${one.begin.host} · ${one.begin.pid}`), h("td.device", {}, `${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))), h("td.whole", {}, one.begin.resumed_from || t("from scratch")),
-      h("td.whole", {}, one.end ? [t(`state:${one.end.outcome}`), one.end.signal, one.end.step !== undefined ? t("at step {n}", { n: one.end.step }) : null].filter(Boolean).join(" ") : place === details.launches.length - 1 && row.state === "running" ? t("state:running") : t("no end recorded")),
-      h("td.num", {}, one.end ? duration(one.end.time - one.begin.time) : NONE)));
-    replace(content, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? h("div.scroll", { tabindex: 0 }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Began", "Host and process", "Device", "Resumed from", "Ended", "Took"].map((label, i) => h(i === 0 || i === 6 ? "th.num" : "th", {}, t(label))))), h("tbody", {}, rows)))
-      : h("p.soft", {}, t("This run has no record of its launches."))),
+    const ended = ({ end }, isLast) => {
+      if (!end) return isLast && row.state === "running" ? t("state:running") : t("no end recorded");
+      return [t(`state:${end.outcome}`), end.signal, end.step !== undefined ? t("at step {n}", { n: end.step }) : null].filter(Boolean).join(" ");
+    };
+    const columns = [["#", "num"], [t("Began"), "whole"], [t("Host and process"), "whole"], [t("Device"), "device"], [t("Resumed from"), "whole"], [t("Ended"), "whole"], [t("Took"), "num"]];
+    const rows = details.launches.map((one, i) => [i + 1, moment(one.begin.time), `${one.begin.host} · ${one.begin.pid}`,
+      [`${one.begin.device ?? NONE} × ${one.begin.ranks ?? 1}`, h("div.soft.small", {}, machine(one.begin))], one.begin.resumed_from || t("from scratch"),
+      ended(one, i === details.launches.length - 1), one.end ? duration(one.end.time - one.begin.time) : NONE]);
+    replace(content, h("div.panel", {}, h("h2", {}, t("Launches")), rows.length ? table(columns, rows) : h("p.soft", {}, t("This run has no record of its launches."))),
       h("div.panel", {}, h("h2", {}, t("Log")), text));
     async function refresh() {
       const answer = await get("/api/log", { run });
@@ -192,7 +194,7 @@ export async function page(body, { run, tab = "curves" }) {
   async function recipe() {
     const others = (await get("/api/runs")).runs.map((r) => r.run).filter((name) => name !== run);
     const differing = h("div");
-    const select = h("select", { "aria-label": t("Compare with"), onchange: async (e) => replace(differing, e.target.value ? await recipesOf(run, e.target.value) : "") },
+    const select = h("select", { "aria-label": t("Compare with …"), onchange: async (e) => replace(differing, e.target.value ? await recipesOf(run, e.target.value) : "") },
       h("option", { value: "" }, t("Compare with …")), others.map((name) => h("option", { value: name }, name)));
     replace(content, h("div.row", {}, h("a.button.writes", { href: to("new", { run }) }, t("New run like this")), select), differing,
       h("pre.log", { tabindex: 0, "aria-label": t("Recipe") }, details.recipe || details.recipe_problem));

@@ -3,10 +3,9 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { ask, h, redraw, replace, toast } from "./dom.js";
-import { ago, bytes, duration, integer, NONE, number } from "./format.js";
+import { ago, badge, bytes, duration, integer, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
-import { recipesOf } from "./recipes.js";
-import { badge, stateOf } from "./state.js";
+import { recipesOf } from "./preview.js";
 
 const COLUMNS = [
   { key: "name", label: "Run", of: (r) => r.run },
@@ -99,8 +98,7 @@ export async function page(body) {
     const kept = shown(), old = runs.filter(isOld).length;
     unstarted.hidden = !old;
     unstarted.textContent = view.hasAll ? t("Hide what did not start") : t("{n} did not start", { n: old });
-    const told = runs.length === 1 ? "1 run" : "{n} runs";
-    count.textContent = kept.length === runs.length ? t(told, { n: runs.length }) : t("{k} of {n} runs", { k: kept.length, n: runs.length });
+    count.textContent = t("{k} of {n} runs", { k: kept.length, n: runs.length });
     if (!runs.length) {
       if (!list.querySelector(".empty")) replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("div.writes", {}, h("p", {}, h("button.primary", { onclick: demo }, t("Train the demo"))), h("p.small", {}, t("A small model learns to read orders: about two minutes on two cores, without a network."))), h("code", {}, "surefoot train recipe.yaml")));
       return;

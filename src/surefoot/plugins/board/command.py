@@ -1,0 +1,389 @@
+"""``surefoot board``, ``runs`` and ``watch``: runs in a browser, on the terminal and as JSON.
+
+What the terminal shows of a run is the board's: its state with the evidence, figures and curves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ...checkpoint.disk.commit import committed, step_of
+from ...cli.table import JSON, cell, console, fitted, frame, in_bytes, number, print_json, table
+from ...errors import RunError, SurefootError, counted
+from ...storage.address import Address, default_cache, is_address
+from ...terminal_text import duration, one_line
+from .board import Board, differences, matches
+from .metrics import Curve
+from .run_folders import find_runs, is_run
+from .run_state import Row, changed
+
+ROOT = click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True)
+_MAX_OPEN = 512  # connections at a time; a page has up to six
+_STYLES = {"running": "green", "complete": "", "failed": "red", "died": "red", "gone": "red"}
+_NUMBERS = ("step", "loss", "metric", "tokens/s", "size")
+_OPTIONAL = ("tokens/s", "size", "metric")
+_WATCHED = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
+_MAX_WATCHED = 8  # runs
+_POINTS = 2000  # of a curve
+_MAX_WIDTH = 60  # of a curve, in characters
+_WIDTH_WITH_SCALE = 90  # of a terminal that has room for the numbers of a scale
+_AFTER_END = 2  # looks at runs that have ended, for what was just being written
+_BLOCKS, _PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+
+
+@click.command()
+@click.argument("root", default=".", type=ROOT)
+@click.option("--port", default=7860, show_default=True, type=click.IntRange(0, 65535))
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Others than this machine's own need the token that is printed.",
+)
+@click.option(
+    "--host-name",
+    "host_names",
+    multiple=True,
+    metavar="NAME",
+    help="A name, besides this machine's own, under which browsers open the board, such as that of "
+    "a proxy; may be repeated. It needs the token, too.",
+)
+@click.option(
+    "--read-only", is_flag=True, help="Show only: nothing is started, stopped, written or deleted."
+)
+@click.option(
+    "--folder",
+    "folders",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A folder outside of ROOT whose models and datasets recipes may name; may be repeated. "
+    "With --folder or a --host that others reach, they may name no other.",
+)
+def board(
+    root: Path,
+    port: int,
+    host: str,
+    *,
+    host_names: tuple[str, ...],
+    read_only: bool,
+    folders: tuple[Path, ...],
+) -> None:
+    """Show all runs below ROOT in a browser: curves, checkpoints, new runs, data and chat.
+
+    The board only reads files. Runs that were started elsewhere are shown as well. Runs that it
+    starts are processes of their own: they continue when the page or the board is closed.
+    """
+    try:
+        from ...storage import web
+        from .app import create_app
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "uvicorn", "starlette"):
+            raise
+        raise RunError(
+            f"the board needs {error.name}, which is not installed: pip install 'surefoot[board]'"
+        ) from None
+    hosts = web.hosts_of(host, host_names)
+    token = secrets.token_urlsafe(24) if hosts.is_open else None
+    app = create_app(root, token, hosts=hosts, is_read_only=read_only, folders=folders)
+    with contextlib.closing(web.bound(host, port, "board")) as listener:
+        address = web.address_of(host, listener) + (f"?token={token}" if token else "")
+        click.echo(f"board of {root}\n{address}  (Ctrl-C ends the board, not the runs)")
+        # pages keep a connection open, so the end waits for none
+        web.serve(app, listener, seconds_to_finish=1, most_connections=_MAX_OPEN)
+
+
+@click.group()
+def runs() -> None:
+    """List runs, show one, and compare recipes."""
+
+
+@runs.command()
+@click.argument("root", default=".", type=ROOT)
+@click.option(
+    "--filter", "words", default="", help="Only runs that have all of these words, as 'died lora'."
+)
+@JSON
+def ls(root: Path, words: str, *, as_json: bool) -> None:
+    """List the runs below ROOT.
+
+    The state of each comes from its lock and its record. A word of --filter is searched in names,
+    states, models, stages and methods.
+    """
+    found = Board(root).table()
+    rows = [row for row in found["runs"] if matches(row, words)]
+    if as_json:
+        print_json({**found, "runs": rows})
+        return
+    screen = console()
+    if not rows:
+        screen.print(cell(f"{found['root']}: no runs"))
+        return
+    columns = {name: cells for name, cells in _columns(rows).items() if any(cells)}
+    screen.print(fitted(screen, columns, numbers=_NUMBERS, optional=_OPTIONAL))
+    if found["is_cut"]:
+        screen.print("there may be more runs: the search ended at its limit", style="yellow")
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Text]]:
+    cells = {
+        "step": [_step(row) for row in rows],
+        "loss": [number(row["loss"]) for row in rows],
+        "metric": [number(row["metric"]["value"]) for row in rows],
+        "tokens/s": [number(row["speed"]) for row in rows],
+        "size": [in_bytes(row["size"]) for row in rows],
+    }
+    return {
+        "run": [cell(row["run"]) for row in rows],
+        "state": [Text(row["state"], style=_STYLES.get(row["state"], "yellow")) for row in rows],
+        **{name: [cell(text) for text in texts] for name, texts in cells.items()},
+    }
+
+
+def _step(row: Row) -> str:
+    if row["step"] is None:
+        return ""
+    most = row["max_steps"]
+    return f"{row['step']:,}" if most in (None, row["step"]) else f"{row['step']:,} / {most:,}"
+
+
+def _opened(run: Path) -> Board:
+    """The board of a run alone. Raises ``RunError`` if it is none."""
+    if not is_run(run):
+        raise RunError(f"{run}: is not a run; surefoot runs ls {run} lists those below it")
+    return Board(run)
+
+
+@runs.command()
+@click.argument("run", type=ROOT)
+@JSON
+def show(run: Path, *, as_json: bool) -> None:
+    """Show the state of RUN with its evidence, its launches, and the names of its metrics.
+
+    With --json, also its recipe and the end of its log.
+    """
+    board = _opened(run)
+    found = board.details(".")
+    found["row"]["run"] = found["folder"]
+    if as_json:
+        print_json({**found, "log": board.log(".")["text"]})
+        return
+    row = found["row"]
+    facts = {
+        "state": f"{row['state']} ({row['because']})",
+        "error": (row["end"] or {}).get("error"),
+        "step": row["step"],
+        "of": row["max_steps"],
+        "loss": number(row["loss"]),
+        row["metric"]["name"]: number(row["metric"]["value"]),
+        "size": in_bytes(row["size"]),
+        "launches": len(found["launches"]),
+        "metrics": ", ".join(found["metrics"]),
+        "problem": found["recipe_problem"] or found["metrics_problem"],
+    }
+    shown = [(name, value) for name, value in facts.items() if value not in (None, "", [])]
+    console().print(frame(cell(found["folder"]), shown))
+
+
+@runs.command()
+@click.argument("a", metavar="RUN_A", type=ROOT)
+@click.argument("b", metavar="RUN_B", type=ROOT)
+@JSON
+def diff(a: Path, b: Path, *, as_json: bool) -> None:
+    """Show the settings in which the recipes of two runs differ."""
+    changes = differences(_opened(a).root, _opened(b).root)
+    if as_json:
+        print_json({"a": str(a), "b": str(b), "changes": changes})
+        return
+    made = table("setting", "a", "b")
+    for one in changes:
+        made.add_row(*(cell(text) for text in (one["path"], _json(one["old"]), _json(one["new"]))))
+    console().print(made if changes else "both recipes are equal")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+@click.command()
+@click.argument("places", metavar="RUNS...", nargs=-1, required=True)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    help="A curve to show, such as reward; repeat it for more. Without it: loss and eval_loss, "
+    "learning_rate, grad_norm, tokens_per_second.",
+)
+@click.option("--once", is_flag=True, help="Print the state of now, and end.")
+@click.option(
+    "--every", default=1.0, show_default=True, type=click.FloatRange(0.1), help="Seconds."
+)
+def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, every: float) -> None:
+    """Show how RUNS train: curves, figures, time left, checkpoints and state.
+
+    Each of RUNS is the folder of a run, or one above several, whose curves are shown below each
+    other, on one scale. It only reads files, so it works over ssh, and also for runs that were
+    started elsewhere. It ends when no run is running any more, or with Ctrl-C, which leaves the
+    runs alone.
+    """
+    boards = [Board(folder) for folder in _watched(places)]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
+    screen = Console(highlight=False)
+    screen.width = max(20, screen.width)
+
+    def look() -> tuple[Group, bool]:
+        rows = [_look(board, metrics or _WATCHED) for board in boards]
+        is_running = any(row["state"] in ("running", "unknown") for row in rows)
+        lines = [line for row in rows for line in _facts(row)]
+        return Group(*lines, _curves(rows, metrics or _WATCHED, screen)), is_running
+
+    shown, is_running = look()
+    if not once and is_running and screen.is_terminal:
+        after = 0
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(shown, console=screen, auto_refresh=False, screen=True) as live,
+        ):
+            while after < _AFTER_END:
+                time.sleep(every)
+                shown, is_running = look()
+                live.update(shown, refresh=True)
+                after = 0 if is_running else after + 1
+    screen.print(shown)
+
+
+def _watched(places: Sequence[str]) -> list[Path]:
+    """The runs that are in or below ``places``; of many, those that changed last. Raises
+    ``RunError`` if there is none."""
+    folders: list[Path] = []
+    for place in places:
+        path = default_cache() / Address(place).slug if is_address(place) else Path(place)
+        path = path.absolute()
+        if not path.is_dir():
+            raise RunError(f"{place}: no such folder; name the folder of a run, or one above runs")
+        below = [path] if is_run(path) else find_runs(path).folders
+        if not below:
+            raise RunError(f"{place}: there is no run in it")
+        folders += [folder for folder in below if folder not in folders]
+    if len(folders) <= _MAX_WATCHED:
+        return folders
+    said = counted(len(folders), "run")
+    click.echo(
+        f"the {_MAX_WATCHED} of {said} that changed last; `surefoot board` has all", err=True
+    )
+    latest = sorted(folders, key=lambda folder: changed(folder) or 0.0)[-_MAX_WATCHED:]
+    return [folder for folder in folders if folder in latest]
+
+
+def _look(board: Board, metrics: Sequence[str]) -> Row:
+    """The row of the board's table with curves and checkpoints. A run that vanishes is gone."""
+    name = board.root.name
+    try:
+        names = [*metrics, "peak_memory"]
+        found: dict[str, Any] = board.series(".", names, _POINTS, -math.inf, math.inf, 0)
+        steps = [step_of(path) for path in committed(board.root)]
+    except SurefootError:
+        return {"name": name, "state": "gone", "because": "", "problem": None, "series": {}}
+    row = board.summaries.of(board.root)
+    return {**row, **found, "because": _because(row), "checkpoints": steps}
+
+
+def _because(row: Row) -> str:
+    end = row["end"] or {}
+    if row["state"] == "failed" and end.get("error"):
+        return str(end["error"])
+    if row["state"] == "stopped" and end.get("signal"):
+        return f"by {end['signal']}; it can be resumed"
+    if row["is_stalled"]:
+        return f"no step for {counted(int(row['silent_seconds'] // 60), 'minute')}"
+    return str(row["because"])
+
+
+def _facts(row: Row) -> Iterator[Text]:
+    """A run in words."""
+    state = Text(no_wrap=True, overflow="crop")
+    state.append(one_line(row["name"]), style="bold")
+    state.append(f"  {row['state']}", style=_STYLES.get(row["state"], "yellow"))
+    yield state.append(f" ({one_line(row['because'])})" if row["because"] else "", style="dim")
+    if row["problem"]:
+        yield Text(one_line(row["problem"]), "red", no_wrap=True, overflow="crop")
+    step, most = row.get("step"), row.get("max_steps")
+    parts = []
+    if step is not None:
+        share = f"/{most:,} ({100 * step / most:.0f} %)" if most else ""
+        parts.append(f"step {step:,}{share}")
+    if (left := row.get("seconds_left")) is not None:
+        parts.append(f"left {duration(left)}")
+    if memory := row["series"].get("peak_memory"):
+        parts.append(f"memory {memory['values'][-1] / 2**30:.1f} GiB")
+    if saved := row.get("checkpoints"):
+        parts.append(f"checkpoints {'... ' * (len(saved) > 4)}{', '.join(map(str, saved[-4:]))}")
+    yield Text("  ".join(parts))
+
+
+def _curves(rows: Sequence[Row], metrics: Sequence[str], screen: Console) -> Table:
+    """A line for each metric of each run: its curve, its last value, and the scale, which the runs
+    share."""
+    is_unicode = (screen.encoding or "").lower().startswith("utf")
+    has_scale = screen.width >= _WIDTH_WITH_SCALE
+    width = max(4, min(_MAX_WIDTH, screen.width - (62 if has_scale else 32)))
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(3 + has_scale):
+        lines.add_column(no_wrap=True, overflow="crop")
+    for name in metrics:
+        found = [(row["name"], row["series"][name]) for row in rows if name in row["series"]]
+        points = [p for _, one in found for p in zip(one["steps"], one["values"], strict=True)]
+        finite = [value for _, value in points if value is not None] or [0.0]
+        steps = [step for step, _ in points]
+        if len(rows) > 1 and found:
+            lines.add_row(Text(one_line(name), "bold"))
+        for run, one in found:
+            first, last, low, high = scale = min(steps), max(steps), min(finite), max(finite)
+            curve = one["steps"], one["values"]
+            drawn = sparkline(curve, width, scale, _BLOCKS if is_unicode else _PLAIN_BLOCKS)
+            newest = next((value for value in reversed(one["values"]) if value is not None), None)
+            said = f"{number(low)} to {number(high)}, steps {first:,.0f} to {last:,.0f}"
+            if num_odd := one["values"].count(None):
+                said = f"({num_odd} not finite) {said}"
+            cells: list[str | Text] = [Text(drawn, "cyan"), number(newest), Text(said, "dim")]
+            lines.add_row(one_line(run if len(rows) > 1 else name), *cells[: 2 + has_scale])
+    return lines
+
+
+def sparkline(
+    curve: Curve, width: int, scale: tuple[float, float, float, float], blocks: str
+) -> str:
+    """A curve in at most ``width`` blocks, each as high as the largest of its values, so that no
+    spike is lost. A block without a value is as the one before. ``scale``: the first and the last
+    step, the least and the largest value."""
+    first, last, low, high = scale
+    largest: list[float | None] = [None] * width
+    for step, value in zip(*curve, strict=True):
+        place = round(_part(step, first, last) * (width - 1))
+        if value is not None:
+            largest[place] = max(value, -math.inf if (known := largest[place]) is None else known)
+    drawn = ""
+    for top in largest:
+        before = drawn[-1:] or " "
+        drawn += before if top is None else blocks[round(_part(top, low, high) * (len(blocks) - 1))]
+    return drawn[: 1 + round(_part(curve[0][-1], first, last) * (width - 1))]
+
+
+def _part(value: float, low: float, high: float) -> float:
+    """Where a value is between two others, from 0 to 1; in the middle if they are the same."""
+    return (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5

@@ -1,1 +1,0 @@
-"""The commands that show runs: `board`, `watch` and `runs`."""
