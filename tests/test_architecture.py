@@ -46,7 +46,7 @@ BEHIND_THE_DOOR += (
     "training/callbacks/training_process",
 )
 BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
-BEHIND_THE_DOOR += ("plugins/sweep/trial", "plugins/mindspore/recipe")
+BEHIND_THE_DOOR += ("plugins/sweep/sweep", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 
 KNOW_THE_RECIPE = {"recipe", "run", "use", "cli"}

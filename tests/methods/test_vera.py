@@ -22,7 +22,7 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.gguf.targets import GGUFAdapter
-from surefoot.storage.tensor_names import KINDS
+from surefoot.storage.weight_files import KINDS
 from surefoot.use import export
 from test_experts import in_files
 from test_startup import begun

@@ -6,11 +6,10 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.hints import hints_by_key
-from surefoot.recipe.document import Document
 from surefoot.recipe.overrides import override
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.recipe import read as read_recipe
-from surefoot.recipe.yaml import parse
+from surefoot.recipe.yaml import Document, parse
 from surefoot.schema import Variants, paths, read
 
 

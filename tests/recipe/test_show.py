@@ -1,7 +1,6 @@
 import pytest
 
-from surefoot.recipe.recipe import load, read
-from surefoot.recipe.show import lines
+from surefoot.recipe.recipe import lines, load, read
 
 DATA = {
     "model": {"path": "m"},

@@ -15,7 +15,7 @@ from surefoot.errors import ModelError
 from surefoot.model.pretrained import base_identity
 from surefoot.model.pretrained.base_identity import BaseModel, identify
 from surefoot.model.section import ModelSection
-from surefoot.plugins.cloud.huggingface import HuggingFaceHub
+from surefoot.plugins.cloud.hubs import HuggingFaceHub
 from surefoot.use import open_model
 
 SHORT = {"max_steps": 2}

@@ -3,7 +3,7 @@
 import os
 import shutil
 
-from surefoot.storage.stalls import StallWatch
+from surefoot.storage.folder_lock import StallWatch
 
 
 def test_a_folder_that_vanishes_while_it_is_looked_at_is_a_change(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import surefoot
 from folders import save_adapter, save_model, save_recipe
 from surefoot.errors import CheckpointError, ModelError
-from surefoot.plugins.cloud import huggingface
+from surefoot.plugins.cloud import hubs as huggingface
 from surefoot.use import locate, open_model
 
 COMMIT = "0" * 39 + "1"

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from ..errors import CheckpointError, DamagedFileError
 from ..storage import files
-from ..storage.stalls import StallWatch, process_with, state_of
+from ..storage.folder_lock import StallWatch, process_with, state_of
 from .disk import strict_json
 from .disk.commit import being_written, clean, mark_damaged, named, step_of
 from .disk.folder import CheckpointFolder, is_download, open_checkpoint

@@ -25,8 +25,7 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
     OVERRIDES are dotted fields such as optim.adamw.learning_rate=5e-5. The output is a valid
     recipe.
     """
-    from ..recipe.recipe import load
-    from ..recipe.show import lines
+    from ..recipe.recipe import lines, load
 
     for line in lines(load(path, overrides), docs=docs):
         click.secho(line.text, dim=line.is_default)

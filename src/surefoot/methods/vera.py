@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..errors import CheckpointError
 from ..parallel.box import Box
 from ..schema import must
-from ..storage.tensor_names import ADAPTER_PREFIX
+from ..storage.weight_files import ADAPTER_PREFIX
 from .adapter import AdapterMethod
 
 if TYPE_CHECKING:

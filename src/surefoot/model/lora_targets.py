@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import RecipeError
-from ..storage.tensor_names import KINDS
+from ..storage.weight_files import KINDS
 from .targets import endings, linear_names
 
 HEAD = "the output head"

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import RecipeError
 from ..schema import Keys, Setting, expand, is_text, setting_at, settings
-from .document import Document
-from .yaml import parse_argument, parse_text
+from .yaml import Document, parse_argument, parse_text
 
 Overrides = Sequence[str] | Mapping[str, object]  # path=value, or path -> value
 

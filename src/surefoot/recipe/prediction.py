@@ -14,13 +14,11 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..storage import files
-from .document import Document
 from .files import RUN_RECIPE, SUFFIXES, read_text
 from .overrides import Overrides, override
-from .recipe import Recipe
+from .recipe import Recipe, bases
 from .recipe import load as load_recipe
-from .recipe_paths import bases
-from .yaml import parse
+from .yaml import Document, parse
 
 _OF_TRAINING = ("data", "stage", "train")  # sections that a recipe with training must have
 

@@ -6,11 +6,11 @@ path in an override is relative to the current folder, and so is ``train.output_
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, Any
 
 from .. import schema
 from ..checkpoint.section import CheckpointSection
@@ -24,21 +24,25 @@ from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.optimizer import Optimizer
 from ..parallel.section import ParallelSection
-from ..schema import Problem, Variants
-from ..schema.locations import ModelPath, locate
+from ..schema import (
+    Keys,
+    Problem,
+    Variants,
+    is_section,
+    settings,
+    variant_name,
+    write,
+    write_setting,
+)
+from ..schema.locations import DatasetReference, FilePath, FunctionPath, ModelPath, locate
 from ..stages import STAGES
 from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
-from .document import Document
 from .files import read_text, recipe_in
+from .importers import ConvertedFile, importer_of
 from .overrides import Overrides, override, put
-from .recipe_paths import BaseOf, bases, with_locations
-from .yaml import emit, parse
-
-if TYPE_CHECKING:
-    from ..training.callback import TrainerCallback
-    from ..training.state import TrainerState
+from .yaml import Document, emit, parse
 
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
@@ -68,76 +72,6 @@ class Recipe:
     """The mesh of ranks."""
     generate: GenerateSection = GenerateSection()
     """How responses are sampled."""
-
-
-# Files of other programs, which are converted. Plugins name the programs.
-
-
-class RunExtras:
-    """What a file asks of `surefoot train` and `eval` beside its recipe; by default nothing."""
-
-    trains: bool = True
-    """Whether it is trained at all; otherwise it is evaluated."""
-
-    def check(self) -> None:
-        """Raise what would fail after the run."""
-
-    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
-        """Observers of the run, on its main rank."""
-        return ()
-
-    def finish(self, recipe: Recipe, state: TrainerState) -> None:
-        """Called on the main rank when the last step is saved."""
-
-    def after_run(self, recipe: Recipe) -> None:
-        """Called at the end of the command."""
-
-    def evaluate(self, recipe: Recipe, model: str | None) -> bool:
-        """Evaluate ``model`` (None: the trained one); return whether the file requests that."""
-        return False
-
-
-@dataclass(frozen=True)
-class ConvertedFile:
-    """The file of another program as a recipe."""
-
-    title: str  # the program, for people
-    document: Document  # the recipe's sections, whose errors name the lines of the original
-    notes: Sequence[str] = ()  # what differs, what its data sets need beside it, what is not used
-    extras: RunExtras = RunExtras()
-    is_complete: bool = True  # whether it names all that a run needs
-
-
-class Importer(ABC):
-    """A program whose files can be converted."""
-
-    title: ClassVar[str]
-    """The program, for people; empty for one whose files are refused."""
-
-    @abstractmethod
-    def recognise(self, data: Mapping[str, object]) -> bool:
-        """Whether a file with this content is the program's."""
-
-    @abstractmethod
-    def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
-        had here, with line, reason and way out."""
-
-    def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
-        """The document and the overrides of a command line without a file; None if it reads no
-        such lines."""
-        return None
-
-
-IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
-
-
-def importer_of(document: Document) -> Importer | None:
-    """The importer that knows ``document``; None for a recipe, and if none does."""
-    data = document.data
-    if not isinstance(data, Mapping) or {"model", "data", "train"} <= data.keys():
-        return None
-    return next((each for each in IMPORTERS.values() if each.recognise(data)), None)
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:
@@ -403,3 +337,77 @@ RULES: list[Rule] = [
     noise_needs_whole_rows,
     groups_need_packed_rows,
 ]
+
+
+BaseOf = Callable[[Keys], Path]  # the folder that the path in a setting is relative to
+
+
+def bases(document: Document, base: Path) -> BaseOf:
+    """``base``, the folder of the recipe, for what the recipe says; the current folder for what an
+    override says, so that a shell completes the path that is meant."""
+    return lambda path: Path.cwd() if path in document.overridden else base
+
+
+def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
+    """``section`` with every setting that is a location found, in variants and sections, too."""
+    changed = {}
+    cls: type = type(section)
+    for name, setting in schema.settings(cls).items():
+        value, here = getattr(section, name), (*path, name)
+        if setting.choices is not None:
+            here = (*here, schema.variant_name(setting.choices, value))
+        found = _located(value, base_of, here)
+        if found is not value:
+            changed[name] = found
+    return replace(section, **changed) if changed else section
+
+
+def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
+    if isinstance(value, ModelPath | FunctionPath | FilePath | DatasetReference):
+        return value.located(base_of(path))
+    if isinstance(value, tuple):  # set as one, with all below
+        return tuple(_located(item, lambda _: base_of(path), path) for item in value)
+    return with_locations(value, base_of, path) if schema.is_section(value) else value
+
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class RecipeLine:
+    """One line of YAML."""
+
+    text: str
+    is_default: bool = False
+
+
+def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[RecipeLine]:
+    """``section`` as YAML that reads back equal; ``docs`` adds the settings' documentation."""
+    cls: type = type(section)
+    for name, setting in settings(cls).items():
+        value, inner = getattr(section, name), f"{indent}  "
+        is_default = value == setting.default
+        if docs and setting.doc:
+            yield from _comment(setting.doc, indent)
+        if is_section(value):
+            variant = variant_name(setting.choices, value) if setting.choices else None
+            if variant and not write(value):
+                yield _line(f"{indent}{name}: {variant}", is_default)
+                continue
+            yield RecipeLine(f"{indent}{name}:", is_default)
+            if variant:
+                yield RecipeLine(f"{inner}{variant}:", is_default)
+                inner = f"{inner}  "
+            yield from lines(value, docs=docs, indent=inner)
+        else:
+            for text in emit({name: write_setting(setting, value)}).splitlines():
+                yield _line(f"{indent}{text}", is_default)
+
+
+def _line(text: str, is_default: bool) -> RecipeLine:
+    return RecipeLine(f"{text}  # default" if is_default else text, is_default)
+
+
+def _comment(doc: str, indent: str) -> Iterator[RecipeLine]:
+    for line in textwrap.wrap(doc, WIDTH - len(indent) - 2):
+        yield RecipeLine(f"{indent}# {line}", is_default=True)

@@ -12,7 +12,7 @@ from ..checkpoint.disk.commit import named
 from ..errors import CheckpointError
 from ..recipe.files import ADAPTER, CONFIG, read_adapter
 from ..recipe.recipe import Recipe, changes
-from ..recipe.run_checkpoint import checkpoint_of
+from ..recipe.run_recipe import checkpoint_of
 from ..schema import Problem
 from ..schema.locations import ModelPath
 from ..storage import files

@@ -5,9 +5,8 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 ``{name: {settings}}``. That dict is the only registry.
 """
 
-from .jsonschema import json_schema
 from .problem import Problem, dotted, must
-from .reading import expand, read, recipe_error, write, write_setting
+from .reading import expand, json_schema, read, recipe_error, write, write_setting
 from .setting import (
     Keys,
     Setting,

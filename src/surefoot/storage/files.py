@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from .hashes import Hash as Hash  # noqa: PLC0414 - exported from here
-from .hashes import digest as digest  # noqa: PLC0414
-from .os_errors import explain as explain  # noqa: PLC0414
+import xxhash
+
+from .os_errors import explain as explain  # noqa: PLC0414 - exported from here
 from .os_errors import raising as raising  # noqa: PLC0414
 
 BLOCK = 512 << 10  # bytes per read or write: still in the core's own cache when they are hashed
@@ -454,3 +454,23 @@ def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result
         if isinstance(error, ValueError) or error.errno in missing:
             return None
         raise
+
+
+class Hash:
+    """Incremental xxh3-128; equal to hashing all bytes at once."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add ``data``."""
+        self._state.update(data)
+
+    def hex(self) -> str:
+        """The 32 hexadecimal digits of what was added so far."""
+        return self._state.hexdigest()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-128 of ``data`` as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)

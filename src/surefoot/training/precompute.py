@@ -36,7 +36,7 @@ from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files
 from ..storage.files import read_json
-from ..storage.model_folder import is_adapter
+from ..storage.weight_files import is_adapter
 from .stage import AuxiliaryModel, Stage, StageContext, auxiliary_models
 from .windows import Place
 

@@ -34,9 +34,9 @@ from ..parallel.section import ParallelSection
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import find_base, open_codec
-from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged
+from ..recipe.run_recipe import NONE_DAMAGED, Damaged
 from ..run.resolving import resolved
-from ..storage.model_folder import is_adapter
+from ..storage.weight_files import is_adapter
 from .model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,11 @@ from ..model.pretrained.loading import fetch
 from ..model.section import ModelSection
 from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES, is_run
 from ..recipe.recipe import Recipe, load
-from ..recipe.run_checkpoint import NONE_DAMAGED, Damaged, best_of, checkpoint_of
+from ..recipe.run_recipe import NONE_DAMAGED, Damaged, best_of, checkpoint_of
 from ..schema.locations import DATA_FILES
 from ..storage import files
 from ..storage.address import Address, is_address
-from ..storage.model_folder import is_adapter as has_adapter
+from ..storage.weight_files import is_adapter as has_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from hub_server import serving, sha256
-from surefoot.plugins.cloud import huggingface
-from surefoot.plugins.cloud.huggingface import HUGGING_FACE
-from surefoot.plugins.cloud.modelscope import MODELSCOPE
+from surefoot.plugins.cloud import hubs as huggingface
+from surefoot.plugins.cloud.hubs import HUGGING_FACE, MODELSCOPE
 from surefoot.storage import hubs as module
 from surefoot.storage.hubs import HubError
 

@@ -13,7 +13,7 @@ import torch
 from ...errors import CheckpointError, ModelError, counted
 from ...storage import files
 from ...storage.files import read_json
-from ...storage.tensor_names import is_adapted
+from ...storage.weight_files import is_adapted
 from ..disk.folder import companions_of, open_checkpoint
 from ..disk.manifest import is_safetensors
 from ..layouts.detection import has_manifest, small_file

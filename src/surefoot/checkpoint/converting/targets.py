@@ -12,7 +12,7 @@ from ...extensions import Extended
 from ...parallel.sharding import Mesh
 from ...schema.named_values import ByteSize
 from ...storage import files
-from ...storage.tensor_names import adapter_names, is_adapted
+from ...storage.weight_files import adapter_names, is_adapted
 from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
 from ..disk.manifest import Kind

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...storage import files
-from ...storage.tensor_names import ADAPTER_PREFIX
+from ...storage.weight_files import ADAPTER_PREFIX
 from ..disk import strict_json
 from ..sources.lora import Delta, ExpertSlice, Merged, ReplacedRows, same_values
 from ..sources.source import FolderSource, Renamed, Shape, TensorSource

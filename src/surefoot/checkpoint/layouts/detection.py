@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError, ModelError
 from ...storage import files
-from ...storage.model_folder import is_adapter
-from ...storage.tensor_names import adapter_names, plain_names
+from ...storage.weight_files import adapter_names, is_adapter, plain_names
 from ...terminal_text import one_line
 from ..disk import strict_json
 from ..disk.commit import named

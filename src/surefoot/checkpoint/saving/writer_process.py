@@ -26,7 +26,7 @@ import torch
 import surefoot
 
 from ...errors import STOP_SIGNALS, CheckpointError
-from ...storage.stalls import StallWatch, state_of
+from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from .job import MOST_ATTEMPTS, Job, Saved, Shard
 from .preparation import LiveTensors

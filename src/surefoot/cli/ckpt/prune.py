@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.looking.listing import PrunePlan, plan_pruning, untrained
-from ...recipe.pruning_rule import prune_options
+from ...recipe.run_recipe import prune_options
 from ..table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
 from ..table import time as local_time
 

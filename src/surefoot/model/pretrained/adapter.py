@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, ModelError, counted
 from ...storage.files import read_json
-from ...storage.model_folder import is_adapter
-from ...storage.tensor_names import adapter_names
+from ...storage.weight_files import adapter_names, is_adapter
 from ..adapters import add_frozen, enable_float32_lengths, stacked_layers
 from ..lora_targets import is_linear
 from .weights import AdapterWeights

@@ -23,7 +23,7 @@ from ...errors import ModelError, counted, first_line
 from ...storage import files
 from ...storage.address import is_address
 from ...storage.hubs import HUBS, HubError
-from ...storage.model_folder import is_adapter
+from ...storage.weight_files import is_adapter
 from ..section import ModelSection
 from .config import read_config
 from .quantized import as_dequantized, dequantization, disable_relayout, quantization

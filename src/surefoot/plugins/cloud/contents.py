@@ -25,9 +25,8 @@ from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.verification import verify
 from ...errors import CheckpointError, ModelError, counted
 from ...recipe.files import ADAPTER, is_run
-from ...recipe.run_checkpoint import checkpoint_of
-from ...storage.files import read_json
-from ...storage.hashes import digest
+from ...recipe.run_recipe import checkpoint_of
+from ...storage.files import digest, read_json
 from ...storage.hubs import digest_of
 from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.plot import NAME as PLOT

@@ -13,8 +13,8 @@ PLUGIN = Plugin(
         )
     },
     hubs={
-        "huggingface": f"{_HERE}.huggingface:HUGGING_FACE",
-        "modelscope": f"{_HERE}.modelscope:MODELSCOPE",
+        "huggingface": f"{_HERE}.hubs:HUGGING_FACE",
+        "modelscope": f"{_HERE}.hubs:MODELSCOPE",
     },
     stores={"fsspec": f"{_HERE}.remote_run:STORES"},
     uploads={"huggingface": f"{_HERE}.publisher:uploads_of"},

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ...extensions import imported
-from ...recipe.document import Document
-from ...recipe.recipe import RunExtras
+from ...recipe.importers import RunExtras
+from ...recipe.yaml import Document
 from ...schema import Problem
 from .arguments import RefusedError
 from .given import GivenArguments, Settings

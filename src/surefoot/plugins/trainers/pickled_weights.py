@@ -26,7 +26,7 @@ from ...checkpoint.sources.weights import DEEPSPEED, DISTRIBUTED
 from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
 from ...storage import files
-from ...storage.tensor_names import plain_names
+from ...storage.weight_files import plain_names
 from .pickles import expect_tensor, read_mapped, read_record, read_tensor
 
 INDEX, FSDP = DISTRIBUTED

@@ -17,7 +17,7 @@ from ...checkpoint.converting.targets import HuggingFaceModel
 from ...checkpoint.layouts.opening import has_opener, open_any, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, silent
 from ...checkpoint.sources.source import TensorSource
-from ...recipe.run_checkpoint import Damaged
+from ...recipe.run_recipe import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ..model_location import locate
 from ..receipts.receipt import write_receipt

@@ -1,20 +1,22 @@
-"""Downloads of huggingface_hub that are resumed after a kill, and verified.
+"""Downloads of Hugging Face and of ModelScope, by their packages, resumed and verified.
 
-The library begins a file again when its process was killed, and compares lengths alone. So files
-are downloaded to its cache first, where it finds them. The cache names them by the sha256 that the
-hub announces, or by their hash in git if they are small. Every file is hashed once, whoever has
-downloaded it.
+huggingface_hub begins a file again when its process was killed, and compares lengths alone. So
+files are downloaded to its cache first, where it finds them. The cache names them by the sha256
+that the hub announces, or by their hash in git if they are small. Every file is hashed once,
+whoever has downloaded it. ModelScope's package resumes and verifies; by hand, no file leaves its
+folder, and a machine without a network uses only what was downloaded completely.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -28,7 +30,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     filter_repo_objects,
 )
 
-from ...errors import first_line
+from ...errors import first_line, installation
 from ...storage import files
 from ...storage.address import default_cache
 from ...storage.hubs import HubError, Kind, digest_of, locked, offline_setting
@@ -201,3 +203,99 @@ def _why_not_reached(error: Exception) -> str:
 
 
 HUGGING_FACE = HuggingFaceHub()
+
+
+class ModelScope:
+    """Models and datasets of ModelScope, or of the mirror in MODELSCOPE_ENDPOINT."""
+
+    def snapshot(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        revision: str | None = None,
+        patterns: Sequence[str] = ("*",),
+        ignored: Sequence[str] = (),
+    ) -> Path:
+        """The local folder of a model or a dataset; see ``HubClient``."""
+        try:
+            import modelscope_hub
+        except ImportError:
+            raise HubError(
+                f"{name} is of ModelScope, whose package is missing; "
+                f"{installation('modelscope_hub')}, or download it with another program, and name "
+                "the folder"
+            ) from None
+        known = _Complete(f"{kind} {name} {revision} {sorted(patterns)} {sorted(ignored)}")
+        if (setting := offline_setting()) is not None:
+            return known.folder(
+                f"{name} of ModelScope is not on this machine, and {setting} is set; unset "
+                f"{setting}, or download it on a machine with a network"
+            )
+        api = modelscope_hub.HubApi(modelscope_hub.HubConfig())
+        repo_type = kind.removesuffix("s")
+        try:
+            listed = api.list_repo_files(name, repo_type, revision=revision)
+            for each in listed:
+                if ".." in (path := PurePosixPath(each.path)).parts or path.is_absolute():
+                    raise HubError(f"{name} of ModelScope: {each.path!r} is outside of its folder")
+            entries = [
+                {"Path": each.path, "Size": each.size, "Sha256": each.sha256, "Type": each.type}
+                for each in listed
+            ]
+            folder: Path = api.download_repo(
+                name,
+                repo_type,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+                file_list=entries,
+            )
+        except modelscope_hub.NetworkError as error:
+            found = known.folder(f"ModelScope cannot be reached ({error}); check the network")
+            logger.warning("ModelScope cannot be reached; using the copy in %s", found)
+            return found
+        except modelscope_hub.NotExistError:
+            raise HubError(
+                f"ModelScope has no {name}, or not this revision; expected owner/name"
+            ) from None
+        except (modelscope_hub.AuthenticationError, modelscope_hub.PermissionDeniedError):
+            raise HubError(
+                f"ModelScope refuses {name}; set MODELSCOPE_API_TOKEN to a token of an account "
+                "that may read it"
+            ) from None
+        except (modelscope_hub.HubError, OSError, ValueError) as error:
+            raise HubError(f"{name} of ModelScope: {error}") from None
+        known.note(folder)
+        return folder
+
+
+class _Complete:
+    """Whether a download has ended, noted in the cache of Surefoot."""
+
+    def __init__(self, wanted: str) -> None:
+        self._path = default_cache().with_name("modelscope.json")
+        self._wanted = wanted
+
+    def folder(self, missing: str) -> Path:
+        """The folder. Raises ``HubError`` with ``missing``."""
+        folder = Path(self._known().get(self._wanted, ""))
+        if not folder.is_absolute() or not folder.is_dir():
+            raise HubError(missing)
+        return folder
+
+    def note(self, folder: Path) -> None:
+        """It is complete."""
+        known = {**self._known(), self._wanted: str(folder)}
+        with files.raising(HubError, f"cannot write {self._path}"):
+            files.make_folder(self._path.parent)
+            files.write_aside(self._path, json.dumps(known).encode())
+
+    def _known(self) -> dict[str, str]:
+        try:
+            return dict(files.read_json(self._path))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+
+MODELSCOPE = ModelScope()
