@@ -31,14 +31,12 @@ import torch
 from measure import say
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from surefoot.methods.badam import BAdam
-from surefoot.methods.badam_ratio import BAdamRatio
+from surefoot.methods.badam import LISA, BAdam, BAdamRatio
 from surefoot.methods.full import Full
-from surefoot.methods.lisa import LISA
 from surefoot.methods.lora import LoRA
 from surefoot.network.parameter_names import names_by_part
-from surefoot.optim.adamw import AdamW
 from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.variants.adamw import AdamW
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RATE, DECAY, RATIO = 1e-3, 0.01, 0.125

@@ -3,7 +3,7 @@
 import pytest
 
 from surefoot.generate import generation
-from surefoot.generate.choosing import Chooser
+from surefoot.generate.responses import Chooser
 
 
 def sample(model, prompts, section, *, stop_token_ids, decode=None, **options):

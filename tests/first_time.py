@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from surefoot.cli import train  # noqa: F401 - the command, and what it imports
 from surefoot.data.text.families import families
 from surefoot.recipe.recipe import load
+from surefoot.training.callback import TrainerState
 from surefoot.training.callbacks.plot import Plot
-from surefoot.training.state import TrainerState
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 

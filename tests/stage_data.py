@@ -11,7 +11,7 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import join
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages import STAGES
-from surefoot.training.rewards.kinds import FunctionReward
+from surefoot.training.rewards import FunctionReward
 
 REWARD = Path(__file__).parent / "stage_rewards.py"
 SETTINGS = {

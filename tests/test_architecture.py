@@ -20,11 +20,11 @@ LAZY |= {"modelscope_hub", "llguidance", "llguidance.hf", "gguf", "importlib.met
 # What a recipe names is read without these; they come with the first call.
 LATER, LATER_FILES = (
     {"torch", "numpy"},
-    {"batch", "optim/adamw", "data/text/collation"},
+    {"batch", "data/text/collation"},
 )
-LATER_FILES |= {"model/targets", "stages/dpo", "training/objectives/preferences"}
+LATER_FILES |= {"model/targets", "stages/dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/given", "plugins/board/metrics"}
-LATER_FILES |= {"training/objectives/value_head", "stages/kto"}
+LATER_FILES |= {"training/advantages", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
 PICKLES = {"plugins/trainers/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others
@@ -40,12 +40,8 @@ TORCH_FREE = (
 
 # Files of runs and of strangers' folders are read here, through the one door of `storage.files`.
 BEHIND_THE_DOOR = ("plugins/board", "plugins/serve", "recipe", "cli/rollouts")
-BEHIND_THE_DOOR += (
-    "training/callbacks/follower",
-    "training/callbacks/launches",
-    "training/callbacks/training_process",
-)
-BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/rollouts/kept")
+BEHIND_THE_DOOR += ("training/callbacks/launches",)
+BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/kept_rollouts")
 BEHIND_THE_DOOR += ("plugins/sweep/sweep", "plugins/mindspore/recipe")
 OPENING = {"open", "read_text", "read_bytes", "fdopen"}
 

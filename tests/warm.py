@@ -17,7 +17,7 @@ from multiprocessing import reduction
 
 import forks
 from surefoot.parallel import launcher
-from surefoot.training.callbacks import training_process
+from surefoot.training.callbacks import launches as training_process
 
 IMPORTED = ["surefoot.run.training_run", "surefoot.use", "torch.distributed.checkpoint"]
 IMPORTED += ["surefoot.plugins.cloud.mirror", "s3fs", "first_time"]

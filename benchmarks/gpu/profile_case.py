@@ -27,8 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from with_surefoot import recipe
 
 import surefoot
-from surefoot.training.callback import Context, TrainerCallback
-from surefoot.training.state import TrainerControl, TrainerState
+from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
 from surefoot.use.bench.hardware import gemm_flops
 
 NUM_KERNELS, NUM_GAPS = 10, 5

@@ -27,9 +27,8 @@ import torch
 
 import surefoot
 from surefoot.checkpoint.loading import load
-from surefoot.training.callback import Context, TrainerCallback
+from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
 from surefoot.training.learner import Learner
-from surefoot.training.state import TrainerControl, TrainerState
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from task import Meter, Task, task
 
 import surefoot
-from surefoot.training.callback import Context, TrainerCallback
-from surefoot.training.state import TrainerControl, TrainerState
+from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
 
 
 class _MeasuredError(Exception):

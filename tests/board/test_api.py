@@ -14,8 +14,7 @@ from surefoot import __version__
 from surefoot.plugins.board.app import create_app
 from surefoot.plugins.board.board import Board, matches
 from surefoot.plugins.board.processes import ChildCommands
-from surefoot.training.callbacks.launches import process, started
-from surefoot.training.callbacks.training_process import start_training
+from surefoot.training.callbacks.launches import process, start_training, started
 
 MINE = {"X-Surefoot": "1"}
 

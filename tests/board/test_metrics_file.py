@@ -5,7 +5,7 @@ import random
 import pytest
 
 from surefoot.plugins.board.metrics import Column, MetricsFile, smoothed, thinned
-from surefoot.training.callbacks.follower import BLOCK, Follower
+from surefoot.training.callbacks.launches import BLOCK, Follower
 
 
 def column(values):

@@ -16,9 +16,8 @@ from surefoot.methods import METHODS
 from surefoot.network.parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.bf16_weights import MASTER
-from surefoot.optim.optimizer import declared_state
-from surefoot.optim.rules import orthogonalization
-from surefoot.optim.schedules import SCHEDULES
+from surefoot.optim.optimizer import SCHEDULES, declared_state
+from surefoot.optim.rules import matrices as orthogonalization
 from surefoot.optim.state import dtype_of
 from surefoot.optim.state_tensor import LIKE_PARAMETER
 from surefoot.optim.trained import TrainedParameters

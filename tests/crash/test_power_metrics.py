@@ -14,8 +14,8 @@ from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import find_latest
 from surefoot.storage import files
+from surefoot.training.callback import TrainerControl, TrainerState
 from surefoot.training.callbacks.jsonl import NAME, Jsonl
-from surefoot.training.state import TrainerControl, TrainerState
 
 from .power import Disk, write_tree
 

@@ -28,7 +28,7 @@ from surefoot.model.seeding import seed_everything
 from surefoot.network.heads import add_heads
 from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
 from surefoot.network.tensors import REAL
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe

@@ -5,9 +5,7 @@ import pytest
 import ranks
 from kept import assert_bitwise, go_on, start
 from spread import CLOSE, learn, trainer
-from surefoot.methods.badam import BAdam
-from surefoot.methods.badam_ratio import BAdamRatio
-from surefoot.methods.lisa import LISA
+from surefoot.methods.badam import LISA, BAdam, BAdamRatio
 from surefoot.parallel.world import ALONE
 
 SAVED, STEPS = 3, 5  # in the middle of the second turn, and in the third one

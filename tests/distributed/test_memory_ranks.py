@@ -17,7 +17,7 @@ from surefoot.errors import OutOfMemoryError, RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.recipe.recipe import load
 from surefoot.run.folder import opened, with_chosen_size
-from surefoot.training.control.out_of_memory import FILE
+from surefoot.training.out_of_memory import FILE
 from surefoot.use import fitting
 from surefoot.use.estimate.rank_memory import Machine
 

@@ -8,7 +8,7 @@ from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 

@@ -24,15 +24,13 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec
 from surefoot.data.training_data import TrainingData
 from surefoot.errors import ModelError
-from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
-from surefoot.methods.llama_pro import LLaMAPro
+from surefoot.methods.full import Freeze, Full, LLaMAPro
 from surefoot.methods.lora import LoRA
 from surefoot.model.attention.isolation import PromptSharing, use_packed
 from surefoot.model.pretrained.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer

@@ -18,7 +18,7 @@ from surefoot.checkpoint.saving.saver import start_save
 from surefoot.checkpoint.saving.writer_group import SLACK, WriterGroup
 from surefoot.checkpoint.saving.writer_process import Background
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 

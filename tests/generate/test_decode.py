@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from surefoot.generate.decode import HOLE, TextStream, decoder
+from surefoot.generate.responses import HOLE, TextStream, decoder
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -11,8 +11,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from answering import near, sample
 from surefoot.generate import generation
-from surefoot.generate.decode import TextUntil, decoder
 from surefoot.generate.proof import driver_of, keeps_bits
+from surefoot.generate.responses import TextUntil, decoder
 from surefoot.generate.section import GenerateSection, with_options
 from tiny import model
 from zoo import architectures

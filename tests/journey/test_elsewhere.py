@@ -18,7 +18,7 @@ from surefoot.checkpoint.disk.commit import committed
 from surefoot.data.store.dataset import EncodedDataset
 from surefoot.errors import RecipeError, RunError
 from surefoot.training.callback import TrainerCallback
-from surefoot.training.callbacks.early_stop import EarlyStop
+from surefoot.training.control import EarlyStop
 
 
 def steps(run):

@@ -19,8 +19,8 @@ from surefoot.data.example import Example, Message
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.run.resolving import resolved
-from surefoot.training.rewards.reward import by_name
-from surefoot.training.rollouts.rollout import DatasetRow, Rollout
+from surefoot.training.rewards import by_name
+from surefoot.training.rollout import DatasetRow, Rollout
 from surefoot.use.estimate.dry_run import build as dry_run
 from surefoot.use.estimate.fake_tensors import HoldingOptions
 from surefoot.use.estimate.rank_memory import initial_values_size

@@ -8,12 +8,12 @@ import torch
 import tiny
 from small import StopAt, assert_same_weights, resume, trainer, weights
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.methods.badam_ratio import BAdamRatio
+from surefoot.methods.badam import BAdamRatio
 from surefoot.network.parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
-from surefoot.optim.adamw import AdamW
-from surefoot.optim.entries import check_entries
+from surefoot.optim.blocks import check_entries
 from surefoot.optim.trained import TrainedParameters
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.sharding import AxisShard
 
 INTERVAL, RATIO = 3, 0.25

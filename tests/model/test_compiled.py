@@ -11,11 +11,8 @@ import torch
 import ranks
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.errors import RecipeError
-from surefoot.methods.badam import BAdam
-from surefoot.methods.badam_ratio import BAdamRatio
-from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
-from surefoot.methods.lisa import LISA
+from surefoot.methods.badam import LISA, BAdam, BAdamRatio
+from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.layers import compile_layers
 from surefoot.parallel.sharded_model import layers

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from surefoot.methods.freeze import Freeze
+from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
 from surefoot.model.pretrained.layers import recompute_activations
 

@@ -4,8 +4,7 @@ import pytest
 
 import mixtures
 import tiny
-from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
+from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.trained_weights import FULL, coverage, table
 

@@ -21,7 +21,7 @@ from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.preflight import refuse_early, size_of_save
 from surefoot.network.tensors import MetaTensors
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load

@@ -11,7 +11,6 @@ import small
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import (
     BUCKET,
     MASTER,
@@ -22,10 +21,9 @@ from surefoot.optim.bf16_weights import (
     round_stochastically,
     update_size,
 )
-from surefoot.optim.state import NamedState
-from surefoot.optim.state_cuts import check_cuts
+from surefoot.optim.state import NamedState, check_cuts
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw_8bit import AdamW8bit
+from surefoot.optim.variants.adamw import AdamW, AdamW8bit
 from surefoot.optim.variants.schedule_free import ScheduleFree
 from surefoot.parallel.sharding import AxisShard
 

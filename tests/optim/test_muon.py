@@ -14,10 +14,18 @@ from spread import learn, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.network.parameter_names import kinds_of
-from surefoot.optim.parameter_kind import ParameterKind
-from surefoot.optim.rules import orthogonalization
-from surefoot.optim.rules.orthogonalization import cost, newton_schulz, orthogonalized
-from surefoot.optim.rules.owners import BATCH, balanced, batches, on_owners, size_of_part
+from surefoot.optim.rules import matrices as orthogonalization
+from surefoot.optim.rules.matrices import (
+    BATCH,
+    balanced,
+    batches,
+    cost,
+    newton_schulz,
+    on_owners,
+    orthogonalized,
+    size_of_part,
+)
+from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.trained import TrainedParameters
 from surefoot.optim.variants.muon import Muon
 from surefoot.parallel.world import ALONE

@@ -7,20 +7,16 @@ import pytest
 import torch
 
 from surefoot.errors import RecipeError
-from surefoot.optim.adamw import AdamW
-from surefoot.optim.parameter_kind import ParameterKind
-from surefoot.optim.rules.blockwise import codebook, dequantized, dynamic_map, quantize
-from surefoot.optim.rules.chunks import chunked
+from surefoot.optim.rules.few_bits import chunked, codebook, dequantized, dynamic_map, quantize
 from surefoot.optim.rules.rule_optimizer import Update
-from surefoot.optim.state_cuts import check_cuts
+from surefoot.optim.state import check_cuts
+from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.variants.adafactor import Adafactor
 from surefoot.optim.variants.adam_mini import AdamMini
-from surefoot.optim.variants.adamw_8bit import AdamW4bit, AdamW8bit
-from surefoot.optim.variants.adamw_bf16 import AdamWBf16
+from surefoot.optim.variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
 from surefoot.optim.variants.ademamix import AdEMAMix
-from surefoot.optim.variants.apollo import Apollo
-from surefoot.optim.variants.galore import GaLore
 from surefoot.optim.variants.lion import Lion
+from surefoot.optim.variants.projected import Apollo, GaLore
 from surefoot.optim.variants.schedule_free import ScheduleFree
 from surefoot.parallel.sharding import AxisShard
 

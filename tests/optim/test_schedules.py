@@ -12,7 +12,7 @@ from transformers import (
     get_wsd_schedule,
 )
 
-from surefoot.optim.schedules import SCHEDULES, Schedule
+from surefoot.optim.optimizer import SCHEDULES, Schedule
 
 
 def factors_of_transformers(make, steps):

@@ -12,11 +12,10 @@ from surefoot.data.section import DataSection
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
 from surefoot.methods import METHODS
-from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
+from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.recipe.recipe import RULES, Recipe, RecipeChange, changes, dump, load, read
 from surefoot.schema import paths, write
 from surefoot.stages.sft import SFT

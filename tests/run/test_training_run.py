@@ -19,8 +19,7 @@ from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.policy import compare_prepared
 from surefoot.run.training_run import build
-from surefoot.training.callback import TrainerCallback
-from surefoot.training.state import Kernels
+from surefoot.training.callback import Kernels, TrainerCallback
 
 SHORT = {"max_steps": 3}
 

@@ -14,11 +14,11 @@ from surefoot.batch import Outputs
 from surefoot.data.example import Example, Message
 from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
-from surefoot.generate.servers.kinds import VLLM
+from surefoot.generate.servers import VLLM
 from surefoot.schema import read
 from surefoot.stages.grpo import GRPO
-from surefoot.training.rewards.reward import Rewarded
-from surefoot.training.rollouts.rollout import DatasetRow, read_row
+from surefoot.training.rewards import Rewarded
+from surefoot.training.rollout import DatasetRow, read_row
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}

@@ -16,7 +16,7 @@ from surefoot.generate.generation import Sample
 from surefoot.parallel.section import ParallelSection
 from surefoot.schema import read
 from surefoot.stages.ppo import PPO, REFERENCE
-from surefoot.training.rewards.reward import Rewarded
+from surefoot.training.rewards import Rewarded
 
 PROMPTS = [
     {"input_ids": [5, 6, i], "labels": [-100] * 3, "row": json.dumps({"gold": i}).encode()}

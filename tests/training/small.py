@@ -24,18 +24,22 @@ from surefoot.model.pretrained.loading import device
 from surefoot.model.section import ModelSection
 from surefoot.model.seeding import seed_everything, use_deterministic_kernels
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
-from surefoot.training.callback import Callbacks, Context, TrainerCallback
-from surefoot.training.control.log_accumulator import LogAccumulator
-from surefoot.training.control.out_of_memory import MemoryGuard
-from surefoot.training.control.triggers import IntervalCallback, Trigger
+from surefoot.training.callback import (
+    Callbacks,
+    Context,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from surefoot.training.control import IntervalCallback, LogAccumulator, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
 from surefoot.training.learner import Learner
+from surefoot.training.out_of_memory import MemoryGuard
 from surefoot.training.precompute import NOTHING
 from surefoot.training.section import TrainSection
-from surefoot.training.state import TrainerControl, TrainerState
 from surefoot.training.step import Step
 from surefoot.training.trainer import Trainer
 from surefoot.training.windows import Windows

@@ -25,16 +25,17 @@ from surefoot.data.text.collation import join
 from surefoot.generate.generation import Sample
 from surefoot.model.head.chunked_cross_entropy import forward_kl
 from surefoot.stages.ppo import REFERENCE
-from surefoot.training.objectives import preferences
-from surefoot.training.objectives.advantages import ADVANTAGES, group_advantages
-from surefoot.training.objectives.policy_gradient import KL
-from surefoot.training.objectives.preferences import LOSSES, Pairs
-from surefoot.training.objectives.value_head import (
+from surefoot.training import losses as preferences
+from surefoot.training.advantages import (
+    ADVANTAGES,
     adapted_coefficient,
     clipped_value_losses,
+    group_advantages,
     kl_estimates,
 )
-from surefoot.training.rewards.reward import Rewarded
+from surefoot.training.losses import LOSSES, Pairs
+from surefoot.training.policy_gradient import KL
+from surefoot.training.rewards import Rewarded
 
 RECORD = json.loads(Path(__file__).with_name("verl_and_openrlhf.json").read_text("utf-8"))
 VERL, OPENRLHF, BEFORE = (RECORD[name] for name in ("verl", "openrlhf", "openrlhf_before"))

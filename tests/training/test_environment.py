@@ -13,11 +13,10 @@ from surefoot.errors import RunError, TemplateError
 from surefoot.generate.generation import Sample
 from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import FunctionPath
-from surefoot.training.rewards.kinds import FunctionReward
-from surefoot.training.rewards.process import RewardProcess, Texts
-from surefoot.training.rewards.reward import stepped
-from surefoot.training.rollouts.environment import UserEnvironment, converse
-from surefoot.training.rollouts.rollout import DatasetRow
+from surefoot.training.conversations import UserEnvironment, converse
+from surefoot.training.reward_process import RewardProcess, Texts
+from surefoot.training.rewards import FunctionReward, stepped
+from surefoot.training.rollout import DatasetRow
 from tiny_tokenizers import tokenizer
 
 ASKED = Message("user", "Count to 3.")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.training.objectives.value_head import (
+from surefoot.training.advantages import (
     RunningMoments,
     adapted_coefficient,
     clipped_value_losses,

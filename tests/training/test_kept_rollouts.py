@@ -3,7 +3,7 @@
 import pytest
 
 from surefoot.errors import RunError
-from surefoot.training.rollouts.kept import KeptRollout, KeptRollouts, KeptToken, read
+from surefoot.training.kept_rollouts import KeptRollout, KeptRollouts, KeptToken, read
 
 
 def kept(folder, response="It is 2."):

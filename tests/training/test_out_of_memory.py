@@ -20,7 +20,7 @@ from surefoot.errors import RunError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.training.callback import TrainerCallback
-from surefoot.training.control.out_of_memory import FILE
+from surefoot.training.out_of_memory import FILE
 
 METHODS = {"full": Full(), "lora": LoRA(rank=2, dropout=0.2)}
 

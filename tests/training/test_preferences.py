@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.training.objectives import preferences
+from surefoot.training import losses as preferences
 
 LOGP = st.floats(-30, -0.01)
 PAIRS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=5)

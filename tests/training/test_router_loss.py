@@ -21,7 +21,7 @@ from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
-from surefoot.training.objectives.losses import with_perplexity
+from surefoot.training.losses import with_perplexity
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 KINDS = {

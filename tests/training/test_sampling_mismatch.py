@@ -7,9 +7,9 @@ import torch
 from answering import sample
 from surefoot.batch import Outputs
 from surefoot.generate.section import GenerateSection
-from surefoot.generate.servers.server import Engine
-from surefoot.training.rollouts.rollout import DatasetRow, Rollout
-from surefoot.training.rollouts.sampling_check import mismatch, sampling_figures
+from surefoot.generate.servers import Engine
+from surefoot.training.conversations import mismatch, sampling_figures
+from surefoot.training.rollout import DatasetRow, Rollout
 from tiny import model
 
 SECTION = GenerateSection(max_new_tokens=24, do_sample=True, temperature=0.7, batch_size=4)

@@ -19,7 +19,7 @@ from surefoot.checkpoint.saving.snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
-from surefoot.training.callbacks.early_stop import EarlyStop
+from surefoot.training.control import EarlyStop
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
 

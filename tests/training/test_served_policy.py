@@ -14,14 +14,13 @@ from serving import serving
 from stage_data import REWARD, written
 from surefoot.errors import RecipeError, RunError
 from surefoot.generate.section import sampling
-from surefoot.generate.servers.checking import Expected
-from surefoot.generate.servers.server import SamplingRequest, ServedWeights, ServerResponse
+from surefoot.generate.servers import Expected, SamplingRequest, ServedWeights, ServerResponse
 from surefoot.parallel.world import ALONE
 from surefoot.schema import read
 from surefoot.stages.distill import Distill
 from surefoot.stages.grpo import GRPO
 from surefoot.training import TrainerCallback
-from surefoot.training.rollouts.served_policy import ServedPolicy, WindowRequest
+from surefoot.training.served_policy import ServedPolicy, WindowRequest
 
 LORA = {"lora": {"rank": 2}}
 FORMS = {

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from surefoot.training.control.signals import INSISTENT, StopSignal
+from surefoot.training.control import INSISTENT, StopSignal
 
 STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 STOPS += [signal.SIGUSR2, signal.SIGXCPU]

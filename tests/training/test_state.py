@@ -2,7 +2,7 @@
 
 import pytest
 
-from surefoot.training.state import Kernels, TrainerState
+from surefoot.training.callback import Kernels, TrainerState
 
 STEPS = (1, None, 5)  # log_steps, eval_steps, save_steps
 

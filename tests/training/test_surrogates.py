@@ -9,8 +9,8 @@ import torch
 
 from stage_data import stage_of
 from surefoot.batch import Outputs
-from surefoot.training.objectives.advantages import ADVANTAGES
-from surefoot.training.objectives.policy_gradient import KL
+from surefoot.training.advantages import ADVANTAGES
+from surefoot.training.policy_gradient import KL
 
 LENGTHS = (3, 1, 4, 2)
 COUNT = sum(LENGTHS)

@@ -17,10 +17,9 @@ import tiny
 from project import in_child
 from surefoot.data.order.loader import Prefetch
 from surefoot.errors import CheckpointError, RunError
-from surefoot.methods.freeze import Freeze
-from surefoot.methods.full import Full
+from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
-from surefoot.optim.adamw import AdamW
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet

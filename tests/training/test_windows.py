@@ -13,7 +13,7 @@ from stage_data import DATASETS, REWARD, SETTINGS, written
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import RunError
-from surefoot.generate.choosing import Chooser
+from surefoot.generate.responses import Chooser
 from surefoot.training import TrainerCallback
 from surefoot.training.windows import WindowState, inner_steps
 

@@ -16,7 +16,7 @@ from ..terminal_text import one_line, visible
 from .loading import loading
 
 if TYPE_CHECKING:
-    from ..training.rollouts.kept import KeptRollout, KeptToken
+    from ..training.kept_rollouts import KeptRollout, KeptToken
 
 # how far the trained model's log-probability of a token is from the sampled one
 LEVELS = ((0.01, ""), (0.1, "yellow"), (math.inf, "bold red"))
@@ -37,7 +37,7 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
     environment said.
     """
     with loading():
-        from ..training.rollouts.kept import name_of, read, read_text, steps_of
+        from ..training.kept_rollouts import name_of, read, read_text, steps_of
     steps = steps_of(run)
     if not steps:
         raise RunError(

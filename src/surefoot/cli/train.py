@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
     from ..run.folder import SizeChoice
     from ..run.launch import Outcome
-    from ..training.state import TrainerState
+    from ..training.callback import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
 

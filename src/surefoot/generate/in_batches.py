@@ -22,9 +22,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .driver import inner_model
-from .requests import Finished, OnToken, OpenResponse, Request, TokenChooser
+from .responses import Finished, OnToken, OpenResponse, Request, TokenChooser
 from .samples import Ids
+from .slots import inner_model
 
 logger = logging.getLogger(__name__)
 _PADDABLE = "ignores_padding_of_prompts"  # an attribute of models that have been tried

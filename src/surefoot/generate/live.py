@@ -16,14 +16,11 @@ import torch
 from torch import nn
 
 from . import in_batches
-from .choosing import Chooser
-from .decode import Decode, TextUntil
-from .driver import RowAdapters, masked_attention
-from .engine import OpenRows, Waiting
+from .generation import OpenRows, Waiting
 from .proof import driver_of, must_be_alone
-from .requests import OpenResponse, Request
+from .responses import Chooser, Decode, OpenResponse, Request, TextUntil
 from .samples import FinishReason
-from .slots import SlotCache
+from .slots import RowAdapters, SlotCache, masked_attention
 
 _COLUMNS = 64  # of a slot at first
 

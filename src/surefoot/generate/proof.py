@@ -17,11 +17,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import first_line
-from .driver import Driver, inner_model, masked_attention
-from .masks import Masks, candidates, longest_limit
 from .onednn import onednn_products
 from .samples import Ids
-from .slots import SlotCache
+from .slots import (
+    Driver,
+    Masks,
+    SlotCache,
+    candidates,
+    inner_model,
+    longest_limit,
+    masked_attention,
+)
 
 logger = logging.getLogger(__name__)
 _TRIED = "drivers_over_slots"  # an attribute of models that have been tried

@@ -1,7 +1,10 @@
-"""Keys and values of the rows of a batch, each in a slot of its own, from column 0 on.
+"""Run a transformers model over slots: prompts at once, then one token of each row. Each row has
+its keys and values in a slot of its own, from column 0 on.
 
-No row is padded on the left: a row of n tokens is in columns 0 to n - 1 of its slot, and a mask
-says which columns it sees. A slot whose row has ended is taken by the next one.
+Prompts of the same padded length share a pass. They are padded on the right, where nothing that
+counts sees the padding, so that the pass has the architecture's own masks. In a slot no row is
+padded on the left: a row of n tokens is in columns 0 to n - 1, and a mask says which columns it
+sees. A slot whose row has ended is taken by the next one.
 
 Columns are read in multiples of 16, and rows are computed in multiples of 4. On some CPUs in
 float32, the fused attention then gives a row the same bits whatever the others' lengths are, and a
@@ -14,11 +17,130 @@ Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import nn
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from .samples import Ids
+
+_UNIT = 16  # lengths of prompts in a pass are multiples of it
+_MASKED = ("sdpa", "eager")  # attention that takes a mask of each row
+Prefix = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of each layer, [H, T, E]
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, or ``model`` itself."""
+    is_plain = isinstance(model, PreTrainedModel)
+    return cast(PreTrainedModel, model if is_plain else model.get_base_model())  # type: ignore[operator]
+
+
+def cache_argument(inner: PreTrainedModel, cache: Cache) -> dict[str, Cache]:
+    """``cache`` as an argument of the model's forward pass. transformers 5.24 has renamed it from
+    ``past_key_values`` in its own models; code beside a checkpoint may have the former name."""
+    is_renamed = "cache" in inspect.signature(inner.forward).parameters
+    return {"cache" if is_renamed else "past_key_values": cache}
+
+
+def padded_length(prompt: Ids) -> int:
+    """The length of the pass of all tokens of ``prompt`` but the last one: it depends on no other
+    prompt, so that the values do not either."""
+    return rounded(len(prompt) - 1, _UNIT)
+
+
+class RowAdapters(Protocol):
+    """Adapters of which each row of a pass has its own, or none."""
+
+    def on(self, names: Sequence[str | None]) -> AbstractContextManager[None]:
+        """A block in which the rows of a pass have these."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A model whose keys and values may be kept in slots."""
+
+    model: nn.Module  # with its adapter
+    inner: PreTrainedModel
+    masks: Masks
+    adapters: RowAdapters | None = None  # None: all rows have what the model has
+
+    def prefill(self, prompts: Sequence[Ids], adapters: Sequence[str | None] = ()) -> list[Prefix]:
+        """The keys and values of each prompt without its last token, computed with its adapter. All
+        have the same padded length."""
+        if len(prompts[0]) == 1:
+            return [[] for _ in prompts]
+        counts = [len(prompt) - 1 for prompt in prompts]
+        length = padded_length(prompts[0])
+        ids = [[*prompt[:-1], *[0] * (length - len(prompt) + 1)] for prompt in prompts]
+        cache = DynamicCache()
+        with self._with(adapters):
+            self.model(
+                input_ids=torch.tensor(ids, device=self.inner.device),
+                use_cache=True,
+                **cache_argument(self.inner, cache),
+                **self._last_logits,
+            )
+        return [
+            [(layer.keys[row, :, :count], layer.values[row, :, :count]) for layer in cache.layers]
+            for row, count in enumerate(counts)
+        ]
+
+    def decode(
+        self,
+        cache: SlotCache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        adapters: Sequence[str | None] = (),
+    ) -> torch.Tensor:
+        """[B, V] the logits after one more token in each of the first slots."""
+        device, count = self.inner.device, len(tokens)
+        cache.step.set(positions, device)
+        filler = rounded(count, ROWS) - count  # rows that are computed as the first one
+        tokens_B = torch.tensor([*tokens, *[tokens[0]] * filler], device=device)
+        positions_B = torch.tensor([*positions, *[positions[0]] * filler], device=device)
+        # nobody reads what becomes of a filler; but all rows alike need no indices
+        of_filler = adapters[0] if len(set(adapters)) == 1 else None
+        is_eager = self.inner.config._attn_implementation == "eager"
+        added_as = self.inner.dtype if is_eager else None
+        with self._with([*adapters, *[of_filler] * filler]):
+            found = self.model(
+                input_ids=tokens_B[:, None],
+                attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
+                position_ids=positions_B[:, None],
+                use_cache=True,
+                **cache_argument(self.inner, cache),
+            )
+        logits_BV: torch.Tensor = found.logits[:count, -1]
+        return logits_BV
+
+    def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
+        return nullcontext() if self.adapters is None else self.adapters.on(adapters)
+
+    @property
+    def _last_logits(self) -> dict[str, int]:
+        """The argument that keeps the head from computing all logits."""
+        names = inspect.signature(self.inner.forward).parameters
+        return {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+
+
+@contextmanager
+def masked_attention(inner: PreTrainedModel) -> Iterator[None]:
+    """An attention that takes a mask of each row, meanwhile."""
+    before = inner.config._attn_implementation
+    if before not in _MASKED:
+        inner.set_attn_implementation("sdpa" if inner._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        if inner.config._attn_implementation != before:
+            inner.set_attn_implementation(before)
+
 
 COLUMNS = 16
 ROWS = 4
@@ -146,3 +268,62 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Copy the first columns of a slot to another one in all layers."""
         for layer in self.layers:
             layer.move(source, target, count)
+
+
+_ONE = ""  # instead of a layer type: all layers have the same mask
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LIMITS = ("window", "chunk", "local", "block")  # in names of settings that limit what is seen
+
+
+@dataclass(frozen=True)
+class Masks:
+    """One mask for each type of layers, or one for all."""
+
+    windows: Mapping[str, int | None]  # tokens that a query sees; None: all before it
+
+    def at(
+        self, positions_B: torch.Tensor, length: int, added_as: torch.dtype | None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[B, 1, 1, length] what tokens at ``positions_B`` see, as booleans, or added to scores of
+        a type."""
+        columns_L = torch.arange(length, device=positions_B.device)
+        seen_BL = columns_L <= positions_B[:, None]
+        found = {}
+        for name, window in self.windows.items():
+            mask = seen_BL
+            if window is not None:
+                mask = seen_BL & (columns_L > positions_B[:, None] - window)
+            found[name] = (mask if added_as is None else _added(mask, added_as))[:, None, None]
+        return found.get(_ONE, found)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    hidden = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return hidden.masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def candidates(config: PretrainedConfig) -> Iterator[Masks]:
+    """The forms that an architecture may take, to be tried in turn; none if some layers have no
+    keys and values of all tokens."""
+    types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if types - {_FULL, _SLIDING}:
+        return
+    if types:
+        windows = {name: window if name == _SLIDING else None for name in sorted(types)}
+        yield Masks(windows)
+        if len(types) == 1:
+            yield Masks({_ONE: next(iter(windows.values()))})
+        return
+    yield Masks({_ONE: window})
+    if window is not None:
+        yield Masks({_ONE: None})
+
+
+def longest_limit(config: PretrainedConfig, longest: int) -> int:
+    """The most tokens, below ``longest``, at which what a query sees may change by a setting: a
+    window that a row of ``longest`` tokens exceeds. 0 if there is none."""
+    told = config.to_dict()
+    names = [name for name in told if any(part in name for part in _LIMITS)]
+    found = [told[name] for name in names if isinstance(told[name], int)]
+    return max((limit for limit in found if limit < longest), default=0)

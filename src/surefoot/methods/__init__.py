@@ -3,12 +3,8 @@
 from typing import Any
 
 from ..extensions import Extended
-from .badam import BAdam
-from .badam_ratio import BAdamRatio
-from .freeze import Freeze
-from .full import Full
-from .lisa import LISA
-from .llama_pro import LLaMAPro
+from .badam import LISA, BAdam, BAdamRatio
+from .full import Freeze, Full, LLaMAPro
 from .lora import LoRA
 from .oft import OFT
 from .vera import VeRA

@@ -1,16 +1,18 @@
-"""BAdam (arXiv:2404.02827): full training with the optimizer state of one block of layers."""
+"""Full training of some weights at a time: BAdam (arXiv:2404.02827) by blocks of layers or by
+entries of every matrix, LISA (arXiv:2403.17919) by a few random layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import RecipeError, counted
+from ..model.targets import decoder_layers
 from ..network.method import Method
-from ..optim.blocks import ParameterNames, TrainedBlocks
+from ..optim.blocks import EntryTurns, ParameterNames, TrainedBlocks
 from ..schema import must
-from .layers import drawn, layer_blocks, make_layers_trainable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,3 +86,104 @@ def _with_ends(
         return {"embeddings and head": before | after, **blocks}
     ends = {"embeddings": before}, blocks, {"head": after}
     return {label: found for each in ends for label, found in each.items() if found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BAdamRatio(Method):
+    """Tune some entries of every matrix at a time, others after some steps. Optimizer state, and
+    what is kept of the gradient, exist for these entries only, and each turn begins with a new
+    state. Norms and biases are trained at every step. For optimizers that treat every entry by
+    itself."""
+
+    name: ClassVar[str] = "badam_ratio"
+
+    update_ratio: float = 0.05
+    """The share of entries that is trained at once, in every row of a matrix."""
+    mask: Literal["adjacent", "scatter"] = "adjacent"
+    """Which entries of a row: ``adjacent`` ones, the same in every row, or ``scatter``: others in
+    every row, drawn from ``train.seed``. Either way every entry is trained once in
+    1/``update_ratio`` turns."""
+    switch_interval: int = 100
+    """Optimizer steps for which entries are trained before the next ones."""
+    embeddings_and_head: bool = False
+    """Whether the input embeddings, the final norm and the output head are trained, too."""
+
+    def __post_init__(self) -> None:
+        must(self, "be at least 1", "switch_interval")
+        if not 0 < self.update_ratio <= 1:
+            raise ValueError(f"update_ratio must be above 0 and at most 1, got {self.update_ratio}")
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Make the layers trainable, and with ``embeddings_and_head`` everything. Raises
+        ``ModelError`` if the model has no layers."""
+        return make_layers_trainable(model, with_rest=self.embeddings_and_head)
+
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
+        """All parameters, but some entries of each at a time; heads of the stage as a whole."""
+        own = frozenset(names.all) - frozenset(names.added)
+        is_scattered = self.mask == "scatter"
+        turns = EntryTurns(own, self.update_ratio, is_scattered, self.switch_interval, seed)
+        return TrainedBlocks(frozenset(names.all), entries=turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LISA(Method):
+    """Tune the embeddings and the output head at every step, and beside them a few decoder layers,
+    which are drawn again after some steps. Gradients and optimizer state exist for these only."""
+
+    name: ClassVar[str] = "lisa"
+
+    num_layers: int = 2
+    """Layers that are trained at once."""
+    switch_interval: int = 20
+    """Optimizer steps after which other layers are drawn, from ``train.seed``."""
+
+    def __post_init__(self) -> None:
+        must(self, "be at least 1", "switch_interval")
+        must(self, "be at least 1", "num_layers")
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Make everything trainable. Raises ``ModelError`` if the model has no layers."""
+        return make_layers_trainable(model, with_rest=True)
+
+    def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
+        """All but the layers, and some of these. Raises ``RecipeError`` if there are fewer."""
+        blocks = layer_blocks(names.layers)
+        labels, count = list(blocks), self.num_layers
+        if count > len(labels):
+            raise RecipeError(
+                f"method.lisa.num_layers: expected at most {len(labels)}, the layers of the "
+                f"model, got {count}"
+            )
+        always = frozenset((*names.before, *names.after, *names.added))
+
+        def chosen(turn: int) -> Sequence[str]:
+            return [labels[i] for i in sorted(drawn(len(labels), seed, turn)[:count])]
+
+        return TrainedBlocks(always, blocks, self.switch_interval, chosen)
+
+
+def make_layers_trainable(model: nn.Module, *, with_rest: bool) -> nn.Module:
+    """Make the decoder layers trainable, and the rest of ``model`` or not. Raises ``ModelError`` if
+    there are no layers."""
+    layers = decoder_layers(model)
+    model.requires_grad_(with_rest)
+    for layer in layers:
+        layer.requires_grad_(True)
+    return model
+
+
+def layer_blocks(layers: Iterable[Sequence[str]]) -> dict[str, frozenset[str]]:
+    """The parameters of each layer that has some, by its label."""
+    numbered = enumerate(layers)
+    return {f"layer {number}": frozenset(names) for number, names in numbered if names}
+
+
+def drawn(count: int, seed: int, number: int) -> Sequence[int]:
+    """Permutation ``number`` of the numbers below ``count``, by the hash of each: it depends on no
+    library's version."""
+
+    def key(place: int) -> bytes:
+        return hashlib.blake2b(f"{seed} {number} {place}".encode()).digest()
+
+    return sorted(range(count), key=key)

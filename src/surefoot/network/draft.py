@@ -15,7 +15,7 @@ from ..model.precision import PrecisionName
 from ..model.section import ModelSection
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
-from ..optim.parameter_kind import ParameterKinds
+from ..optim.state_tensor import ParameterKinds
 from ..parallel.section import ParallelSection
 from ..parallel.sharding import Cuts
 from ..parallel.world import World

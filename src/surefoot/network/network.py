@@ -31,7 +31,7 @@ from ..model.pretrained.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer
-from ..optim.parameter_kind import ParameterKinds
+from ..optim.state_tensor import ParameterKinds
 from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.sharding import Cuts

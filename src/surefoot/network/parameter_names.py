@@ -22,7 +22,7 @@ from ..model.pretrained.weights import AdapterWeights, FullWeights, names_in_fil
 from ..model.targets import decoder_layers
 from ..model.trained_weights import coverage
 from ..optim.blocks import ParameterNames
-from ..optim.parameter_kind import OTHER, ParameterKind, ParameterKinds
+from ..optim.state_tensor import OTHER, ParameterKind, ParameterKinds
 from ..optim.trained import unsupported_by_pipelines
 from .draft import Draft
 from .method import Method

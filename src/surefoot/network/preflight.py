@@ -19,10 +19,9 @@ from ..model.lora_targets import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
 from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
-from ..optim.groups import check_learning_rates
-from ..optim.optimizer import Optimizer
-from ..optim.parameter_kind import check_kinds
-from ..optim.state_cuts import check_shards, shapes_of_state
+from ..optim.optimizer import Optimizer, check_learning_rates
+from ..optim.state import check_shards, shapes_of_state
+from ..optim.state_tensor import check_kinds
 from ..parallel.section import ParallelSection
 from ..parallel.sharding import AxisShard
 from ..parallel.tp_plan import module_plans

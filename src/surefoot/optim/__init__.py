@@ -1,18 +1,25 @@
-"""Optimizers and learning-rate schedules. To add an optimizer: write its file, add its line."""
+"""Optimizers and learning-rate schedules. To add an optimizer: write its file in ``variants/``, add
+its line.
+
+Doors: ``optimizer`` (the settings that all have), ``state_tensor`` (what one keeps for a parameter,
+declared), ``trained`` (the optimizer of the parameters that are trained now), ``blocks`` (which
+ones those are), ``bf16_weights`` (how bfloat16 is updated), ``state`` (by names, and how it is
+sharded).
+
+A step goes from ``trained`` to ``bf16_weights``, which makes float32 of some parameters at a time,
+to ``rules/rule_optimizer``, which calls the variant's ``update`` with this rank's part of each.
+"""
 
 from typing import Any
 
 from ..extensions import Extended
-from .adamw import AdamW
 from .variants.adafactor import Adafactor
 from .variants.adam_mini import AdamMini
-from .variants.adamw_8bit import AdamW4bit, AdamW8bit
-from .variants.adamw_bf16 import AdamWBf16
+from .variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
 from .variants.ademamix import AdEMAMix
-from .variants.apollo import Apollo
-from .variants.galore import GaLore
 from .variants.lion import Lion
 from .variants.muon import Muon
+from .variants.projected import Apollo, GaLore
 from .variants.schedule_free import ScheduleFree
 
 OPTIMIZERS: Extended[type[Any]] = Extended(

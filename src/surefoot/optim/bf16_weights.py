@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from .groups import Named
-from .parameter_kind import ParameterKinds
-from .rules.owners import size_of_part
-from .rules.rounding import noise_for, round_stochastically
+from .optimizer import Named
+from .rules.few_bits import noise_for, round_stochastically
+from .rules.matrices import size_of_part
 from .rules.rule_optimizer import RuleOptimizer
 from .rules.sharded import local
+from .state_tensor import ParameterKinds
 
 if TYPE_CHECKING:
     from .optimizer import Optimizer

@@ -1,25 +1,32 @@
 """``Optimizer``: the settings that all have, the torch optimizer that they make, and its state as
-it is declared."""
+it is declared; its schedule, a pure function of the step; and the groups of its parameters.
+
+Steps count from 0: the first update uses ``factor(0)``. The warmup rises over ``warmup_steps``
+updates and is never zero (the Hugging Face schedules waste their first step at zero). To add a
+schedule: write its function, add its line to ``SCHEDULES``.
+"""
 
 from __future__ import annotations
 
+import difflib
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from ..errors import RecipeError, counted
 from ..parallel.sharding import AxisShard
 from ..schema import must
-from .groups import Group, Named, parameter_groups
-from .parameter_kind import ParameterKind, ParameterKinds, check_kinds, layout_of
 from .rules import modules as rules
-from .schedules import Schedule, ScheduleName
-from .state_tensor import Shape, StateTensor
+from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .rules.rule_optimizer import Points, Update
 
@@ -154,3 +161,162 @@ def can_shard(optim: Optimizer, dim: int) -> bool:
     shape, cut = (SIDE, SIDE), (AxisShard("any", dim),)
     known = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
     return all(one.cuts is not None and one.cuts(shape, cut) is not None for one in known)
+
+
+Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
+Group: TypeAlias = dict[str, object]
+logger = logging.getLogger(__name__)
+
+
+def parameter_groups(
+    named: Named,
+    rate_of: Callable[[str, int], float],
+    factors: Mapping[str, float],
+    weight_decay: float,
+) -> list[Group]:
+    """Groups for a torch optimizer: parameters of one learning rate that all decay, or none of
+    which does. Each also has ``names``, parallel to ``params``, so that its state can be saved by
+    name. ``rate_of`` returns the learning rate of a parameter, by its name and its number of
+    dimensions; ``factors`` are those of ``learning_rates``."""
+    found: dict[object, Group] = {}
+    for name, parameter in named:
+        decay = weight_decay if parameter.ndim >= 2 else 0.0
+        rate = rate_of(name, parameter.ndim) * factor_of(name, factors)
+        own = {"lr": rate, "weight_decay": decay}
+        group = found.setdefault((rate, parameter.ndim >= 2), {"params": [], "names": [], **own})
+        group["params"].append(parameter)  # type: ignore[attr-defined]
+        group["names"].append(name)  # type: ignore[attr-defined]
+    # of no parameters: a learning rate, no more
+    return [*found.values()] or [{"params": [], "names": [], "weight_decay": 0.0}]
+
+
+def factor_of(name: str, learning_rates: Mapping[str, float]) -> float:
+    """The factor of the learning rate of the parameter ``name``: that of the pattern that matches,
+    otherwise 1."""
+    return next((f for pattern, f in learning_rates.items() if matches(pattern, name)), 1.0)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` matches consecutive parts of ``name``, which dots separate."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return any(
+        all(fnmatchcase(parts[start + i], one) for i, one in enumerate(wanted))
+        for start in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def check_learning_rates(learning_rates: Mapping[str, float], names: Sequence[str]) -> None:
+    """Raise ``RecipeError`` if a pattern matches none of the trainable parameters ``names``, or two
+    match the same one."""
+    owner: dict[str, str] = {}
+    for pattern in learning_rates:
+        matched = [name for name in names if matches(pattern, name)]
+        if not matched:
+            raise RecipeError(
+                f"optim: learning_rates: {pattern!r} matches no trainable parameter"
+                f"{_similar(pattern, names)}"
+            )
+        for name in matched:
+            if name in owner:
+                raise RecipeError(
+                    f"optim: learning_rates: {owner[name]!r} and {pattern!r} both match {name}; "
+                    "change one of them so that each parameter has one learning rate"
+                )
+            owner[name] = pattern
+
+
+def log_learning_rates(
+    rate: float, learning_rates: Mapping[str, float], names: Sequence[str]
+) -> None:
+    """Log which parameters have which learning rate, if they differ."""
+    for pattern, factor in learning_rates.items():
+        matched = [name for name in names if matches(pattern, name)]
+        logger.info(
+            "learning rate %g (%g x %g) for %r: %s, such as %s",
+            rate * factor,
+            rate,
+            factor,
+            pattern,
+            counted(len(matched), "parameter"),
+            matched[0],
+        )
+
+
+def _similar(pattern: str, names: Sequence[str]) -> str:
+    """What to write instead of ``pattern``, for an error message."""
+    known = {part for name in names for part in name.split(".") if not part.isdigit()}
+    close = difflib.get_close_matches(pattern, known, n=1)
+    if close:
+        return f" (did you mean {close[0]}?)"
+    return f"; expected a part of a name such as {names[0]}" if names else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A factor in [0, 1] of the peak learning rate for every step of a run."""
+
+    name: ScheduleName
+    total_steps: int
+    warmup_steps: int = 0
+    min_ratio: float = 0.0  # the factor at the end
+    decay_steps: int = 0  # wsd only: how many of the last steps decay
+
+    def factor(self, step: int) -> float:
+        """Factor of the update number ``step`` (from 0)."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return SCHEDULES[self.name](self, step)
+
+
+def _progress(step: int, start: int, total: int) -> float:
+    """The progress of ``step`` from ``start`` to ``total``, in [0, 1]."""
+    return min(1.0, max(0.0, (step - start) / max(1, total - start)))
+
+
+def _cosine(schedule: Schedule, step: int) -> float:
+    """Half a cosine from 1 to ``min_ratio`` (arXiv:1608.03983, without restarts)."""
+    done = _progress(step, schedule.warmup_steps, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _linear(schedule: Schedule, step: int) -> float:
+    done = _progress(step, schedule.warmup_steps, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
+
+
+def _constant(_schedule: Schedule, _step: int) -> float:
+    return 1.0
+
+
+def _wsd(schedule: Schedule, step: int) -> float:
+    """Warmup, constant, linear decay over the last ``decay_steps`` (arXiv:2404.06395)."""
+    start = max(schedule.warmup_steps, schedule.total_steps - schedule.decay_steps)
+    done = _progress(step, start, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * (1 - done)
+
+
+def _wsd_cosine(schedule: Schedule, step: int) -> float:
+    """As ``wsd``, with a decay along half a cosine (transformers' ``warmup_stable_decay``)."""
+    start = max(schedule.warmup_steps, schedule.total_steps - schedule.decay_steps)
+    done = _progress(step, start, schedule.total_steps)
+    return schedule.min_ratio + (1 - schedule.min_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _inverse_sqrt(schedule: Schedule, step: int) -> float:
+    """The inverse root of the steps over those of warmup (arXiv:1706.03762); 10,000 if none."""
+    scale = schedule.warmup_steps or 10_000
+    return 1 / math.sqrt((step - schedule.warmup_steps + scale) / scale)
+
+
+SCHEDULES: dict[str, Callable[[Schedule, int], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+    "wsd": _wsd,
+    "wsd_cosine": _wsd_cosine,
+    "inverse_sqrt": _inverse_sqrt,
+}
+if TYPE_CHECKING:
+    ScheduleName = str
+else:  # the names that a recipe may give
+    ScheduleName = Literal[tuple(SCHEDULES)]

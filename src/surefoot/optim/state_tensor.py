@@ -1,4 +1,5 @@
-"""What an optimizer may keep for a parameter: shape, type and sharding of each tensor, declared.
+"""What a parameter is in its model, and what an optimizer may keep for it: shape, type and sharding
+of each tensor, declared.
 
 Of gradients that are projected to a low rank: the smaller dimension of a matrix is projected. Of an
 m x n gradient G with m >= n, the projector is P_rn and the result G P' (m x r); otherwise P_mr and
@@ -10,9 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from ..errors import RecipeError
 from ..parallel.sharding import AxisShard, Cuts
-from .parameter_kind import ParameterKind
+
+if TYPE_CHECKING:
+    import torch
+
 
 Shape = tuple[int, ...]
 
@@ -116,3 +122,45 @@ def _along(shape: Callable[[Shape], Shape], dim_of: Callable[[Shape], int]) -> S
         return tuple(cut for cut in found if cut.dim in kept)
 
     return of_matrices(StateTensor(shape, cuts))
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """A matrix inside a layer, or all such matrices of a layer's experts; or anything else."""
+
+    is_matrix: bool  # False: embeddings, head, norms, biases, routers, adapters
+    parts: tuple[int, ...] = ()  # outputs of the matrices that are fused in it, in order
+    head_size: int = 0  # outputs of an attention head, for queries and keys
+    is_transposed: bool = False  # outputs are its last dimension, not the one before
+    num_groups: int = 1  # of its outputs, each of which has its share of every part, in order
+    is_unknown: bool = False  # queries, keys and values are fused in it, in an unknown order
+
+    def matrices(self, by_outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of its matrices, in groups of outputs: ``(experts,) groups, outputs, inputs``."""
+        *experts, outputs, inputs = by_outputs.shape
+        each = outputs // self.num_groups
+        groups = by_outputs.view(*experts, self.num_groups, each, inputs)
+        sizes = [size // self.num_groups for size in self.parts]
+        found: tuple[torch.Tensor, ...] = groups.split(sizes or each, -2)  # type: ignore[no-untyped-call]
+        return found
+
+
+ParameterKinds = Mapping[str, ParameterKind]  # by the names of parameters in files
+OTHER = ParameterKind(is_matrix=False)
+
+
+def check_kinds(optim: object, kinds: ParameterKinds) -> None:
+    """Raise ``RecipeError`` if ``optim`` must know what is fused in a parameter that is unknown."""
+    for name, kind in kinds.items() if getattr(optim, "splits_matrices", False) else ():
+        if kind.is_unknown:
+            raise RecipeError(
+                f"optim: {type(optim).__name__} updates queries, keys and values one by one; how "
+                f"they are fused in {name} is not known of this architecture; use another optimizer"
+            )
+
+
+def layout_of(name: str, num_dims: int, layouts: ParameterKinds) -> ParameterKind:
+    """The layout of the parameter ``name``. Without a model, whatever has rows is a matrix."""
+    if layouts:
+        return layouts.get(name, OTHER)
+    return ParameterKind(is_matrix=num_dims >= 2)

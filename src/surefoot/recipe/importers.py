@@ -16,8 +16,7 @@ from .overrides import Overrides
 from .yaml import Document, parse
 
 if TYPE_CHECKING:
-    from ..training.callback import TrainerCallback
-    from ..training.state import TrainerState
+    from ..training.callback import TrainerCallback, TrainerState
     from .recipe import Recipe
 
 

@@ -28,23 +28,20 @@ from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
 from ..schema import variant_name
-from ..training.callback import Callbacks, Context, TrainerCallback
-from ..training.callbacks.console import Screen, WarmUp
-from ..training.callbacks.early_stop import EarlyStop
+from ..training.callback import Callbacks, Context, TrainerCallback, TrainerControl, TrainerState
 from ..training.callbacks.jsonl import NAME as METRICS
 from ..training.callbacks.jsonl import Jsonl
 from ..training.callbacks.launches import NAME as LAUNCHES
 from ..training.callbacks.plot import NAME as PLOT
 from ..training.callbacks.plot import Plot
+from ..training.callbacks.progress import Screen, WarmUp
 from ..training.callbacks.tensorboard import FOLDER as TENSORBOARD
 from ..training.callbacks.tensorboard import TensorBoard
-from ..training.control.log_accumulator import LogAccumulator
-from ..training.control.out_of_memory import MemoryGuard
-from ..training.control.triggers import IntervalCallback, Trigger
-from ..training.rollouts.kept import KeptRollouts
+from ..training.control import EarlyStop, IntervalCallback, LogAccumulator, Trigger
+from ..training.kept_rollouts import KeptRollouts
+from ..training.out_of_memory import MemoryGuard
 from ..training.section import CALLBACKS
 from ..training.stage import POLICY
-from ..training.state import TrainerControl, TrainerState
 from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
 from . import data_loading

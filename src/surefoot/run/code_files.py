@@ -18,11 +18,9 @@ from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..storage.files import read_json
-from ..training.rewards import REWARDS
-from ..training.rewards.kinds import FunctionReward
-from ..training.rewards.process import RewardProcess, Texts
-from ..training.rewards.reward import computed, stepped
-from ..training.rollouts.rollout import DatasetRow, Event
+from ..training.reward_process import RewardProcess, Texts
+from ..training.rewards import REWARDS, FunctionReward, computed, stepped
+from ..training.rollout import DatasetRow, Event
 from .from_python import AS_IN_THE_RECIPE, GIVEN, StageParts
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,10 @@ from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
+from ..training.callback import PolicyVersion
 from ..training.context import BlankContext, NetworkContext
-from ..training.control.out_of_memory import MemoryGuard
 from ..training.evaluation import Evaluation, EvaluationSet, windows_of
+from ..training.out_of_memory import MemoryGuard
 from ..training.precompute import (
     NOTHING,
     KeptWindows,
@@ -32,10 +33,9 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.rewards.process import RewardProcess
-from ..training.rollouts.served_policy import ServedPolicy
+from ..training.reward_process import RewardProcess
+from ..training.served_policy import ServedPolicy
 from ..training.stage import POLICY, auxiliary_models
-from ..training.state import PolicyVersion
 from ..training.windows import Place, StageState, windows_of_run
 from . import data_loading
 from .data_loading import collation_of

@@ -24,14 +24,12 @@ from ..model.pretrained.loading import device
 from ..network.preflight import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..training.callback import TrainerCallback
-from ..training.callbacks.heartbeat import Heartbeat
+from ..training.callback import Record, TrainerCallback, TrainerState
 from ..training.callbacks.launches import MAX_LINE, LaunchFiles
-from ..training.callbacks.reports import Reports
-from ..training.callbacks.trackers.launching import TrackerProcess, finish
-from ..training.callbacks.trackers.redaction import redacted
+from ..training.callbacks.progress import Heartbeat
+from ..training.callbacks.tracker_services import redacted
+from ..training.callbacks.trackers import Reports, TrackerProcess, finish
 from ..training.section import TrainSection
-from ..training.state import Record, TrainerState
 from ..training.trainer import Trainer
 
 

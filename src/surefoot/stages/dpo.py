@@ -14,8 +14,8 @@ from ..data.text.ranking import encode_pairs
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import ModelPath
-from ..training.objectives import preferences
-from ..training.objectives.preferences import LOSSES, PairLoss, Pairs
+from ..training import losses
+from ..training.losses import LOSSES, PairLoss, Pairs
 from ..training.stage import AuxiliaryModel, Stage, StageContext
 from .rules import without_effect
 
@@ -169,7 +169,7 @@ class DPO(Stage):
         """[P, 2] log-probability of the chosen and the rejected response of each pair."""
         assert outputs.logps is not None
         extras = batch.extras
-        sums = preferences.sums_of_answers(
+        sums = losses.sums_of_answers(
             outputs.logps, extras["answer"], len(extras["answer_lengths"])
         )
         return sums.view(-1, 2)
@@ -185,7 +185,7 @@ class DPO(Stage):
         """[P, 2] log-probability of the tokens by which a response is longer than the other."""
         assert outputs.logps is not None
         extras, logps_N = batch.extras, outputs.logps
-        is_tail_N = preferences.is_tail(extras["answer"], extras["answer_lengths"])
+        is_tail_N = losses.is_tail(extras["answer"], extras["answer_lengths"])
         tails_N = logps_N.where(is_tail_N, logps_N.new_zeros(()))
         return self.answers(replace(outputs, logps=tails_N), batch)
 

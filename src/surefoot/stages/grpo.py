@@ -13,8 +13,9 @@ from ..data.text.collation import collate, with_owners, with_token_columns
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import FunctionPath
-from ..training.objectives.advantages import ADVANTAGES, is_flat
-from ..training.objectives.policy_gradient import (
+from ..training.advantages import ADVANTAGES, is_flat
+from ..training.conversations import UserEnvironment, converse, sampling_figures
+from ..training.policy_gradient import (
     KL,
     SURROGATES,
     Positions,
@@ -22,10 +23,8 @@ from ..training.objectives.policy_gradient import (
     of_response,
     truncated_weights,
 )
-from ..training.rewards.reward import by_name, means, models_of, total
-from ..training.rollouts.environment import UserEnvironment, converse
-from ..training.rollouts.rollout import Rollout, read_row
-from ..training.rollouts.sampling_check import sampling_figures
+from ..training.rewards import by_name, means, models_of, total
+from ..training.rollout import Rollout, read_row
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,

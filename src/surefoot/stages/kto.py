@@ -15,7 +15,7 @@ from ..data.text.ranking import RANKED, answered, is_ranked, labeled, up_to_last
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import ModelPath
-from ..training.objectives import preferences
+from ..training import losses
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, Stage, StageContext
 from .rules import without_effect
 
@@ -143,7 +143,7 @@ class KTO(Stage):
         extras, logps_E = batch.extras, log_probabilities(outputs, batch)
         is_good_E, is_there_E = extras["desirable"] > 0, extras["lengths"] > 0
         ratios_E = logps_E - extras["reference"].to(logps_E)
-        losses_E = preferences.kto(ratios_E, is_good_E, extras["z"].to(logps_E), self.beta)
+        losses_E = losses.kto(ratios_E, is_good_E, extras["z"].to(logps_E), self.beta)
         weights_E = self.undesirable_weight + (
             self.desirable_weight - self.undesirable_weight
         ) * is_good_E.to(losses_E)
@@ -205,7 +205,7 @@ def log_probabilities(outputs: Outputs, batch: Batch) -> torch.Tensor:
     """[E] log-probability of the response of each example."""
     assert outputs.logps is not None
     extras = batch.extras
-    return preferences.sums_of_answers(outputs.logps, extras["owner"], len(extras["lengths"]))
+    return losses.sums_of_answers(outputs.logps, extras["owner"], len(extras["lengths"]))
 
 
 def mismatched(examples: Sequence[Features], cutoff_len: int) -> list[Features]:

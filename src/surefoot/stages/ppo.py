@@ -13,8 +13,7 @@ from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.objectives.policy_gradient import clipped
-from ..training.objectives.value_head import (
+from ..training.advantages import (
     KLEstimator,
     RunningMoments,
     adapted_coefficient,
@@ -24,10 +23,10 @@ from ..training.objectives.value_head import (
     kl_estimates,
     whitened,
 )
-from ..training.rewards.reward import by_name, means, models_of, total
-from ..training.rollouts.environment import converse
-from ..training.rollouts.rollout import Rollout, read_row
-from ..training.rollouts.sampling_check import gap_figures
+from ..training.conversations import converse, gap_figures
+from ..training.policy_gradient import clipped
+from ..training.rewards import by_name, means, models_of, total
+from ..training.rollout import Rollout, read_row
 from ..training.stage import (
     POLICY,
     AuxiliaryModel,

@@ -12,7 +12,7 @@ from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.objectives.losses import negative_log_likelihood, with_perplexity
+from ..training.losses import negative_log_likelihood, with_perplexity
 from ..training.stage import Stage
 from .rules import without_effect
 

@@ -16,7 +16,7 @@ from ..data.text.ranking import encode_pairs, up_to_last_label
 from ..errors import DataError
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.objectives import preferences
+from ..training import losses
 from ..training.stage import Stage
 from .rules import must_not_shard, without_effect
 
@@ -83,7 +83,7 @@ class RM(Stage):
         chosen_P, rejected_P = rewards_P2.unbind(1)
         margins_P = chosen_P - rejected_P
         wanted_P = batch.extras["margin"].to(margins_P) if self.use_margins else 0.0
-        losses_P = preferences.sigmoid(margins_P - wanted_P, beta=1.0, label_smoothing=0.0)
+        losses_P = losses.sigmoid(margins_P - wanted_P, beta=1.0, label_smoothing=0.0)
         if self.center_rewards_coefficient:
             losses_P = losses_P + self.center_rewards_coefficient * (chosen_P + rejected_P) ** 2
         figures = {

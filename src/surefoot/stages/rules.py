@@ -13,9 +13,8 @@ from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants, must
 from ..schema.locations import ModelPath
-from ..training.rewards import OF_TEXT, REWARDS
-from ..training.rewards.reward import Reward
-from ..training.rollouts.rollout import encode_prompts
+from ..training.rewards import OF_TEXT, REWARDS, Reward
+from ..training.rollout import encode_prompts
 from ..training.stage import Stage
 
 if TYPE_CHECKING:

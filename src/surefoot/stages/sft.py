@@ -12,11 +12,7 @@ from ..data.section import DataSection
 from ..data.text.ranking import not_to_imitate
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.objectives.losses import (
-    negative_log_likelihood,
-    weighted_likelihood,
-    with_perplexity,
-)
+from ..training.losses import negative_log_likelihood, weighted_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, Stage
 from .rules import REFERENCE, must_not_shard
 

@@ -1,6 +1,14 @@
-"""The training loop, and the protocols of stages, methods and callbacks.
+"""The training loop, and what a stage, a callback and a reward are to it.
 
-The names are imported on first use: a recipe is read without the loop, and torch.
+Doors: ``stage`` (the protocol of an objective, and its context), ``trainer`` (the loop),
+``windows`` (what each step trains on), ``step`` (one update), ``evaluation``, ``callback`` and
+``callbacks/``, ``rewards`` and ``rollout`` (of sampled responses), ``losses``, ``policy_gradient``
+and ``advantages`` (the mathematics, as pure functions), ``section`` (the recipe's ``train``).
+
+A batch passes through: a window of encoded examples, with precomputed columns (``precompute``), is
+prepared by the stage (``context``: outputs, samples, rewards), assigned to ranks and micro-batches,
+and trained on in one or several steps, whose metrics callbacks see. The names below are imported on
+first use: a recipe is read without the loop, and torch.
 """
 
 from typing import TYPE_CHECKING
@@ -8,15 +16,13 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .callback import Context, TrainerCallback
-    from .state import TrainerControl, TrainerState
+    from .callback import Context, TrainerCallback, TrainerControl, TrainerState
     from .trainer import Trainer
 
 __all__ = ["Context", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState"]
 
 _HOMES = {
-    ".callback": ("Context", "TrainerCallback"),
-    ".state": ("TrainerControl", "TrainerState"),
+    ".callback": ("Context", "TrainerCallback", "TrainerControl", "TrainerState"),
     ".trainer": ("Trainer",),
 }
 __getattr__ = lazy_getattr(__name__, _HOMES)

@@ -1,25 +1,173 @@
-"""Callbacks observe the loop and may set the flags of TrainerControl; they never change the loop
-itself.
+"""The progress of a run (``TrainerState``), and callbacks, which observe the loop and may set the
+flags of ``TrainerControl``; they never change the loop itself.
 
-Events and argument order are those of the Hugging Face ``TrainerCallback``; the first argument,
-``args``, is a ``Context`` with the run's parts.
+Names, events and their arguments are those of the Hugging Face Trainer, so that
+``trainer_state.json`` has the same form; but the first argument of an event, ``args``, is a
+``Context`` with the run's parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .section import TrainSection
-from .state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from .learner import Learner
+
+
+Record = dict[str, float]
+_OURS = {"is_ours": True}  # fields that the Hugging Face Trainer does not know
+
+
+@dataclass
+class Kernels:
+    """Choices between kernels that round differently, made once, at the start of a run."""
+
+    packed_attention: str | None = None  # the kernel of packed rows; None: not chosen by the run
+    shared_prompts: bool | None = None  # whether a packed row holds the prompt of a pair once
+    prepared: dict[str, str] | None = None  # how the model was made ready; None: not recorded
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Read ``kernels`` of a saved TrainerState. What it does not have was not chosen."""
+        saved = state.get("kernels")
+        for one in fields(self):
+            setattr(self, one.name, saved.get(one.name) if isinstance(saved, Mapping) else None)
+
+
+@dataclass
+class FittedSizes:
+    """Batch sizes that were lowered because memory did not suffice, or chosen so that it does."""
+
+    # first step, examples per micro-batch from there on, train.micro_batch_size at that time
+    micro_batch_size: list[tuple[int, int, int]] = field(default_factory=list)
+    forward: int | None = None  # examples of a forward pass without gradients
+    generate: int | None = None  # generate.batch_size
+
+    @property
+    def num_changes(self) -> int:
+        """How many sizes were lowered."""
+        return len(self.micro_batch_size) + sum(
+            x is not None for x in (self.forward, self.generate)
+        )
+
+    def state_dict(self) -> dict[str, object]:
+        """All fields as plain data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``; from older checkpoints, which lack it, nothing."""
+        changes = state.get("micro_batch_size", ())
+        self.micro_batch_size = [(first, size, recipe) for first, size, recipe in changes]
+        self.forward, self.generate = state.get("forward"), state.get("generate")
+
+
+@dataclass
+class PolicyVersion:
+    """How many optimizer steps the weights of a policy have behind them."""
+
+    state: TrainerState | None = None  # None: it is not trained
+
+    @property
+    def step(self) -> int | None:
+        """Their number, if it is known."""
+        return None if self.state is None else self.state.global_step
+
+
+@dataclass
+class TrainerState:
+    """Progress of a run. Everything here is saved, so every value is correct after a resume."""
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    num_train_epochs: float = 0.0
+    train_batch_size: int = 0  # micro_batch_size
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0  # estimate: 6 x parameters x tokens
+    log_history: list[Record] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    # Sum of step losses, for the mean over the whole run.
+    train_loss_total: float = field(default=0.0, metadata=_OURS)
+    train_runtime: float = field(default=0.0, metadata=_OURS)  # seconds of training, all launches
+    interval_loss: float = field(default=0.0, metadata=_OURS)  # sums since the last log
+    interval_weight: float = field(default=0.0, metadata=_OURS)
+    interval_metrics: dict[str, float] = field(default_factory=dict, metadata=_OURS)
+    # Of windows as a whole.
+    interval_figures: dict[str, float] = field(default_factory=dict, metadata=_OURS)
+    interval_windows: int = field(default=0, metadata=_OURS)
+    # (epoch, index) of windows that were left out.
+    skipped_windows: list[tuple[int, int]] = field(default_factory=list, metadata=_OURS)
+    # Steps without an update: a loss or gradient was not a number.
+    num_skipped_steps: int = field(default=0, metadata=_OURS)
+    kernels: Kernels = field(default_factory=Kernels, metadata=_OURS)
+    fitted: FittedSizes = field(default_factory=FittedSizes, metadata=_OURS)
+    pending: list[str] = field(default_factory=list, metadata=_OURS)  # flags a stop left raised
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps and batches that were skipped because a loss or gradient was NaN or infinite."""
+        return self.num_skipped_steps + len(self.skipped_windows)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are taken, and what belongs to the last one is done."""
+        return self.global_step >= self.max_steps and not self.pending
+
+    def state_dict(self) -> dict[str, object]:
+        """All fields as plain data."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restore ``state``, but keep the length of this run and the rank of this process."""
+        kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
+        kept |= {"is_local_process_zero", "is_world_process_zero"}  # rank 0 has saved its own
+        for known in fields(self):
+            if known.name in state and known.name not in kept:
+                setattr(self, known.name, state[known.name])
+        self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
+        self.kernels.load_state_dict(state)
+        fitted = state.get("fitted")
+        self.fitted.load_state_dict(fitted if isinstance(fitted, Mapping) else {})
+
+    def for_people(
+        self, steps: tuple[int | None, int | None, int | None], best: str | None
+    ) -> dict[str, object]:
+        """The content of ``trainer_state.json``: only the fields of the Hugging Face Trainer.
+        ``best`` is the path of the best checkpoint, ``steps`` are the recipe's ``log_steps``,
+        ``eval_steps`` and ``save_steps``."""
+        ours = {known.name for known in fields(self) if known.metadata == _OURS}
+        return {name: value for name, value in asdict(self).items() if name not in ours} | {
+            "best_model_checkpoint": best,
+            "logging_steps": steps[0] or 0,
+            "eval_steps": steps[1] or 0,
+            "save_steps": steps[2] or 0,
+            "is_hyper_param_search": False,
+            "trial_name": None,
+            "trial_params": None,
+            "stateful_callbacks": {},
+        }
+
+
+@dataclass
+class TrainerControl:
+    """Flags that callbacks set and the loop resets after acting."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
 
 Metrics = Mapping[str, float]
 

@@ -27,11 +27,11 @@ from ..model.seeding import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath
-from .control.out_of_memory import MemoryGuard
-from .rewards.process import RewardProcess, RewardResult, RewardTask
-from .rewards.reward import Rewarded, computed, rewarded, stepped, texts_of
-from .rollouts.kept import Recorded
-from .rollouts.served_policy import ServedPolicy, WindowRequest
+from .kept_rollouts import Recorded
+from .out_of_memory import MemoryGuard
+from .reward_process import RewardProcess, RewardResult, RewardTask
+from .rewards import Rewarded, computed, rewarded, stepped, texts_of
+from .served_policy import ServedPolicy, WindowRequest
 from .stage import (
     POLICY,
     Events,

@@ -21,13 +21,12 @@ from ..errors import RunError
 from ..model.pretrained.loading import device
 from ..network.network import Network
 from ..parallel.world import World
-from .callback import Callbacks
+from .callback import Callbacks, PolicyVersion
 from .context import NetworkContext
-from .control.out_of_memory import MemoryGuard
-from .rollouts.kept import KeptRollouts
+from .kept_rollouts import KeptRollouts
+from .out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import POLICY, Stage
-from .state import PolicyVersion
 from .windows import Columns, Place, StageState
 
 EVALUATION = -1  # in the place of an epoch: seeds of evaluations are their own

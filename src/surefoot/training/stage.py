@@ -17,11 +17,11 @@ from ..data.example import Encoded, Example
 from ..data.section import DataSection
 from ..data.text.collation import collate as packed_or_padded
 from ..generate.section import GenerateSection
-from ..generate.servers.server import Engine, Sampler
+from ..generate.servers import Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem
 from ..schema.locations import FunctionPath
-from .auxiliary_model import AuxiliaryModel as AuxiliaryModel  # noqa: PLC0414 - where stages find it
+from .rewards import AuxiliaryModel as AuxiliaryModel  # noqa: PLC0414 - where stages find it
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..data.store.dataset import EncodedDataset
     from ..data.text.codec import Codec
     from ..generate.generation import Sample
-    from .rewards.reward import Reward, Rewarded
-    from .rollouts.rollout import Event, Rollout
+    from .rewards import Reward, Rewarded
+    from .rollout import Event, Rollout
 
 Reduction: TypeAlias = "Callable[[Outputs, Batch], torch.Tensor]"  # a row per example
 Prompts = Sequence[Sequence[int]]  # token ids

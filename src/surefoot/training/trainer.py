@@ -22,23 +22,23 @@ from ..checkpoint.state.states import RandomState
 from ..model.seeding import seed_everything
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
-from .callback import Callbacks
-from .control.bad_steps import (
+from .callback import Callbacks, TrainerControl, TrainerState
+from .control import LogAccumulator, StopSignal
+from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
+from .learner import Learner
+from .section import TrainSection
+from .stage import POLICY, Stage
+from .step import (
     MAX_ROLLBACKS,
+    PendingMetrics,
+    StepMetrics,
+    all_or_none,
     check_gradient,
     explain,
     give_up,
     warn_of_rollback,
     warn_of_skip,
 )
-from .control.log_accumulator import LogAccumulator
-from .control.signals import StopSignal
-from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
-from .learner import Learner
-from .section import TrainSection
-from .stage import POLICY, Stage
-from .state import TrainerControl, TrainerState
-from .step import PendingMetrics, StepMetrics, all_or_none
 from .windows import Place, StepInput, Windows
 
 

@@ -22,7 +22,7 @@ from ..data.store.dataset import EncodedDataset, num_tokens
 from ..data.store.stream import ExampleStream
 from ..errors import RecipeError, RunError, counted
 from ..model.seeding import derive
-from .control.out_of_memory import MemoryGuard
+from .out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import Stage, StageContext
 

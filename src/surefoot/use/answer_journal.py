@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RunError, counted
-from ..generate.decode import Decode, decoder
 from ..generate.generation import Ids, Sample
+from ..generate.responses import Decode, decoder
 from ..generate.section import GenerateSection
 from ..storage import files
 from .model_loading import LoadedModel

@@ -18,7 +18,7 @@ import torch
 from ..data.example import JSON, Message
 from ..data.rows.formats.fields import tools
 from ..errors import DataError, RecipeError, RunError, SurefootError
-from ..generate.decode import TextStream, decoder
+from ..generate.responses import TextStream, decoder
 from ..generate.section import GenerateSection, with_options
 from .conversation import Answer, Conversation, answer_of
 from .model_loading import LoadedModel

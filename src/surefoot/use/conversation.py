@@ -10,8 +10,8 @@ from ..data.example import JSON, Message, Role
 from ..data.text.templates import with_arguments
 from ..data.text.tool_calls import parse_tool_calls, syntax_of
 from ..errors import RunError, TemplateError
-from ..generate.decode import decoder
 from ..generate.generation import FinishReason, Sample, context_length, room, stream
+from ..generate.responses import decoder
 from ..generate.section import GenerateSection
 from .model_loading import LoadedModel, refuse_reward_model
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from ..data.text.prompts import Prompt
 from ..errors import DataError, TemplateError
-from ..generate.decode import decoder
 from ..generate.generation import context_length, room
+from ..generate.responses import decoder
 from ..generate.section import GenerateSection
 from ..parallel.world import World
 from ..recipe.prediction import Prediction, load

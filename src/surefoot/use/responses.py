@@ -12,8 +12,8 @@ from ..data.example import Dropped, Example, Truncated
 from ..data.text.codec import Codec
 from ..data.text.ranking import answered
 from ..errors import counted
-from ..generate.decode import Decode, decoder
 from ..generate.generation import Sample, room
+from ..generate.responses import Decode, decoder
 from ..model.precision import autocast, choose
 from ..recipe.recipe import Recipe
 from .answer_journal import Output, open_journal

@@ -17,8 +17,8 @@ from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 from ..run.code_files import code_of, try_rewards
 from ..run.contexts import context_of
-from ..training.objectives.advantages import is_flat
-from ..training.rollouts.kept import Recorded
+from ..training.advantages import is_flat
+from ..training.kept_rollouts import Recorded
 from ..training.stage import POLICY
 from .auxiliary_outputs import staying
 from .evaluation import encoded, ready_to_measure

@@ -148,7 +148,7 @@ def test_what_cannot_be_converted_is_told(full, lora, tmp_path):
 
 
 def freeze():
-    from surefoot.methods.freeze import Freeze
+    from surefoot.methods.full import Freeze
 
     return Freeze(num_layers=1)
 

@@ -10,14 +10,13 @@ import pytest
 from rich.console import Console
 
 import small
-from surefoot.training.callback import TrainerCallback
-from surefoot.training.callbacks.console import LABELS, Screen, duration, fitting, sparkline
-from surefoot.training.callbacks.early_stop import EarlyStop
+from surefoot.training.callback import TrainerCallback, TrainerControl, TrainerState
 from surefoot.training.callbacks.jsonl import Jsonl
 from surefoot.training.callbacks.plot import Plot, curves, smoothed
+from surefoot.training.callbacks.progress import LABELS, Screen, duration, fitting, sparkline
 from surefoot.training.callbacks.tensorboard import TensorBoard
-from surefoot.training.rollouts.kept import KeptRollouts
-from surefoot.training.state import TrainerControl, TrainerState
+from surefoot.training.control import EarlyStop
+from surefoot.training.kept_rollouts import KeptRollouts
 
 
 class ScriptedEvaluation:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from surefoot.training.callback import TrainerControl, TrainerState
 from surefoot.training.callbacks.jsonl import Jsonl
-from surefoot.training.state import TrainerControl, TrainerState
 
 
 def write(path, records):

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from surefoot.training.callbacks.trackers import launching
-from surefoot.training.callbacks.trackers.launching import TrackerProcess, finish
+from surefoot.training.callbacks import trackers as launching
+from surefoot.training.callbacks.trackers import TrackerProcess, finish
 
 NAMES = [name for name in ("wandb", "mlflow", "swanlab", "trackio") if find_spec(name)]
 pytestmark = [

@@ -11,10 +11,10 @@ import pytest
 
 from hooks import listening, wait_for
 from surefoot.errors import RunError
-from surefoot.training.callbacks.trackers import launching, webhook
-from surefoot.training.callbacks.trackers.launching import TrackerProcess, finish
-from surefoot.training.callbacks.trackers.redaction import redacted
-from surefoot.training.callbacks.trackers.tracker import TrackedRun
+from surefoot.training.callbacks import tracker_services as webhook
+from surefoot.training.callbacks import trackers as launching
+from surefoot.training.callbacks.tracker_services import TrackedRun, redacted
+from surefoot.training.callbacks.trackers import TrackerProcess, finish
 
 RUN = TrackedRun(Path("runs/one"), Path("x"), "id", "one", None, {})
 
@@ -107,9 +107,8 @@ def test_a_tracker_that_does_not_answer_or_raises_is_dropped_while_the_run_goes_
     monkeypatch.setattr(launching, "PATIENCE", 0.5)
     with listening(*["hang"] * 9) as server:
         hung = process(tmp_path, server.url)
-        gone = TrackerProcess(
-            "missing", {"folder": str(tmp_path), "run_name": "one", "is_eager": True}
-        )
+        order = {"folder": str(tmp_path), "run_name": "one", "is_eager": True}
+        gone = TrackerProcess("webhook", order)  # without a URL
         for one in (hung, gone):
             one.start()
             one.tell(event="nan", step=1)
@@ -117,7 +116,7 @@ def test_a_tracker_that_does_not_answer_or_raises_is_dropped_while_the_run_goes_
         finish([hung, gone], outcome="complete")
     said = sorted(record.message for record in log.records if record.levelname == "WARNING")
     assert [text.split(";")[0] for text in said] == [
-        "missing: dropped: No module named 'surefoot.training.callbacks.trackers.missing'",
+        "webhook: dropped: '_SUREFOOT_WEBHOOK_URL'",
         "webhook: dropped: it has not answered for 0 seconds",
     ]
 

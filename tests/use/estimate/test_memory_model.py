@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from surefoot.model.precision import autocast
-from surefoot.optim.adamw import AdamW
 from surefoot.optim.bf16_weights import build_optimizer, update_size
-from surefoot.optim.rules import chunks
+from surefoot.optim.rules import few_bits as chunks
+from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.sharding import AXES

@@ -6,29 +6,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import (
-        blockwise,
-        chunks,
-        fused_adamw,
-        orthogonalization,
-        owners,
-        projection,
-        rounding,
-        rule_optimizer,
-        sharded,
-    )
+    from . import few_bits, matrices, rule_optimizer
 
-__all__ = [
-    "blockwise",
-    "chunks",
-    "fused_adamw",
-    "orthogonalization",
-    "owners",
-    "projection",
-    "rounding",
-    "rule_optimizer",
-    "sharded",
-]
+__all__ = ["few_bits", "matrices", "rule_optimizer"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -14,10 +14,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from ..groups import Group
-from ..parameter_kind import ParameterKind, ParameterKinds, layout_of
-from ..state import dtype_of
-from ..state_tensor import StateTensor, kept_dims
+from ..state_tensor import ParameterKind, ParameterKinds, StateTensor, kept_dims, layout_of
 from .sharded import (
     add_over_shards,
     gathered_rows,
@@ -159,7 +156,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: list[Group],
+        groups: list[dict[str, Any]],
         rule: Rule,
         declared: Mapping[str, StateTensor],
         layouts: ParameterKinds,
@@ -231,3 +228,27 @@ def _is_fusible(*tensors: torch.Tensor) -> bool:
     return first.dtype in (torch.float32, torch.float64) and all(
         each.is_contiguous() and each.dtype == first.dtype for each in tensors
     )
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW whose kernel gets local tensors; parameters and moments stay distributed ones.
+
+    The kernel would get them anyway. But ``DTensor`` first asks how a list may be distributed, for
+    each of its tensors and every placement: a second at the first step of some hundred parameters.
+    """
+
+    def _init_group(self, group, *lists):  # type: ignore[no-untyped-def]
+        found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return found
+
+
+def dtype_of(declared: StateTensor, parameter: torch.dtype, bf16_weights: str) -> torch.dtype:
+    """The type of a state tensor of a parameter; bfloat16 weights are updated in float32, unless
+    they are rounded to the nearest value."""
+    if declared.dtype:
+        found: torch.dtype = getattr(torch, declared.dtype)
+        return found
+    is_widened = parameter == torch.bfloat16 and bf16_weights != "nearest"
+    return torch.float32 if is_widened else parameter

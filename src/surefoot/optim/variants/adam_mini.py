@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..adamw import Adam
 from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
+from .adamw import Adam
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...schema import must
-from ..adamw import Adam
 from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
+from .adamw import Adam
 
 if TYPE_CHECKING:
     from ..rules.rule_optimizer import Update

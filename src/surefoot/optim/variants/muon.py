@@ -15,9 +15,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...schema import must
 from ..optimizer import Optimizer
-from ..parameter_kind import ParameterKind
 from ..rules import modules as rules
-from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, of_matrices, of_others
+from ..state_tensor import (
+    LIKE_PARAMETER,
+    SCALAR,
+    ParameterKind,
+    StateTensor,
+    of_matrices,
+    of_others,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +81,7 @@ class Muon(Optimizer):
             if not update.layout.is_matrix:
                 update.adamw(self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
         matrices = [update for update in updates if update.layout.is_matrix]
-        for batch in rules.owners.batches([update.parameter for update in matrices]):
+        for batch in rules.matrices.batches([update.parameter for update in matrices]):
             self.update_matrices([matrices[number] for number in batch])
 
     def update_matrices(self, updates: Sequence[Update]) -> None:
@@ -83,12 +89,12 @@ class Muon(Optimizer):
 
         def orthogonalized(number: int, full: torch.Tensor) -> torch.Tensor:
             kind = updates[number].layout
-            return rules.orthogonalization.orthogonalized(full, kind, self.ns_steps, self.scale)
+            return rules.matrices.orthogonalized(full, kind, self.ns_steps, self.scale)
 
         parameters = [update.parameter for update in updates]
-        costs = [rules.orthogonalization.cost(each.shape) for each in parameters]
+        costs = [rules.matrices.cost(each.shape) for each in parameters]
         parts = [self.direction(update) for update in updates]
-        made = rules.owners.on_owners(parts, parameters, costs, orthogonalized)
+        made = rules.matrices.on_owners(parts, parameters, costs, orthogonalized)
         for update, change in zip(updates, made, strict=True):
             update.decay()
             update.value.add_(change, alpha=-update.rate)
@@ -98,7 +104,7 @@ class Muon(Optimizer):
         grad, mean = update.grad, update.tensor("momentum_buffer")
         mean.lerp_(grad, 1 - self.momentum)
         direction = grad.lerp(mean, self.momentum) if self.nesterov else mean
-        return direction.to(rules.orthogonalization.ns_dtype())
+        return direction.to(rules.matrices.ns_dtype())
 
     def scale(self, outputs: int, inputs: int) -> float:
         """The factor of the learning rate of a matrix."""

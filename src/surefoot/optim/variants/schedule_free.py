@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..adamw import Adam
-from ..schedules import ScheduleName
+from ..optimizer import ScheduleName
 from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
+from .adamw import Adam
 
 if TYPE_CHECKING:
     import torch

@@ -27,10 +27,8 @@ from ...recipe.yaml import parse
 from ...storage import files
 from ...storage.folder_lock import lock
 from ...terminal_text import plain
-from ...training.callbacks.follower import Follower, record
-from ...training.callbacks.launches import HEARTBEAT
+from ...training.callbacks.launches import HEARTBEAT, LOG, Follower, record
 from ...training.callbacks.launches import NAME as LAUNCHES
-from ...training.callbacks.training_process import LOG
 from .board import Board, differences, read_samples
 from .processes import stop
 from .run_folders import (

@@ -17,8 +17,8 @@ from ...errors import RecipeError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.recipe import changes, load_text
 from ...storage.files import open_inside
+from ...training.callbacks.launches import LOG
 from ...training.callbacks.launches import NAME as LAUNCHES
-from ...training.callbacks.training_process import LOG
 from .metrics import Column, MetricsFile, smoothed, thinned
 from .processes import ChildCommands, Conversations
 from .run_folders import METRICS, find_runs, run_inside

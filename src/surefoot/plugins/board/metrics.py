@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import counted
-from ...training.callbacks.follower import Follower, record
+from ...training.callbacks.launches import Follower, record
 
 _MAX_COLUMNS = 500
 _NUMBERS = (int, float, type(None))  # None: not finite

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import RunError
-from ...training.callbacks.launches import is_alive
-from ...training.callbacks.training_process import PYTHON, shown, start_training
+from ...training.callbacks.launches import PYTHON, is_alive, shown, start_training
 from .run_state import RunState, is_locked, parsed, state_of
 
 MAX_MODELS = 2  # in memory at a time: two sides of one page

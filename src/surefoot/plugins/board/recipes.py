@@ -22,7 +22,7 @@ from ...recipe.recipe import Recipe, load_text
 from ...recipe.yaml import edited, parse
 from ...schema import json_schema
 from ...storage.files import write_aside
-from ...training.callbacks.training_process import shown
+from ...training.callbacks.launches import shown
 from .api import Answer, OfBoard, PageBody
 from .board import Board
 from .run_folders import (

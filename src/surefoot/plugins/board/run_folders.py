@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...errors import RunError
 from ...recipe.files import RUN_RECIPE
+from ...training.callbacks.launches import LOG
 from ...training.callbacks.launches import NAME as LAUNCHES
-from ...training.callbacks.training_process import LOG
 
 METRICS = "metrics.jsonl"
 LOCK = ".lock"

@@ -26,9 +26,8 @@ from ...storage import files
 from ...storage.disk_usage import stored
 from ...storage.folder_lock import is_held
 from ...terminal_text import plain
-from ...training.callbacks.launches import HEARTBEAT, is_alive
+from ...training.callbacks.launches import HEARTBEAT, LOG, is_alive
 from ...training.callbacks.launches import NAME as LAUNCHES
-from ...training.callbacks.training_process import LOG
 from .run_folders import LOCK, METRICS
 
 EVIDENCE = {  # of a state, in words; the pages have them in Chinese, too

@@ -15,9 +15,8 @@ from types import TracebackType
 
 from ...run.folder import RunUploads
 from ...storage.child import Child
-from ...training.callback import Context
+from ...training.callback import Context, TrainerControl, TrainerState
 from ...training.section import TrainSection
-from ...training.state import TrainerControl, TrainerState
 from .pushing import Destination
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from .rules.train import eval_strategy
 
 if TYPE_CHECKING:
     from ...recipe.recipe import Recipe
-    from ...training.callback import TrainerCallback
-    from ...training.state import TrainerState
+    from ...training.callback import TrainerCallback, TrainerState
 
 _FILES, _EVALUATION = f"{__package__}.run_files", f"{__package__}.evaluation"
 

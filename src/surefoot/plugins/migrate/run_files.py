@@ -16,9 +16,8 @@ from pathlib import Path
 from ...errors import RunError
 from ...recipe.recipe import Recipe
 from ...storage import files
-from ...training.callback import Context, Metrics, TrainerCallback
+from ...training.callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 from ...training.callbacks.plot import NAME as PLOT
-from ...training.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 LOG = "trainer_log.jsonl"

@@ -15,8 +15,8 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...generate.decode import HOLE
 from ...generate.live import Token
+from ...generate.responses import HOLE
 from .body import WITHOUT_EFFECT, Prompts
 from .engine import EngineThread
 from .grammar import ResponseFormat, ToolChoice, grammar_of

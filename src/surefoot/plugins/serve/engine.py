@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ...generate.live import Rows, RowSettings, Token
-from ...generate.requests import Request
+from ...generate.responses import Request
 from .body import ModelGoneError
 
 logger = logging.getLogger(__name__)

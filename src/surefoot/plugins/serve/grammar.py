@@ -12,9 +12,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from ...data.example import JSON
-from ...generate.decode import Decode
 from ...generate.live import Constraint
-from ...generate.requests import OpenResponse
+from ...generate.responses import Decode, OpenResponse
 from .body import ApiError, Strict
 from .models import ServedModel
 from .prompts import ChatPrompt

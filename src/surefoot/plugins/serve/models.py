@@ -16,11 +16,11 @@ from ...data.text.codec import Codec
 from ...data.text.templates import with_arguments
 from ...data.text.tool_calls import syntax_of
 from ...errors import CheckpointError, ModelError
-from ...generate.decode import Decode, decoder
-from ...generate.driver import RowAdapters
 from ...generate.generation import context_length
 from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
+from ...generate.responses import Decode, decoder
+from ...generate.slots import RowAdapters
 from ...storage.web import Hosts
 from ...use.model_loading import (
     Dtype,

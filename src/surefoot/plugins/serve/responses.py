@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ...generate.live import RowSettings, Token
-from ...generate.requests import Request
+from ...generate.responses import Request
 from .body import ApiError, post
 from .engine import EngineThread, FailedRequest, Sink
 from .models import Models, ServedModel, ServeSettings

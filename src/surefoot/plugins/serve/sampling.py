@@ -12,10 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, ValidationInfo, field_validator
 
-from ...generate.choosing import Chooser
-from ...generate.decode import Decode
 from ...generate.live import Constraint, RowSettings
-from ...generate.requests import OpenResponse, Request, requests_of
+from ...generate.responses import Chooser, Decode, OpenResponse, Request, requests_of
 from ...generate.section import GenerateSection, with_options
 from .body import WITHOUT_EFFECT, Body, Strict, Texts
 from .engine import EngineThread

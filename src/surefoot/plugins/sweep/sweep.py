@@ -42,8 +42,7 @@ from ...storage.files import (
 )
 from ...storage.folder_lock import NAME as RUN_LOCK
 from ...storage.folder_lock import is_held
-from ...training.callbacks.launches import HEARTBEAT
-from ...training.callbacks.training_process import LOG, start_training
+from ...training.callbacks.launches import HEARTBEAT, LOG, start_training
 from .objective import Objective, Record, ReportedValue
 from .space import Space, SweptKey, Values, plain, text_of
 from .study import (

@@ -29,7 +29,7 @@ from ...model.pretrained.companions import adapter_files
 from ...network.method import Weights
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...storage import files
-from ...training.callbacks.early_stop import EarlyStop
+from ...training.control import EarlyStop
 from ...training.trainer import Trainer
 from .pickles import read_pickle
 from .trainer_folder import (

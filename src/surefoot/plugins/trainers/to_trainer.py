@@ -41,7 +41,7 @@ from ...recipe.files import RUN_RECIPE
 from ...recipe.recipe import Recipe
 from ...recipe.recipe import load as load_recipe
 from ...storage import files
-from ...training.callbacks.early_stop import EarlyStop
+from ...training.control import EarlyStop
 from .pickles import write_pickle
 from .trainer_folder import (
     OPTIMIZER,

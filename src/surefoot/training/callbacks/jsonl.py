@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ...errors import RunError
 from ...storage.files import append_line, make_folder, raising, write_aside
-from ..callback import Context, Metrics, TrainerCallback
-from ..state import TrainerControl, TrainerState
+from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 
 NAME = "metrics.jsonl"
 OF_THE_CLOCK = ("tokens_per_second", "elapsed")  # figures that no resume can repeat

@@ -1,4 +1,5 @@
-"""The launches of a run: who trains it, how far it is, and how each launch ended.
+"""The launches of a run: who trains it, how far it is, and how each launch ended; how one is
+started as a process of its own, and how another process follows what it writes.
 
 launches.jsonl    appended: one line when a launch begins, one for each log, one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
@@ -11,15 +12,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...storage.files import append_line
+from ...errors import RunError
+from ...storage.files import File, append_line, open_inside, open_log, parse_json
+from ...terminal_text import plain
 
 NAME = "launches.jsonl"
 HEARTBEAT = ".heartbeat.json"  # hidden: not uploaded with a run in an object store
@@ -98,3 +103,129 @@ def is_alive(found: Mapping[str, object]) -> bool | None:
     if found.get("host") != socket.gethostname() or not isinstance(pid, int) or since is None:
         return None
     return started(pid) == since
+
+
+LOG = "train.log"  # its output, in the folder of the run
+PYTHON = (sys.executable, "-P", "-m", "surefoot")
+
+
+def shown(arguments: Sequence[str]) -> str:
+    """A command as one types it."""
+    return f"surefoot {shlex.join(arguments)}"
+
+
+def start_training(
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start ``surefoot`` with ``arguments``, which trains in ``folder``. It gets this process's
+    environment and ``environment``. Raises ``RunError``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open_log(folder / LOG) as log:
+            log.write(f"$ {shown(arguments)}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                [*PYTHON, *arguments],
+                cwd=cwd,
+                env={**os.environ, **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise RunError(f"{folder}: cannot start training: {error.strerror}") from None
+    LaunchFiles(folder).announce(process.pid)
+    return process
+
+
+BLOCK = 1 << 22  # bytes read at a time
+_LONGEST = 1 << 28  # bytes of a line
+_PROOF = 256  # bytes before the position that must still be the same
+
+
+@dataclass
+class Follower:
+    """Reads the whole lines that were appended to a file since the last time."""
+
+    path: Path
+    position: int = 0
+    proof: bytes = b""  # what must still be before the position
+    _stamp: tuple[int, int, int] = (0, 0, 0)
+
+    def at_end(self) -> Follower:
+        """Skip the whole lines that are there, without reading them all."""
+        try:
+            with open_inside(self.path.parent, self.path.name) as file:
+                self.position = _end_of_lines(file)
+                start = max(0, self.position - _PROOF)
+                self.proof = file.read(start, self.position - start)
+        except OSError:
+            self.position, self.proof = 0, b""
+        return self
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The new lines, and whether the file was cut or replaced, so that these are all lines."""
+        lines: list[bytes] = []
+        is_other = False
+        for block, is_new_file in self.blocks():
+            is_other |= is_new_file
+            lines += block.split(b"\n")[:-1]
+        return lines, is_other
+
+    def blocks(self) -> Iterator[tuple[bytes, bool]]:
+        """The same as blocks of whole lines; the first one has whether it begins another file."""
+        try:
+            with open_inside(self.path.parent, self.path.name) as file:
+                if (stamp := file.stamp) == self._stamp:
+                    return
+                start = self.position - len(self.proof)
+                is_other = file.read_up_to(start, len(self.proof)) != self.proof
+                if is_other:
+                    self.position, self.proof = 0, b""
+                self._stamp = stamp
+                yield b"", is_other
+                yield from ((block, False) for block in self._blocks(file))
+        except OSError:
+            was_there = self.position > 0
+            self.position, self.proof, self._stamp = 0, b"", (0, 0, 0)
+            yield b"", was_there
+
+    def _blocks(self, file: File) -> Iterator[bytes]:
+        size = BLOCK
+        while data := file.read_up_to(self.position, size):
+            whole = data.rfind(b"\n") + 1
+            if not whole and len(data) == size < _LONGEST:
+                size *= 2
+                continue
+            if not whole:  # an incomplete line, still being written
+                break
+            self.position += whole
+            self.proof = (self.proof + data[max(0, whole - _PROOF) : whole])[-_PROOF:]
+            yield data[:whole]
+            if len(data) < size:
+                break
+
+
+def _end_of_lines(file: File) -> int:
+    """Where the last whole line of a file ends."""
+    end = file.size
+    while end > 0:
+        begin = max(0, end - BLOCK)
+        if whole := file.read(begin, end - begin).rfind(b"\n") + 1:
+            return begin + whole
+        end = begin
+    return 0
+
+
+def record(line: bytes) -> dict[str, object] | None:
+    """The record in a line, fit to be shown; None if it is none."""
+    try:
+        row = plain(parse_json(line))
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...storage.files import explain, write_aside
-from ..callback import Context, TrainerCallback
-from ..state import TrainerControl, TrainerState
+from ..callback import Context, TrainerCallback, TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 NAME = "loss.png"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import RecipeError, RunError, installation
 from ...storage.files import explain, raising, rename
-from ..callback import Context, Metrics, TrainerCallback
-from ..state import TrainerControl, TrainerState
+from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

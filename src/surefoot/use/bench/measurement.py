@@ -28,8 +28,7 @@ from ...optim.bf16_weights import rule_of
 from ...recipe.recipe import Recipe
 from ...run.assembly import build
 from ...run.policy import COMPUTED_IN
-from ...training.callback import Context, TrainerCallback
-from ...training.state import TrainerControl, TrainerState
+from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
 from ...training.trainer import Trainer
 from ...training.windows import num_steps
 from ..estimate.batches import heaviest

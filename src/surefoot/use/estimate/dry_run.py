@@ -24,7 +24,7 @@ from ...network.network import Network
 from ...network.open import open_network
 from ...network.preflight import check_optimizer_shards
 from ...optim.blocks import LONG
-from ...optim.state_cuts import shapes_of_state
+from ...optim.state import shapes_of_state
 from ...parallel.sharded_model import layers
 from ...parallel.tensor_parallel import widened
 from ...parallel.world import ALONE

@@ -15,7 +15,7 @@ from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...model.pretrained.base_identity import BaseModel
 from ...run.assembly import build_saver
-from ...training.state import TrainerState
+from ...training.callback import TrainerState
 from .dry_run import DryRunModel, optimizer_state
 from .size import CheckpointSize, checkpoint_size
 

@@ -1,0 +1,237 @@
+"""When a run logs, evaluates, saves and stops: triggers, early stopping, signals, and the metrics
+that go into a log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ..errors import STOP_SIGNALS, counted
+from .callback import Callbacks, Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from .evaluation import is_better
+from .step import StepMetrics
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trigger:
+    """Due every ``steps`` steps, every ``minutes`` minutes, or at the end of an epoch."""
+
+    steps: int | None = None
+    minutes: float | None = None
+    epoch: bool = False
+    clock: Callable[[], float] = time.monotonic
+    since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.since = self.clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due after ``step`` steps; the minutes then count from zero again."""
+        if self.minutes is not None and self.clock() - self.since >= 60 * self.minutes:
+            self.since = self.clock()
+            return True
+        return self.steps is not None and step % self.steps == 0
+
+
+@dataclass
+class IntervalCallback(TrainerCallback):
+    """Sets the flags of the loop when its triggers are due; at the last step, all in use."""
+
+    log: Trigger
+    evaluate: Trigger
+    save: Trigger
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """By steps and minutes; and at the end of the run."""
+        control.should_log |= self.log.is_due(state.global_step)
+        control.should_evaluate |= self.evaluate.is_due(state.global_step)
+        control.should_save |= self.save.is_due(state.global_step)
+        if state.global_step >= state.max_steps:
+            control.should_log = control.should_save = True
+            trigger = self.evaluate
+            is_used = trigger.steps is not None or trigger.minutes is not None or trigger.epoch
+            control.should_evaluate |= is_used
+
+    def on_epoch_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """By epoch."""
+        control.should_log |= self.log.epoch
+        control.should_evaluate |= self.evaluate.epoch
+        control.should_save |= self.save.epoch
+
+
+@dataclass
+class EarlyStop(TrainerCallback):
+    """Stops after ``patience`` evaluations in a row, none better by more than ``threshold``."""
+
+    patience: int
+    threshold: float = 0.0
+    best: float | None = None
+    num_worse: int = 0
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """A run that had stopped already does not resume."""
+        if self.num_worse >= self.patience:
+            control.should_training_stop = True
+            logger.info(
+                "this run has stopped early, at step %d; to train longer, raise "
+                "train.early_stopping_patience",
+                state.global_step,
+            )
+
+    def on_evaluate(
+        self, args: Context, state: TrainerState, control: TrainerControl, metrics: Metrics
+    ) -> None:
+        """Count evaluations without a better metric."""
+        section = args.section
+        metric = metrics[section.metric_for_best_model]
+        if is_better(metric, self.best, greater=section.is_greater_better, by=self.threshold):
+            self.best, self.num_worse = metric, 0
+            return
+        self.num_worse += 1
+        if self.num_worse >= self.patience:
+            control.should_training_stop = control.should_save = True
+            logger.info(
+                "early stop at step %d: %s was no better than %.4g for %s",
+                state.global_step,
+                section.metric_for_best_model,
+                self.best,
+                counted(self.num_worse, "evaluation"),
+            )
+
+    def state_dict(self) -> dict[str, float | None]:
+        """Best metric, and the number of evaluations that were not better."""
+        return {"best": self.best, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Restore the count."""
+        self.best, self.num_worse = state["best"], int(state["num_worse"] or 0)
+
+
+INSISTENT = (signal.SIGTERM, signal.SIGINT)  # a second one of these exits immediately
+_OUTPUTS = (1, 2)  # descriptors
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a run: without those that are ignored, as SIGHUP is under nohup."""
+    return [s for s in STOP_SIGNALS if s in INSISTENT or signal.getsignal(s) != signal.SIG_IGN]
+
+
+class StopSignal:
+    """A context in which a signal becomes a request, named ``received``. It may be nested."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._num_insistent = 0
+        self._terminals: list[int] = []
+        self._before: dict[signal.Signals, object] = {}
+        self._depth = 0
+
+    def __enter__(self) -> StopSignal:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._depth:  # elsewhere Python forbids handlers
+            self._terminals = [number for number in _OUTPUTS if os.isatty(number)]
+            self._before = {s: signal.signal(s, self._receive) for s in stop_signals()}
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._leave_closed_terminals()
+        # A closed terminal may send SIGHUP twice, and SIGTERM may follow SIGUSR1: neither insists.
+        # The kernel sends SIGXCPU each second.
+        self._num_insistent += number in INSISTENT
+        if self._num_insistent > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received is None:
+            self.received = signal.Signals(number)
+            again = "it again" if number in INSISTENT else "SIGTERM twice"
+            logger.warning(
+                "%s received: finishing this step and saving; send %s to exit immediately",
+                self.received.name,
+                again,
+            )
+
+    def _leave_closed_terminals(self) -> None:
+        """Write nowhere what went to a terminal that is gone: there it would be an error."""
+        for number in self._terminals:
+            if not os.isatty(number):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+
+
+@dataclass
+class LogAccumulator:
+    """Accumulates steps and converts them to one record."""
+
+    state: TrainerState
+    num_parameters: int  # for the estimate of total_flos
+    seconds: float = 0.0  # speed is of this session only, so these two are not saved
+    tokens: int = 0
+    last: StepMetrics | None = None
+
+    def spend(self, seconds: float) -> None:
+        """Add training time."""
+        self.seconds += seconds
+        self.state.train_runtime += seconds
+
+    def add(self, figures: StepMetrics) -> None:
+        """Add one step."""
+        state, tokens = self.state, figures.num_tokens
+        self.tokens, self.last = self.tokens + tokens, figures
+        state.num_input_tokens_seen += tokens
+        state.total_flos += 6.0 * self.num_parameters * tokens
+        if not figures.is_finite:
+            return
+        state.train_loss_total += figures.loss / figures.weight if figures.weight else 0.0
+        state.interval_loss += figures.loss
+        state.interval_weight += figures.weight
+        for name, value in figures.metrics.items():
+            state.interval_metrics[name] = state.interval_metrics.get(name, 0.0) + value
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Add the metrics of a window, if there are any."""
+        state = self.state
+        state.interval_windows += bool(figures)
+        for name, value in figures.items():
+            state.interval_figures[name] = state.interval_figures.get(name, 0.0) + value
+
+    def log(self, callbacks: Callbacks) -> None:
+        """Report the steps since the last report, if there are any, and reset."""
+        state = self.state
+        if self.last is None:
+            return
+        weight, windows = state.interval_weight, state.interval_windows
+        record: dict[str, float] = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "loss": state.interval_loss / weight if weight else float("nan"),
+            "grad_norm": self.last.grad_norm,
+            "learning_rate": self.last.learning_rate,
+            **{name: value / weight for name, value in state.interval_metrics.items() if weight},
+            **{name: value / windows for name, value in state.interval_figures.items()},
+            "num_input_tokens_seen": state.num_input_tokens_seen,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+        }
+        state.log_history.append(record)
+        state.interval_loss = state.interval_weight = 0.0
+        state.interval_metrics, state.interval_figures, state.interval_windows = {}, {}, 0
+        self.seconds, self.tokens, self.last = 0.0, 0, None
+        callbacks.emit("on_log", logs=record)

@@ -1,1 +1,0 @@
-"""When to log, evaluate, save and stop."""

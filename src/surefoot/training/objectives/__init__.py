@@ -1,1 +1,0 @@
-"""The mathematics of the stages: pure functions, each with its source."""

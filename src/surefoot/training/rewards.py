@@ -1,0 +1,353 @@
+"""Rewards of sampled responses: what each kind is, their sum, and the errors of a window.
+
+A reward is a user's function, a rule or a server, which a process of its own computes
+(``reward_process``), or a frozen model beside the policy. To add a rule: write its dataclass and
+its function, add its line to ``REWARDS``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from ..batch import SCORES, OutputSpec
+from ..data.example import Message
+from ..errors import RunError, counted
+from ..schema.locations import FilePath, FunctionPath, ModelPath
+from .reward_process import RewardProcess, RewardResult, RewardTask, Texts, short
+from .rollout import Event, Rollout
+
+if TYPE_CHECKING:
+    from ..data.text.codec import Codec
+
+
+@dataclass(frozen=True)
+class AuxiliaryModel:
+    """A frozen model beside the policy. One that computes ahead, before the first step, is freed
+    then. One of the windows stays: ``prepare`` can compute with it, and the outputs of the policy
+    may be divergences from it."""
+
+    spec: OutputSpec
+    model: ModelPath | None = None  # None: the policy as it was before the first step
+    when: Literal["ahead", "window"] = "ahead"
+
+
+logger = logging.getLogger(__name__)
+OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of a window."""
+
+    by_reward: Sequence[Sequence[float | None]]  # of each reward those of all rollouts
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what functions logged
+    extras: Mapping[str, Sequence[object]] = field(default_factory=dict)  # the same of each rollout
+
+
+class Reward(Protocol):
+    """How responses are rewarded. Its fields are its settings in the recipe. It is computed in a
+    process of its own as a ``task``, or by a frozen ``model`` beside the policy."""
+
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """What it is called in metrics."""
+
+    @property
+    def task(self) -> RewardTask | None:
+        """What the process computes; None: the model computes it."""
+
+    @property
+    def model(self) -> AuxiliaryModel | None:
+        """The model; None: there is a task."""
+
+
+def names_of(rewards: Sequence[Reward]) -> list[str]:
+    """The name of each, with a number where it occurs again."""
+    found: list[str] = []
+    for reward in rewards:
+        before = sum(other.name == reward.name for other in rewards[: len(found)])
+        found.append(f"{reward.name}_{before + 1}" if before else reward.name)
+    return found
+
+
+def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    """The rewards by their names in metrics, which are also the roles of models."""
+    return dict(zip(names_of(rewards), rewards, strict=True))
+
+
+def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
+    """The models that compute rewards, by role."""
+    found = ((name, reward.model) for name, reward in by_name(rewards).items())
+    return {name: model for name, model in found if model is not None}
+
+
+def computed(
+    process: RewardProcess, task: RewardTask, texts: Texts, seconds: float, on_error: OnError
+) -> RewardResult:
+    """The rewards of ``texts``. Raises ``RunError`` for the first failure, which names the
+    response; if ``on_error`` is skip, those that failed have none. What is wrong for every response
+    is always raised."""
+    is_one_enough = on_error == "stop"
+    found = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
+    if not found.failures:
+        return found
+    said = _said(task, found, texts)
+    if found.failures[0].is_fatal:
+        raise RunError(said)
+    if is_one_enough:
+        raise RunError(f"{said}; mend it, or set on_reward_error: skip, which drops such responses")
+    logger.warning("%s; skipped", said)
+    return found
+
+
+def rewarded(results: Sequence[RewardResult]) -> Rewarded:
+    """What several rewards gave. A metric is the mean of all values that were logged for it."""
+    logged: dict[str, list[float]] = {}
+    for result in results:
+        for name, values in result.metrics.items():
+            logged.setdefault(name, []).extend(values)
+    metrics = {name: sum(values) / len(values) for name, values in logged.items()}
+    extras = {name: values for result in results for name, values in result.extras.items()}
+    return Rewarded([result.rewards for result in results], metrics, extras)
+
+
+def _said(task: RewardTask, found: RewardResult, texts: Texts) -> str:
+    first = found.failures[0]
+    if first.place is None:
+        return f"{task.name}: {first.why}"
+    more = len(found.failures) - 1
+    rest = f" (and for {counted(more, 'other response')})" if more else ""
+    return f"{task.name}: {texts.name(first.place)}: {first.why}{rest}"
+
+
+def total(
+    by_reward: Sequence[Sequence[float | None]], weights: Sequence[float]
+) -> list[float | None]:
+    """The weighted sum of the rewards of each response; None if it has none of them."""
+    found: list[float | None] = []
+    for values in zip(*by_reward, strict=True):
+        known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+        found.append(sum(known) if known else None)
+    return found
+
+
+def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> Mapping[str, float]:
+    """The mean of each reward over the responses that have it, if there are several."""
+    found = {}
+    for name, values in zip(names, by_reward, strict=True) if len(names) > 1 else ():
+        known = [value for value in values if value is not None]
+        if known:
+            found[f"rewards/{name}"] = sum(known) / len(known)
+    return found
+
+
+def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
+    """The responses of a window as rewards read them."""
+    decode = codec.tokenizer.decode
+    names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
+    return Texts(
+        [decode(list(one.prompt)) for one in rollouts],
+        [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
+        [one.num_sampled for one in rollouts],
+        {name: [one.row.columns.get(name) for one in rollouts] for name in names},
+        [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
+        [one.completion for one in rollouts],
+    )
+
+
+def stepped(
+    process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
+) -> list[Message | None]:
+    """What the environment says to each response. Raises ``RunError``, which names the row."""
+    given = [
+        {
+            "session": event.session,
+            "row": dict(event.row.columns) if event.is_first else None,
+            "response": event.response,
+            "is_first": event.is_first,
+        }
+        for event in events
+    ]
+    found = process.step(str(path), given, seconds)
+    if "error" not in found:
+        return [None if one is None else _message(**one) for one in found["replies"]]
+    where = ""
+    if (at := found.get("place")) is not None:
+        where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
+    raise RunError(f"{path}:{where} {found['error']}")
+
+
+def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:
+    return Message(role, content, fields=fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighted:
+    """What all rewards have."""
+
+    weight: float = 1.0
+    """By how much it is multiplied in the sum of all rewards."""
+
+    @property
+    def model(self) -> AuxiliaryModel | None:
+        """The model that computes it."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionReward(_Weighted):
+    """A Python function. It is called with ``prompts``, ``completions`` and the columns of the
+    dataset, as lists, and returns a number for each completion, or None for one that does not
+    count.
+    """
+
+    path: FunctionPath
+    """File and name, such as ``rewards.py:exact_match``."""
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return self.path.name
+
+    @property
+    def task(self) -> RewardTask:
+        """Call it."""
+        return RewardTask(str(self.path), "function", {"path": str(self.path)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch(_Weighted):
+    """1 if the response is the text of a column, but for space around it, else 0."""
+
+    column: str
+    """The column of the dataset."""
+    name = "exact_match"
+
+    @property
+    def task(self) -> RewardTask:
+        """Compare."""
+        return RewardTask(self.name, self.name, {"column": self.column})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regex(_Weighted):
+    """1 if a regular expression is found in the response, else 0."""
+
+    pattern: str
+    """A regular expression of Python's; ``.`` matches line breaks, too."""
+    column: str | None = None
+    """A column of the dataset: what is found last (its first group, if it has one) must be the
+    text of the column.
+    """
+    name = "regex"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern: not a regular expression: {error}") from None
+
+    @property
+    def task(self) -> RewardTask:
+        """Search."""
+        return RewardTask(self.name, self.name, {"pattern": self.pattern, "column": self.column})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONSchema(_Weighted):
+    """1 if the response is JSON that a schema allows, else 0."""
+
+    schema: FilePath
+    """A file with a JSON schema."""
+    name = "json_schema"
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("jsonschema") is None:
+            raise ValueError("schema: needs the package jsonschema; install surefoot[jsonschema]")
+
+    @property
+    def task(self) -> RewardTask:
+        """Validate."""
+        return RewardTask(f"json_schema {self.schema}", self.name, {"schema": str(self.schema)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length(_Weighted):
+    """0 up to ``soft_limit`` tokens, then less, down to -1 at ``hard_limit`` (soft overlong
+    punishment, arXiv:2503.14476).
+    """
+
+    soft_limit: int
+    """The most tokens of a response without a punishment."""
+    hard_limit: int
+    """The fewest tokens with the full one."""
+    name = "length"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.soft_limit < self.hard_limit:
+            raise ValueError(
+                f"soft_limit must be at least 0 and less than hard_limit, got {self.soft_limit} "
+                f"and {self.hard_limit}"
+            )
+
+    @property
+    def task(self) -> RewardTask:
+        """Count."""
+        limits = {"soft_limit": self.soft_limit, "hard_limit": self.hard_limit}
+        return RewardTask(self.name, self.name, limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(_Weighted):
+    """The score of a reward model, such as ``stage: rm`` trains, at the last token of the response.
+    Its tokens must be the policy's.
+    """
+
+    path: ModelPath
+    """A folder or a hub id."""
+    name = "reward_model"
+    task = None
+
+    @property
+    def model(self) -> AuxiliaryModel:
+        """It stays in memory beside the policy."""
+        return AuxiliaryModel(SCORES, self.path, "window")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server(_Weighted):
+    """An HTTP server. It gets JSON by POST, ``{"prompts": [...], "completions": [...], "columns":
+    {name: [...]}}``, and answers ``{"rewards": [...]}``.
+    """
+
+    url: str
+    """Its address, such as ``http://localhost:8000/score``."""
+    name = "server"
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+
+    @property
+    def task(self) -> RewardTask:
+        """Ask it."""
+        return RewardTask(self.url, self.name, {"url": self.url})
+
+
+REWARDS: Mapping[str, type] = {
+    "function": FunctionReward,
+    "exact_match": ExactMatch,
+    "regex": Regex,
+    "json_schema": JSONSchema,
+    "length": Length,
+    "reward_model": RewardModel,
+    "server": Server,
+}
+OF_TEXT = ("function", "path")  # what a text such as rewards.py:f is

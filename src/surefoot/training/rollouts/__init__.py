@@ -1,1 +1,0 @@
-"""Rollouts of a policy: their one form, and what is kept of them for people."""
