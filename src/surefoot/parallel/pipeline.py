@@ -252,6 +252,9 @@ def order(name: ScheduleName, rank: int, size: int, parts: int, count: int) -> l
     alternates backward and forward, so that a rank stores the activations of at most ``size``
     micro-batches. ``interleaved`` (arXiv:2104.04473) does the same with several virtual stages per
     rank, which idles less. ``gpipe`` (arXiv:1811.06965) runs all forward passes first.
+
+    Pure arithmetic: every rank knows the order of every other one. So the next tensor that one
+    sends is the next that another expects, and tensors need no labels.
     """
     groups = _groups(size, count)
     forward = [(part, index) for group in groups for part in range(parts) for index in group]
@@ -298,7 +301,14 @@ class Arrival:
 
 @dataclass
 class Links:
-    """The other ranks of this rank's pipeline. Stage s is on rank s mod ``size``."""
+    """The other ranks of this rank's pipeline. Stage s is on rank s mod ``size``: in order, and
+    again from the first rank for the next virtual stage of each rank (a *part*).
+
+    Every rank knows each micro-batch of the window, and so the shape of each tensor; only the dtype
+    is sent, once, before the first tensor. So rows may have any lengths. The tensors of each
+    direction have a process group of their own: NCCL delivers in order within one group, and two
+    ranks that both send first would wait for each other.
+    """
 
     ranks: Sequence[int]  # of the pipeline's processes, in the order of their stages
     place: int  # of this process among them

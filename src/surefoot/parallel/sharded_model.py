@@ -190,7 +190,9 @@ def global_norm(
 ) -> torch.Tensor:
     """The Euclidean norm of all elements of all ``gradients``, which are on ``device``.
 
-    ``totals`` sums over all ranks. Replicated values count once. The sum is float64 on every rank,
+    Each rank sums its own shards, then ``totals`` sums over all ranks: one all-reduce, where
+    DTensor would use one for each axis of the mesh, log a warning, and spend most of the first step
+    on planning it. Replicated values count once. The sum is float64 on every rank,
     even without gradients, so all ranks clip with the same bits.
     """
     if not gradients:  # here; another stage of a pipeline may have some

@@ -94,7 +94,10 @@ _MOST = 65_536  # processes: their folders have five digits
 
 @dataclass(frozen=True)
 class Mesh:
-    """``dp_replicate`` replicas of a model, each sharded over ``dp_shard`` times ``tp`` ranks."""
+    """``dp_replicate`` replicas of a model, each sharded over ``dp_shard`` times ``tp`` ranks: by
+    tensor parallelism first, then by FSDP2, as in a run. But here all shards are along the first
+    dimension. The plan of an architecture says which tensors a run shards along the second; any
+    mesh can read any sharding."""
 
     dp_replicate: int = 1
     dp_shard: int = 1

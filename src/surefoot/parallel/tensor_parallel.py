@@ -10,11 +10,13 @@ PEFT's adapters follow the matrix that they modify. If it is sharded by columns 
 sharded in the same way and A is replicated; if it is sharded by rows (its input), A is sharded and
 B is replicated.
 
-Sequence parallelism: a block of sharded matrices gathers the tokens at its start, and its last
-matrix leaves each rank its shard of the sum (reduce-scatter), which costs as much as the sum alone
-(arXiv:2205.05198). Weights that are applied to a shard of the tokens have only a part of the
-gradient; it is summed over the ranks. Shards are equal: a batch whose length does not divide is
-padded on the right, where no token attends to the padding.
+Sequence parallelism: inside a block (attention, MLP) a rank has all tokens and a shard of each
+matrix, as usual. Around it, norms and sums are independent for each token, so each rank computes
+them for a shard of the tokens, and saves less for the backward pass. The block gathers the tokens
+at its start, and its last matrix leaves each rank its shard of the sum (reduce-scatter), which
+costs as much as the sum alone (arXiv:2205.05198). Weights that are applied to a shard of the tokens
+have only a part of the gradient; it is summed over the ranks. Shards are equal: a batch whose
+length does not divide is padded on the right, where no token attends to the padding.
 
 In a pipeline, stages exchange only the shards: nothing is gathered at the end of a stage. The model
 derives masks and positions from the length of its input before the first layer of the stage runs.

@@ -283,7 +283,13 @@ class AgreedShortageError(MemoryError):
 @contextlib.contextmanager
 def vote_on_memory(world: World) -> Iterator[None]:
     """Run a forward pass in the block. Raises ``AgreedShortageError`` on all ranks if one of them
-    runs out of memory in it. Does nothing unless all ranks are replicas."""
+    runs out of memory in it. Does nothing unless all ranks are replicas.
+
+    A replica has all weights, so its forward pass meets no other rank before gradients are reduced
+    in the backward pass. A vote between the two lets all replicas leave the step at the same place.
+    Ranks that share weights (``dp_shard``, ``tp``, ``pp``) meet in every layer; for them there is
+    no such place.
+    """
     if not world.has_replicas_only:
         yield
         return
