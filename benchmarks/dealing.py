@@ -25,7 +25,7 @@ from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.data.training_data import Encoding, prepare
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.stages.pt import PT
 from surefoot.stages.sft import SFT
 

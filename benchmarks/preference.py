@@ -21,9 +21,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from surefoot.batch import IGNORE_INDEX, Batch, Features, OutputSpec
 from surefoot.data.text.ranking import collate_pairs, unshared
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import LogprobHead, logprob_head_of
+from surefoot.model import outputs
+from surefoot.model.isolation import use_packed
+from surefoot.model.outputs import LogprobHead, logprob_head_of
 
 HIDDEN, LAYERS, VOCABULARY, PAIRS = 256, 4, 4_000, 4
 LENGTHS = [(32, 64), (64, 64), (128, 64), (384, 64)]  # of prompts and answers, on average

@@ -22,7 +22,7 @@ LATER, LATER_FILES = (
     {"torch", "numpy"},
     {"batch", "data/text/collation"},
 )
-LATER_FILES |= {"model/targets", "stages/dpo", "training/losses"}
+LATER_FILES |= {"stages/dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/given", "plugins/board/metrics"}
 LATER_FILES |= {"training/advantages", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}

@@ -12,7 +12,7 @@ import surefoot
 from project import Project, assert_same, final_weights, losses, metrics, model_folder
 from surefoot.data.text.collation import collate
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build

@@ -14,7 +14,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import warm
-from surefoot.model.seeding import seed_everything
+from surefoot.model.numerics import seed_everything
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "gpu"
 sys.path.append(str(FOLDER))

@@ -29,7 +29,7 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import join
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build

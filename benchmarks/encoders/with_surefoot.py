@@ -13,7 +13,7 @@ from surefoot.data.store.dataset import EncodedDataset
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.data.training_data import Encoding, prepare
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.stages.sft import SFT
 
 todo = task()

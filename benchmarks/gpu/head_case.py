@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from surefoot.model.head import chunked_cross_entropy
+from surefoot.model import chunked_cross_entropy
 from surefoot.use.bench.hardware import forget_peak, peak_memory
 
 CHUNKS = (384, 1024, 4096)  # positions, of Surefoot's head; the first is what training uses

@@ -192,7 +192,7 @@ Window = Sequence[Batch]  # the micro-batches of one optimizer step
 @dataclass(frozen=True)
 class Divergence:
     """How far a model's next-token distribution is from that of another model; see
-    ``model/head/chunked_cross_entropy.py``."""
+    ``model/chunked_cross_entropy.py``."""
 
     role: str  # of the other model
     kind: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"

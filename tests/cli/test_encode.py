@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from folders import save_data, save_recipe
 from surefoot.cli.main import main
 from surefoot.data.training_data import find, open_stream
-from surefoot.model.pretrained.loading import resolve
+from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of
 from surefoot.run.policy import build_codec

@@ -9,7 +9,7 @@ from project import Project
 from project import tokenizer as project_tokenizer
 from surefoot.cli.main import main
 from surefoot.cli.plan import PARTS, duration
-from surefoot.model.head.chunked_cross_entropy import CHUNK
+from surefoot.model.chunked_cross_entropy import CHUNK
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.training_data import TrainingData
 from surefoot.methods.full import Full
-from surefoot.model.attention import isolation
-from surefoot.model.pretrained.layers import recompute_activations
-from surefoot.model.pretrained.loading import device
+from surefoot.model import isolation
+from surefoot.model.layers import recompute_activations
+from surefoot.model.loading import device
+from surefoot.model.numerics import seed_everything
 from surefoot.model.section import ModelSection
-from surefoot.model.seeding import seed_everything
 from surefoot.network.heads import add_heads
 from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
 from surefoot.network.tensors import REAL

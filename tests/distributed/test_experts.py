@@ -10,7 +10,7 @@ from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.weights import FullWeights
+from surefoot.model.weights import FullWeights
 from surefoot.parallel.world import ALONE
 from test_reshard import CLOSE, assert_bitwise, assert_written_once
 

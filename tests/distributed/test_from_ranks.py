@@ -11,7 +11,7 @@ from spread import learn, save, trainer
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.sources.source import JoinedSource, TensorsInMemory
 from surefoot.errors import CheckpointError
-from surefoot.model.pretrained.weights import places
+from surefoot.model.weights import places
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming import AttentionHeads, to_mindspore
 from surefoot.plugins.mindspore.parallel_config import ParallelConfig

@@ -7,7 +7,7 @@ import ranks
 import tiny
 from spread import UNEVEN, learn, trainer
 from surefoot.methods.lora import LoRA
-from surefoot.model.head.outputs import WholeVocabulary
+from surefoot.model.outputs import WholeVocabulary
 from surefoot.parallel.collectives import MeshAxis, part
 from surefoot.parallel.vocab_parallel import VocabParallelLogits, cut_vocabulary
 from surefoot.parallel.world import ALONE

@@ -18,7 +18,7 @@ from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.verification import verify
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.seeding import seed_everything
+from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 
 CLOSE = 1e-9  # of float64 after some steps of Adam

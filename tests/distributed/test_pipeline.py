@@ -13,7 +13,7 @@ from spread import UNEVEN, learn, trainer
 from surefoot.checkpoint.loading import load
 from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
-from surefoot.model.seeding import seed_everything
+from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 
 STEPS = 3

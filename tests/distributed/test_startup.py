@@ -26,8 +26,8 @@ from surefoot.data.training_data import TrainingData
 from surefoot.errors import ModelError
 from surefoot.methods.full import Freeze, Full, LLaMAPro
 from surefoot.methods.lora import LoRA
-from surefoot.model.attention.isolation import PromptSharing, use_packed
-from surefoot.model.pretrained.loading import load_model
+from surefoot.model.isolation import PromptSharing, use_packed
+from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
 from surefoot.optim.variants.adamw import AdamW

@@ -2,8 +2,8 @@
 
 import pytest
 
-from surefoot.model.pretrained import loading
-from surefoot.model.seeding import use_deterministic_kernels
+from surefoot.model import loading
+from surefoot.model.numerics import use_deterministic_kernels
 
 
 @pytest.fixture(scope="session")

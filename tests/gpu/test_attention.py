@@ -9,10 +9,8 @@ from exact import assert_all_close, assert_close
 from torch import nn
 
 import tiny
-from surefoot.model.attention import isolation, kernels, packed
-from surefoot.model.attention import kernels as selection
-from surefoot.model.attention import packed as mode
-from surefoot.model.attention.packed import Bounds, by_document
+from surefoot.model import isolation, packed_attention
+from surefoot.model.packed_attention import Bounds, by_document
 
 pytestmark = pytest.mark.gpu
 NAMES = ("result", "dq", "dk", "dv")
@@ -24,13 +22,13 @@ SCALE = 0.2
 def row(device, dtype=torch.float32):
     """Documents of many lengths, one of them a single token; four query heads share a key head."""
     bounds = [0, 700, 707, 708, 1091, 2048] if device.type == "cuda" else [0, 40, 47, 48, 96]
-    return selection.Row(8, 2, 64 if device.type == "cuda" else 16, bounds, device, dtype)
+    return packed_attention.Row(8, 2, 64 if device.type == "cuda" else 16, bounds, device, dtype)
 
 
 def kernel_of(name, device, dtype=torch.bfloat16):
     """The kernel ``name``, or a skip that says why it cannot run."""
-    if name in packed.KERNELS:
-        attend = by_document(packed.KERNELS[name])
+    if name in packed_attention.KERNELS:
+        attend = by_document(packed_attention.KERNELS[name])
 
         def run(heads, bounds, scaling):
             told = {"document_bounds": bounds, "scaling": scaling}
@@ -45,7 +43,7 @@ def kernel_of(name, device, dtype=torch.bfloat16):
         pytest.skip(f"{name} computes in 16 bits only")
     if name == "flex":
         torch._dynamo.reset()  # or it is compiled for too many shapes, and then not at all
-    return kernels.candidates(device)[name]
+    return packed_attention.candidates(device)[name]
 
 
 def reference(heads, bounds, scaling):
@@ -112,25 +110,26 @@ def test_with_deterministic_kernels_each_repeats_its_bits(name, device, determin
 
 def test_the_kernel_that_a_run_selects_passes_its_own_check(device, deterministic, caplog):
     caplog.set_level("INFO")
-    chosen = selection.choose(row(device, torch.bfloat16))
-    assert chosen == ("varlen" if device.type == "cuda" else selection.BY_DOCUMENT), caplog.text
+    chosen = packed_attention.choose(row(device, torch.bfloat16))
+    expected = "varlen" if device.type == "cuda" else packed_attention.BY_DOCUMENT
+    assert chosen == expected, caplog.text
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_model_of_packed_rows_gives_the_logits_of_its_documents_alone(name, device):
     kernel_of(name, device)
-    attention = name if name in packed.KERNELS else "sdpa"
+    attention = name if name in packed_attention.KERNELS else "sdpa"
     model = tiny.model("qwen3", attention=attention, head_dim=16).to(device)
     exact = tiny.model("qwen3", attention="eager", head_dim=16, dtype=torch.float64).to(device)
     isolation.use_packed(model)
-    if name not in packed.KERNELS:
-        selection.use(model, name)
+    if name not in packed_attention.KERNELS:
+        packed_attention.use(model, name)
     documents = [torch.arange(n, device=device) * 7 % 60 + 3 for n in (5, 1, 9, 12)]
     bounds = torch.tensor([0, *torch.tensor([5, 1, 9, 12]).cumsum(0)]).int()
     positions = torch.cat([torch.arange(len(d), device=device) for d in documents])[None]
     row = {"input_ids": torch.cat(documents)[None], "position_ids": positions, "use_cache": False}
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
-        logits = model(**row, **packed.packed_arguments(model, bounds)).logits[0]
+        logits = model(**row, **packed_attention.packed_arguments(model, bounds)).logits[0]
     with torch.no_grad():
         alone = [exact(input_ids=each[None], use_cache=False).logits[0] for each in documents]
     assert_close(logits, torch.cat(alone), torch.bfloat16)
@@ -159,18 +158,19 @@ class Modes(torch.autograd.Function):
 def test_strict_mode_is_on_in_attention_forward_and_backward_and_nowhere_else(
     device, deterministic, monkeypatch
 ):
-    monkeypatch.setattr(mode, "DEVICES", {device.type})
+    monkeypatch.setattr(packed_attention, "DEVICES", {device.type})
     monkeypatch.setattr(Modes, "seen", [])
     inputs = [torch.randn(1, 2, 5, 8, device=device, requires_grad=True) for _ in range(3)]
     before = [Modes.apply(each) for each in inputs]
 
     def attend(heads):
-        return Modes.apply(packed.sdpa(heads, packed.Scoring(None, 0.0, None, None)))
+        plain = packed_attention.Scoring(None, 0.0, None, None)
+        return Modes.apply(packed_attention.sdpa(heads, plain))
 
-    Modes.apply(mode.deterministically(attend, before)).sum().backward()
+    Modes.apply(packed_attention.deterministically(attend, before)).sum().backward()
     outside, inside = [False] * 3, [True]
     assert Modes.seen == [*outside, *inside, False, False, *inside, *outside]
     gradients = [each.grad.clone() for each in inputs]
-    packed.sdpa(inputs, packed.Scoring(None, 0.0, None, None)).sum().backward()
+    packed_attention.sdpa(inputs, packed_attention.Scoring(None, 0.0, None, None)).sum().backward()
     for each, gradient in zip(inputs, gradients, strict=True):
         assert torch.equal(each.grad, 2 * gradient)

@@ -12,7 +12,7 @@ from project import Project, assert_same, checkpoints, final_weights
 from spread import learn, trainer
 from surefoot.errors import RunError
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.layers import compile_layers
+from surefoot.model.layers import compile_layers
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.world import ALONE, connected

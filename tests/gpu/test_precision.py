@@ -7,7 +7,7 @@ import torch
 
 import small
 import tiny
-from surefoot.model.pretrained.layers import use_float8
+from surefoot.model.layers import use_float8
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.sharded_model import layers
 

@@ -16,7 +16,7 @@ from project import Project, assert_same, checkpoints, losses
 from surefoot.checkpoint.state.states import RandomState
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.attention import packed
+from surefoot.model import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 METHODS = {"full": Full(), "lora": LoRA(rank=4, dropout=0.2)}
@@ -54,9 +54,9 @@ def resumed_and_whole(folder, make):
 
 def run_with(attention, precision, method):
     """Two micro-batches a step; flex has tiles of at least 16."""
-    by_name = attention if attention in packed.KERNELS else "sdpa"
+    by_name = attention if attention in packed_attention.KERNELS else "sdpa"
     options = {"precision": precision, "method": method}
-    if attention not in packed.KERNELS:
+    if attention not in packed_attention.KERNELS:
         options["attention"] = attention
 
     def make(folder, *members):

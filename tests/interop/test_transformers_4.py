@@ -10,10 +10,10 @@ import torch
 
 from folders import save_model
 from surefoot.checkpoint.disk.folder import tokenizer_of
-from surefoot.model.pretrained.companions import model_files, tokenizer_files
-from surefoot.model.pretrained.config import read_config
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.config import read_config
 from surefoot.model.section import ModelSection
+from surefoot.model.tokenizer import load_tokenizer
+from surefoot.model.weights import model_files, tokenizer_files
 from zoo.architectures import SETTINGS, build
 
 PYTHON = os.environ.get("TRANSFORMERS_4_PYTHON")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import CheckpointError
-from surefoot.model.pretrained import base_identity
+from surefoot.model import base_identity
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.use import export

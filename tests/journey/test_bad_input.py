@@ -58,8 +58,7 @@ def pickled(project):
 def adapter_of_another_model(project):
     from surefoot.checkpoint.saving.preparation import save
     from surefoot.methods.lora import LoRA
-    from surefoot.model.pretrained.companions import adapter_files
-    from surefoot.model.pretrained.weights import AdapterWeights
+    from surefoot.model.weights import AdapterWeights, adapter_files
 
     other = LoRA(rank=2).apply(tiny.model("llama", hidden_size=16, head_dim=4))
     companions = adapter_files(other)

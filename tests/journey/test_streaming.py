@@ -10,7 +10,7 @@ import surefoot
 from project import Project, assert_same, checkpoints, final_weights, in_child, losses, rows
 from surefoot.data.training_data import encode_stream
 from surefoot.errors import DataError, RecipeError
-from surefoot.model.pretrained.loading import resolve
+from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of
 from surefoot.run.policy import build_codec

@@ -14,7 +14,7 @@ from surefoot.checkpoint.layouts.adapter_merge import merged
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import ModelError, SurefootError
-from surefoot.model.pretrained.adapter import add_named, attach, attach_empty, is_addable
+from surefoot.model.adapter_files import add_named, attach, attach_empty, is_addable
 
 IDS = torch.arange(60, 76)[None]
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from surefoot.model.meta_device import fill_buffers
-from surefoot.model.pretrained.loading import load_model
+from surefoot.model.loading import fill_buffers, load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
 from zoo import architectures

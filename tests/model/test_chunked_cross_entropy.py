@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
-from surefoot.model.head import chunked_cross_entropy
-from surefoot.model.head.chunked_cross_entropy import Head, logps, scores, totals
+from surefoot.model import chunked_cross_entropy
+from surefoot.model.chunked_cross_entropy import Head, logps, scores, totals
 
 N, D, V = 23, 7, 41
 

@@ -14,7 +14,7 @@ from surefoot.errors import RecipeError
 from surefoot.methods.badam import LISA, BAdam, BAdamRatio
 from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.layers import compile_layers
+from surefoot.model.layers import compile_layers
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.world import ALONE
 

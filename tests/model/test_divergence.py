@@ -8,9 +8,9 @@ import torch
 import tiny
 from surefoot.batch import Divergence, OutputSpec
 from surefoot.data.text.collation import collate
-from surefoot.model.head import chunked_cross_entropy, outputs
-from surefoot.model.head.chunked_cross_entropy import KINDS, Head, TargetDistribution, divergences
-from surefoot.model.head.outputs import logprob_head_of
+from surefoot.model import chunked_cross_entropy, outputs
+from surefoot.model.chunked_cross_entropy import KINDS, Head, TargetDistribution, divergences
+from surefoot.model.outputs import logprob_head_of
 
 N, D, V = 11, 5, 17
 CASES = [

@@ -11,7 +11,7 @@ from spread import compare
 from surefoot.errors import ModelError, RecipeError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.model.embedding_noise import add_embedding_noise, document_lengths
+from surefoot.model.layers import add_embedding_noise, document_lengths
 from surefoot.recipe.recipe import load
 from surefoot.training import TrainerCallback
 

@@ -12,10 +12,8 @@ import surefoot
 import tiny
 from project import Project, assert_same, final_weights, losses, model_folder
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.attention import packed
-from surefoot.model.pretrained import layers as float8
-from surefoot.model.pretrained import loading
-from surefoot.parallel.sharded_model import layers
+from surefoot.model import layers, loading, packed_attention
+from surefoot.parallel import sharded_model
 from surefoot.recipe.recipe import load
 from surefoot.use.estimate.dry_run import dry_run_batch
 from surefoot.use.estimate.live_bytes import LiveBytes
@@ -24,7 +22,7 @@ from use.estimate import scene
 ROOT = Path(__file__).parents[2]
 IS_INSTALLED = find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not IS_INSTALLED, reason="torchao is not installed")
-MANY = get_args(float8.Scaling)
+MANY = get_args(layers.Scaling)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
@@ -35,7 +33,7 @@ def test_losses_and_gradients_are_near_those_of_float32(scaling):
     device = loading.device()
     exact, model = (tiny.model("qwen3", **SIZES).to(device) for _ in range(2))
     emulate = device.type == "cpu"
-    assert float8.use_float8(layers(model), scaling, emulate=emulate) == 3 * 7
+    assert layers.use_float8(sharded_model.layers(model), scaling, emulate=emulate) == 3 * 7
     assert type(model.lm_head) is torch.nn.Linear
     assert model.state_dict().keys() == exact.state_dict().keys()
     ids = torch.randint(3, 64, (1, 23), generator=torch.Generator().manual_seed(0)).to(device)
@@ -108,8 +106,8 @@ def test_plan_runs_the_products_of_a_gpu_that_this_machine_has_not(tmp_path):
 @pytest.mark.parametrize("scaling", MANY)
 def test_documents_of_a_packed_row_do_not_change_each_other(scaling):
     model = tiny.model("qwen3", **SIZES)
-    float8.use_float8(layers(model), scaling, emulate=True)
-    assert packed.use_packed(model)
+    layers.use_float8(sharded_model.layers(model), scaling, emulate=True)
+    assert packed_attention.use_packed(model)
 
 
 @pytest.mark.skipif(IS_INSTALLED, reason="torchao is installed")
@@ -123,7 +121,7 @@ def test_without_torchao_the_error_says_what_to_install(tmp_path):
 def test_matrices_of_odd_sizes_are_left_alone():
     odd = tiny.model("qwen3", hidden_size=40, intermediate_size=96, head_dim=10)
     with pytest.raises(ModelError, match="no trained linear layer has sizes that are multiples"):
-        float8.use_float8(layers(odd), "rowwise", emulate=True)
+        layers.use_float8(sharded_model.layers(odd), "rowwise", emulate=True)
 
 
 @pytest.mark.parametrize(

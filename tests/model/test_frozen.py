@@ -6,7 +6,7 @@ import torch
 import tiny
 from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.layers import recompute_activations
+from surefoot.model.layers import recompute_activations
 
 IDS = torch.arange(2, 12)[None]
 

@@ -5,15 +5,15 @@ import torch
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model.pretrained import weights as fused_parameters
-from surefoot.model.pretrained.weights import FullWeights
+from surefoot.model import weights
+from surefoot.model.weights import FullWeights
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_each_part_is_where_transformers_finds_it(kind):
     model = tiny.model(kind, num_hidden_layers=2)
     files, parameters = FullWeights(model).state_dict(), dict(model.named_parameters())
-    found = fused_parameters.places(model)
+    found = weights.places(model)
     assert {name for name in files if ".experts." in name} == set(found)
     for name, at in found.items():
         (expert, row, column), (height, width) = at.start, at.shape
@@ -23,13 +23,13 @@ def test_each_part_is_where_transformers_finds_it(kind):
 
 
 def test_a_model_without_fused_parameters_has_no_parts():
-    assert fused_parameters.places(tiny.model("qwen2")) == {}
+    assert weights.places(tiny.model("qwen2")) == {}
 
 
 def test_parts_that_are_not_rows_in_their_order_are_refused(monkeypatch):
     def backwards(model, state):
         return {f"{name}.part": tensor[0].flip(0) for name, tensor in state.items()}
 
-    monkeypatch.setattr(fused_parameters, "revert_weight_conversion", backwards)
+    monkeypatch.setattr(weights, "revert_weight_conversion", backwards)
     with pytest.raises(ModelError, match=r"part: transformers does more than split .* into rows"):
-        fused_parameters.places(tiny.model("mixtral"))
+        weights.places(tiny.model("mixtral"))

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.adapter import check
-from surefoot.model.pretrained.config import extension_of, read_config
+from surefoot.model.adapter_files import check
+from surefoot.model.config import extension_of, read_config
 from surefoot.model.section import ModelSection
 from surefoot.network.tensors import from_config
 from surefoot.storage.files import read_json

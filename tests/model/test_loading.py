@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.loading import (
+from surefoot.model.loading import (
     grow_embeddings,
     load_model,
     resolve,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surefoot.model.head.chunked_cross_entropy import Head
+from surefoot.model.chunked_cross_entropy import Head
 
 
 def reference(logits, labels, softcap, smoothing):

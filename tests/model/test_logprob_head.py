@@ -8,9 +8,9 @@ from torch import nn
 
 import tiny
 from surefoot.batch import OutputSpec
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
+from surefoot.model import outputs
+from surefoot.model.isolation import use_packed
+from surefoot.model.outputs import logprob_head_of
 
 KINDS = [*tiny.KINDS, *tiny.MORE]
 

@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from surefoot.model.malloc import keep_freed_memory
+from surefoot.model.numerics import keep_freed_memory
 
 def faults():  # pages that this process has been given so far
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import tiny
-from surefoot.model.head.outputs import logprob_head_of
-from surefoot.model.meta_device import on_meta
+from surefoot.model.loading import on_meta
+from surefoot.model.outputs import logprob_head_of
 from zoo import architectures
 
 READS_VALUES = ["gpt2", "gptj", "gpt_neo", "codegen", "openai-gpt", "jetmoe", "ctrl", "mixtral"]

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, OPTCon
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.model.attention import packed
+from surefoot.model import packed_attention
 from surefoot.model.pipeline_stages import anatomy
 
 SMALL = {**tiny.SIZES, "tie_word_embeddings": False}
@@ -17,7 +17,7 @@ SMALL = {**tiny.SIZES, "tie_word_embeddings": False}
 def test_the_parts_are_found_and_left_as_they_were(kind, packing):
     model = tiny.model(kind)
     if packing:
-        packed.switch_to_packed(model)
+        packed_attention.switch_to_packed(model)
     before = dict(model.named_modules())
     found = anatomy(model)
     names = (found.embedding, found.layers, found.norm, found.head, found.num_layers)

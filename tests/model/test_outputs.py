@@ -6,8 +6,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import tiny
 from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.head import outputs
+from surefoot.model import outputs
+from surefoot.model.isolation import use_packed
 
 
 def padded(rows, labels):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import tiny
 from surefoot.errors import ModelError
-from surefoot.model.attention.isolation import packed_meanwhile, use_packed
-from surefoot.model.attention.packed import packed_arguments, uses_document_attention
+from surefoot.model.isolation import packed_meanwhile, use_packed
+from surefoot.model.packed_attention import packed_arguments, uses_document_attention
 from zoo import architectures
 
 CASES = [

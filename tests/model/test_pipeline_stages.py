@@ -12,8 +12,7 @@ import tiny
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention import isolation
-from surefoot.model.head import outputs
+from surefoot.model import isolation, outputs
 from surefoot.model.pipeline_stages import keep, parameters_of, split
 
 

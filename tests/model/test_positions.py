@@ -18,8 +18,8 @@ from folders import edit_json, save_adapter, save_data, save_model, save_recipe,
 from surefoot.checkpoint.converting.targets import PEFTAdapter
 from surefoot.data.training_data import prepare
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.pretrained.config import num_positions
-from surefoot.model.pretrained.loading import resolve
+from surefoot.model.config import num_positions
+from surefoot.model.loading import resolve
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load

@@ -6,7 +6,7 @@ import torch
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.layers import recompute_activations
+from surefoot.model.layers import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.recipe.recipe import read
 from surefoot.use.estimate.live_bytes import LiveBytes

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 import tiny
-from surefoot.model.attention import isolation, kernels, packed
-from surefoot.model.attention import kernels as selection
-from surefoot.model.attention.kernels import BY_DOCUMENT, Row, choose, flex, register, varlen
-from surefoot.model.attention.packed import Bounds
+from surefoot.model import isolation, packed_attention
+from surefoot.model.packed_attention import BY_DOCUMENT, Bounds, Row, choose, flex, register, varlen
 
 CPU = torch.device("cpu")
 ROW = Row(4, 2, 16, [0, 40, 47, 48, 128], CPU, torch.float32)
-right = selection._by_document
+right = packed_attention._by_document
 
 
 def test_where_there_is_nothing_to_choose_from_the_log_says_what_is_used(caplog):
@@ -38,9 +36,9 @@ def test_the_first_kernel_that_passes_is_used_however_slow_it_is(caplog):
 
 def test_the_order_of_preference_is_fixed(monkeypatch):
     for has_package, names in ((True, ["varlen", "flash", "flex"]), (False, ["varlen", "flex"])):
-        monkeypatch.setattr(kernels, "find_spec", lambda _, has=has_package: has or None)
-        assert list(kernels.candidates(torch.device("cuda"))) == names
-    assert not kernels.candidates(CPU)
+        monkeypatch.setattr(packed_attention, "find_spec", lambda _, has=has_package: has or None)
+        assert list(packed_attention.candidates(torch.device("cuda"))) == names
+    assert not packed_attention.candidates(CPU)
 
 
 def leaks(heads, bounds, scaling):
@@ -79,7 +77,7 @@ def test_a_kernel_that_cannot_be_trusted_is_dropped_with_its_reason(
     kernel, why, caplog, monkeypatch
 ):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(selection, "_by_document", right)
+    monkeypatch.setattr(packed_attention, "_by_document", right)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert choose(ROW, {"new": kernel}) == BY_DOCUMENT
@@ -105,7 +103,7 @@ def test_varlen_is_called_as_this_version_of_torch_has_it(knows_gqa, monkeypatch
         assert enable_gqa
         return run(*arguments, scale=scale, window_size=window_size)
 
-    monkeypatch.setattr(kernels, "varlen_attn", newer if knows_gqa else run)
+    monkeypatch.setattr(packed_attention, "varlen_attn", newer if knows_gqa else run)
     assert choose(ROW, {"varlen": varlen}) == "varlen"
 
 
@@ -131,10 +129,10 @@ def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monk
         model = tiny.model(kind, **({"sliding_window": 5} if kind == "mistral" else {}))
         isolation.use_packed(model)
         asked = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        expected = model(**asked, **packed.packed_arguments(model, bounds)).logits
-        model.set_attn_implementation(packed.PREFIX + "counted")
+        expected = model(**asked, **packed_attention.packed_arguments(model, bounds)).logits
+        model.set_attn_implementation(packed_attention.PREFIX + "counted")
         calls.clear()
-        found = model(**asked, **packed.packed_arguments(model, bounds)).logits
+        found = model(**asked, **packed_attention.packed_arguments(model, bounds)).logits
         torch.testing.assert_close(found, expected)
         assert len(calls) == layers
 
@@ -142,5 +140,5 @@ def test_a_model_gives_the_same_through_a_kernel_and_windows_go_by_document(monk
 def test_a_kernel_that_is_not_here_any_more_gives_way_with_a_warning(caplog):
     model = tiny.model()
     isolation.use_packed(model)
-    assert selection.use(model, "varlen") == BY_DOCUMENT
+    assert packed_attention.use(model, "varlen") == BY_DOCUMENT
     assert "kernel: varlen, used by the checkpoint, is not available" in caplog.text

@@ -13,13 +13,11 @@ import tiny
 from surefoot.batch import IGNORE_INDEX, OutputSpec, TrainedPositions, trained_positions
 from surefoot.data.text.collation import collate, collate_pairs, split, unshared
 from surefoot.errors import ModelError
-from surefoot.model.attention import kernels as selection
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.attention.kernels import register
-from surefoot.model.attention.packed import PREFIX
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
-from surefoot.model.pretrained.layers import compile_layers, recompute_activations
+from surefoot.model import outputs, packed_attention
+from surefoot.model.isolation import use_packed
+from surefoot.model.layers import compile_layers, recompute_activations
+from surefoot.model.outputs import logprob_head_of
+from surefoot.model.packed_attention import PREFIX, register
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.tensor_parallel import widened
 
@@ -175,7 +173,7 @@ def test_a_kernel_for_rows_leaves_branches_to_the_documents_own():
 
     def counted(*row):
         calls.append(row)
-        return selection._by_document(*row)
+        return packed_attention._by_document(*row)
 
     register("counted_too", counted)
     plain, model = tiny.model(), tiny.model()

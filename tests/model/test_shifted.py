@@ -12,9 +12,9 @@ from project import Project, assert_same, final_weights, losses
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import pack
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.attention.packed import Bounds, by_document, in_groups, sdpa, use_groups
-from surefoot.model.head import outputs
+from surefoot.model import outputs
+from surefoot.model.isolation import use_packed
+from surefoot.model.packed_attention import Bounds, by_document, in_groups, sdpa, use_groups
 from surefoot.recipe.recipe import load, read
 from surefoot.run.assembly import build
 from zoo import architectures

@@ -15,8 +15,7 @@ import packed_weights
 import surefoot
 from surefoot.cli.main import main
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.config import read_config
-from surefoot.model.pretrained.quantized import dequantization
+from surefoot.model.config import dequantization, read_config
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
 from surefoot.parallel.box import Box

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 import tiny_tokenizers
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.companions import saved_files
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
+from surefoot.model.weights import saved_files
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.companions import adapter_files, model_files
-from surefoot.model.pretrained.weights import AdapterWeights, FullWeights
+from surefoot.model.weights import AdapterWeights, FullWeights, adapter_files, model_files
 
 IDS = torch.arange(3, 20)[None]
 

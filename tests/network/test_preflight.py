@@ -16,7 +16,7 @@ from surefoot.errors import ModelError, RecipeError, RunError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.lora_targets import refuse_read_weights
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.preflight import refuse_early, size_of_save
@@ -158,7 +158,7 @@ def test_tokens_whose_embeddings_would_not_be_trained_are_refused_with_a_cure(pr
 
 
 def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
-    monkeypatch.setattr("surefoot.model.pretrained.quantized.find_spec", lambda _: None)
+    monkeypatch.setattr("surefoot.model.config.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="needs bitsandbytes, which is not installed"):
         checked(project, tmp_path, quantization_bit=4, method=LoRA())
     monkeypatch.setattr("surefoot.network.preflight.find_spec", lambda _: None)

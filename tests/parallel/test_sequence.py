@@ -9,8 +9,7 @@ import tiny
 from surefoot.batch import IGNORE_INDEX, OutputSpec
 from surefoot.data.text.collation import collate
 from surefoot.errors import RecipeError
-from surefoot.model.attention import isolation
-from surefoot.model.head import outputs
+from surefoot.model import isolation, outputs
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.tensor_parallel import block, widened
 from surefoot.parallel.tp_plan import ModulePlan

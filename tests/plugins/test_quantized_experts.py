@@ -15,7 +15,7 @@ from folders import save_data, save_model, save_recipe
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import ModelError
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.use import export
 from surefoot.use.exporting.base_model import meta_model
 from surefoot.use.model_loading import find_parts

@@ -8,7 +8,7 @@ import pytest
 from folders import save_data, save_recipe
 from surefoot.data.training_data import prepare
 from surefoot.errors import TemplateError
-from surefoot.model.pretrained.loading import resolve
+from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of, open_codec
 from surefoot.stages import STAGES

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import surefoot
 from project import Project, checkpoints, losses, model_folder
 from surefoot.errors import ModelError
-from surefoot.model.pretrained import base_identity
-from surefoot.model.pretrained.base_identity import BaseModel, identify
+from surefoot.model import base_identity
+from surefoot.model.base_identity import BaseModel, identify
 from surefoot.model.section import ModelSection
 from surefoot.plugins.cloud.hubs import HuggingFaceHub
 from surefoot.use import open_model

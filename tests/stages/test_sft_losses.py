@@ -7,8 +7,8 @@ import torch
 
 import tiny
 from surefoot.data.section import DataSection
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
+from surefoot.model import outputs
+from surefoot.model.outputs import logprob_head_of
 from surefoot.parallel.section import ParallelSection
 from surefoot.stages.sft import SFT
 

@@ -17,12 +17,10 @@ from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
-from surefoot.model.attention import isolation
-from surefoot.model.attention import kernels as selection
-from surefoot.model.precision import LossScaler
-from surefoot.model.pretrained.loading import device
+from surefoot.model import isolation, packed_attention
+from surefoot.model.loading import device
+from surefoot.model.numerics import LossScaler, seed_everything, use_deterministic_kernels
 from surefoot.model.section import ModelSection
-from surefoot.model.seeding import seed_everything, use_deterministic_kernels
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
@@ -94,7 +92,7 @@ def trainer(
     keep=None,
     precision="fp32",
     packing=True,
-    attention=selection.BY_DOCUMENT,
+    attention=packed_attention.BY_DOCUMENT,
     prefetch=None,
     **section,
 ):
@@ -106,7 +104,7 @@ def trainer(
     inner = (tiny.model(attention_dropout=0.1) if model is None else model).to(device())
     if packing:
         isolation.use_packed(inner)
-        selection.use(inner, attention)
+        packed_attention.use(inner, attention)
     method = method or Full()
     seed_everything(section.seed, 1)
     policy = method.apply(inner)

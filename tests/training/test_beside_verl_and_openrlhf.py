@@ -23,7 +23,7 @@ from surefoot.batch import Outputs
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import join
 from surefoot.generate.generation import Sample
-from surefoot.model.head.chunked_cross_entropy import forward_kl
+from surefoot.model.chunked_cross_entropy import forward_kl
 from surefoot.stages.ppo import REFERENCE
 from surefoot.training import losses as preferences
 from surefoot.training.advantages import (

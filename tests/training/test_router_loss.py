@@ -13,10 +13,10 @@ import tiny
 from spread import compare, trainer
 from surefoot.batch import IGNORE_INDEX, Batch, OutputSpec
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.attention.isolation import use_packed
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
-from surefoot.model.pretrained.loading import load_model
+from surefoot.model import outputs
+from surefoot.model.isolation import use_packed
+from surefoot.model.loading import load_model
+from surefoot.model.outputs import logprob_head_of
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

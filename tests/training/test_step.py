@@ -8,7 +8,7 @@ import small
 import tiny
 from surefoot.batch import Loss
 from surefoot.methods.lora import LoRA
-from surefoot.model.precision import LossScaler
+from surefoot.model.numerics import LossScaler
 from surefoot.optim.optimizer import Schedule
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.training.callback import TrainerCallback

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import mixtures
 from folders import tokenizer
 from surefoot.methods.lora import LoRA
-from surefoot.model.pretrained.companions import adapter_files
+from surefoot.model.weights import adapter_files
 from surefoot.use import export
 
 IDS = torch.arange(60, 100).view(4, 10)

@@ -8,8 +8,8 @@ from surefoot.batch import OutputSpec
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.data.text.collation import collate
 from surefoot.errors import ModelError
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
+from surefoot.model import outputs
+from surefoot.model.outputs import logprob_head_of
 from surefoot.network.heads import add_heads
 from surefoot.use.exporting.reward_model import as_sequence_classification
 from zoo.architectures import SETTINGS, build

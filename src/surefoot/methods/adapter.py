@@ -65,7 +65,7 @@ class AdapterMethod(Method):
         """Wrap ``model`` as PEFT does. Raises ``RecipeError`` if a target cannot be adapted."""
         self.check_saved(model)
         chosen = self.chosen(model)
-        modules, _ = models.target_patterns(model, chosen)
+        modules, _ = models.lora_targets.target_patterns(model, chosen)
         return self.wrapped(model, chosen, self.config(**self.shared(modules)))
 
     def shared(self, modules: Sequence[str]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class AdapterMethod(Method):
             raise RecipeError(
                 f"method.{self.name}: PEFT cannot adapt this model: {error}"
             ) from None
-        if other := chosen.all_parameters ^ {*models.adapted(wrapped)}:
+        if other := chosen.all_parameters ^ {*models.lora_targets.adapted(wrapped)}:
             raise RecipeError(
                 f"method.{self.name}: PEFT does not adapt exactly what the recipe names: "
                 f"{min(other)}; name other targets, or another version of peft"
@@ -109,7 +109,7 @@ class AdapterMethod(Method):
         expected = self.chosen(model).all_parameters
         module = attach(model)
         config = self.config_of(module)
-        if expected != {*models.adapted(module)}:
+        if expected != {*models.lora_targets.adapted(module)}:
             raise RecipeError(
                 f"method.{self.name}.targets: {', '.join(self.targets)}, but model.adapter adapts "
                 f"{', '.join(sorted(target_names(vars(config))))}; name these"
@@ -128,7 +128,7 @@ class AdapterMethod(Method):
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter alone."""
-        return models.AdapterWeights(module)
+        return models.weights.AdapterWeights(module)
 
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """What no adapter on a frozen base can have. The base may be quantized."""
@@ -162,13 +162,13 @@ class AdapterMethod(Method):
     def chosen(self, model: PreTrainedModel) -> Targets:
         """The targets. Raises ``RecipeError`` unless all of them are linear layers."""
         key = f"method.{self.name}.targets"
-        targets = models.choose_targets(model, self.targets, self.modules_to_save, key)
+        targets = models.lora_targets.choose_targets(model, self.targets, self.modules_to_save, key)
         if "all" in self.targets:
             targets = replace(targets, parameters=[])
         for name in targets.parameters:
             raise RecipeError(f"{key}: {name} is a parameter, which PEFT cannot adapt so")
         for name in targets.modules:
-            if not models.is_linear(model.get_submodule(name)):
+            if not models.lora_targets.is_linear(model.get_submodule(name)):
                 raise RecipeError(f"{key}: {name} is no linear layer")
         return targets
 

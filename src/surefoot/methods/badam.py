@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from .. import model as models
 from ..errors import RecipeError, counted
-from ..model.targets import decoder_layers
 from ..network.method import Method
 from ..optim.blocks import EntryTurns, ParameterNames, TrainedBlocks
 from ..schema import must
@@ -166,7 +166,7 @@ class LISA(Method):
 def make_layers_trainable(model: nn.Module, *, with_rest: bool) -> nn.Module:
     """Make the decoder layers trainable, and the rest of ``model`` or not. Raises ``ModelError`` if
     there are no layers."""
-    layers = decoder_layers(model)
+    layers = models.lora_targets.decoder_layers(model)
     model.requires_grad_(with_rest)
     for layer in layers:
         layer.requires_grad_(True)

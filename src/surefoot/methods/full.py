@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from .. import model as models
 from ..errors import RecipeError
-from ..model.targets import children, decoder_layers
 from ..network.method import Method
 from ..schema import must
 
@@ -31,7 +30,8 @@ class Full(Method):
         one of them does not exist, or nothing is left."""
         model.requires_grad_(True)
         for name in self.frozen_modules:
-            for parameter in models.parameters_inside(model, name, "method.full.frozen_modules"):
+            key = "method.full.frozen_modules"
+            for parameter in models.lora_targets.parameters_inside(model, name, key):
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise RecipeError(
@@ -64,7 +64,7 @@ class Freeze(Method):
     def apply(self, model: nn.Module) -> nn.Module:
         """Freeze everything, then make the chosen modules trainable. Raises ``RecipeError`` if one
         of them does not exist, or there are fewer layers than requested."""
-        layers = decoder_layers(model)
+        layers = models.lora_targets.decoder_layers(model)
         if abs(self.num_layers) > len(layers):
             raise RecipeError(
                 f"method.freeze.num_layers: expected at most {len(layers)}, the layers of the "
@@ -89,7 +89,10 @@ class Freeze(Method):
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         if self.modules == ("all",):
             return [layer]
-        known = children(layer)
+        known: dict[str, list[nn.Module]] = {}  # submodules by the last part of their names
+        for path, module in layer.named_modules():
+            if path:
+                known.setdefault(path.rsplit(".", 1)[-1], []).append(module)
         for name in self.modules:
             if name not in known:
                 raise RecipeError(_no_module("modules", name, sorted(known)))
@@ -117,7 +120,7 @@ class LLaMAPro(Method):
     def apply(self, model: PreTrainedModel) -> nn.Module:
         """Insert the layers, and make only them trainable. Raises ``RecipeError`` if there are
         fewer layers to copy, or the architecture does not allow it."""
-        new = models.insert_layers(model, self.num_new_layers)
+        new = models.expansion.insert_layers(model, self.num_new_layers)
         model.requires_grad_(False)
         for layer in new:
             layer.requires_grad_(True)

@@ -133,7 +133,7 @@ class LoRA(AdapterMethod):
         self._check_layers(model, chosen.modules)
         self._check_rank(model, chosen)
         self._check_patterns(chosen)
-        modules, parameters = models.target_patterns(model, chosen)
+        modules, parameters = models.lora_targets.target_patterns(model, chosen)
         config: Any = self.config(
             target_parameters=parameters or None,
             trainable_token_indices=self._rows(model, chosen) if self.new_tokens else None,
@@ -141,9 +141,9 @@ class LoRA(AdapterMethod):
         )
         wrapped = self.wrapped(model, chosen, config)
         if self.dora:
-            models.set_magnitudes(wrapped)
+            models.adapters.set_magnitudes(wrapped)
         if self.init in ("pissa", "olora"):
-            models.add_start(wrapped, config, self.init, self.init_iterations)
+            models.adapters.add_start(wrapped, config, self.init, self.init_iterations)
         self._freeze(wrapped)
         return wrapped
 
@@ -181,7 +181,7 @@ class LoRA(AdapterMethod):
         self._freeze(module)
         config = self.config_of(module)
         names = target_names(vars(config))
-        if (found := {*models.adapted(module)}) - expected and self.layers:
+        if (found := {*models.lora_targets.adapted(module)}) - expected and self.layers:
             raise RecipeError(
                 f"method.lora.layers: {', '.join(map(str, self.layers))}, but model.adapter also "
                 f"adapts {min(found - expected)}; leave layers out to continue with all of it"
@@ -202,7 +202,7 @@ class LoRA(AdapterMethod):
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """The adapter, with frozen ones as one."""
-        if models.has_frozen(module):
+        if models.adapters.has_frozen(module):
             return networks.StackedWeights(module)
         return super().weights(module, inner)
 
@@ -228,10 +228,10 @@ class LoRA(AdapterMethod):
 
     def chosen(self, model: PreTrainedModel) -> Targets:
         """The targets, of the chosen layers alone if there are any; fused experts, too."""
-        chosen = models.choose_targets(model, self.targets, self.modules_to_save)
+        chosen = models.lora_targets.choose_targets(model, self.targets, self.modules_to_save)
         if not self.layers:
             return chosen
-        layers = models.decoder_layers(model)
+        layers = models.lora_targets.decoder_layers(model)
         if wrong := [n for n in self.layers if not -len(layers) <= n < len(layers)]:
             raise RecipeError(
                 f"method.lora.layers: the model has {len(layers)} layers, 0 to {len(layers) - 1}, "
@@ -241,7 +241,7 @@ class LoRA(AdapterMethod):
 
     def _rows(self, model: PreTrainedModel, chosen: Targets) -> dict[str, list[int]]:
         """The rows of new tokens in matrices that are not trained otherwise."""
-        rows = models.embeddings_to_train(model)
+        rows = models.expansion.embeddings_to_train(model)
         adapted = {f"{name}.weight" for name in rows} & chosen.all_parameters
         both = {name.rpartition(".")[2] for name in rows} & set(self.modules_to_save)
         if twice := sorted(both | adapted):
@@ -266,7 +266,7 @@ class LoRA(AdapterMethod):
         """Some settings are for linear layers only, whose rank may limit that of the adapter."""
         for name, is_on in (("init", self.init in _COMPUTED), ("freeze_a", self.freeze_a)):
             for place in modules if is_on else ():
-                if not models.is_linear(model.get_submodule(place)):
+                if not models.lora_targets.is_linear(model.get_submodule(place)):
                     raise RecipeError(
                         f"method.lora.{name}: {place} is no linear layer; leave it out of "
                         f"method.lora.targets, or {name} out"
@@ -274,7 +274,7 @@ class LoRA(AdapterMethod):
 
     def _check_rank(self, model: PreTrainedModel, chosen: Targets) -> None:
         """An update has no more ranks than the shorter side of its matrix."""
-        shortest = models.shorter_sides(model, chosen)
+        shortest = models.lora_targets.shorter_sides(model, chosen)
         rank_of = {
             name: next((r for p, r in self.rank_pattern.items() if _matches(p, name)), self.rank)
             for name in shortest

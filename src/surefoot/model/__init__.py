@@ -1,57 +1,27 @@
-"""A pretrained model: loading, packed attention, outputs, and its weights in files.
+"""A pretrained causal language model: opened from its files, changed, computed, and saved.
 
-The names are imported on first use: a recipe is read without torch.
+``section`` is what the recipe says. ``loading`` makes the model of a folder, in memory or on the
+meta device, as ``config`` says; ``tokenizer`` and ``adapter_files`` open what is beside it, and
+``base_identity`` records which files a run stands on. ``lora_targets``, ``adapters`` and
+``expansion`` are what methods change. ``packed_attention``, ``isolation``, ``layers`` and
+``outputs`` compute it, with the head of ``chunked_cross_entropy``; ``weights`` are its tensors
+under the names of its files.
+
+Methods import this package, and its modules come on first use: a recipe is read without torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..lazy_exports import lazy_getattr
-
 if TYPE_CHECKING:
-    from .adapters import add_start, has_frozen, set_magnitudes
-    from .expansion import embeddings_to_train, insert_layers
-    from .lora_targets import (
-        adapted,
-        choose_targets,
-        is_linear,
-        parameters_inside,
-        shorter_sides,
-        target_patterns,
-    )
-    from .pretrained.weights import AdapterWeights, FullWeights
-    from .targets import decoder_layers
+    from types import ModuleType
 
-__all__ = [
-    "AdapterWeights",
-    "FullWeights",
-    "adapted",
-    "add_start",
-    "choose_targets",
-    "decoder_layers",
-    "embeddings_to_train",
-    "has_frozen",
-    "insert_layers",
-    "is_linear",
-    "parameters_inside",
-    "set_magnitudes",
-    "shorter_sides",
-    "target_patterns",
-]
+    from . import adapters, expansion, lora_targets, weights
 
-__getattr__ = lazy_getattr(
-    __name__,
-    {
-        ".adapters": ("add_start", "has_frozen", "set_magnitudes"),
-        ".expansion": ("embeddings_to_train", "insert_layers"),
-        ".lora_targets": (
-            "adapted",
-            "is_linear",
-            "parameters_inside",
-            "choose_targets",
-            "shorter_sides",
-            "target_patterns",
-        ),
-        ".pretrained.weights": ("AdapterWeights", "FullWeights"),
-        ".targets": ("decoder_layers",),
-    },
-)
+__all__ = ["adapters", "expansion", "lora_targets", "weights"]
+
+
+def __getattr__(name: str) -> "ModuleType":
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f".{name}", __name__)

@@ -52,9 +52,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..errors import RecipeError
-from .lora_targets import is_added, plain_name
-from .pretrained.quantized import dequantized
-from .targets import endings
+from .config import dequantized
+from .lora_targets import endings, is_added, plain_name
 
 if TYPE_CHECKING:
     from peft import LoraConfig

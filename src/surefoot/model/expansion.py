@@ -33,7 +33,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..batch import Batch
 from ..errors import RecipeError, counted
-from .targets import layer_list
+from .lora_targets import layer_list
 
 _KEY = "method.lora.new_tokens"
 _NEW = "new_token_ids"  # an attribute of such models

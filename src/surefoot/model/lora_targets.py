@@ -1,15 +1,13 @@
-"""The modules and parameters that LoRA adapts, and their names in PEFT's configuration.
+"""The layers and weight matrices of a model, and which of them LoRA adapts.
+
+A matrix is the weight of a linear layer, or all matrices of one kind of a layer's experts, which
+transformers fuses into one parameter with three dimensions. Names are those of the model without
+its adapter, so that a model can be read before and after PEFT has wrapped it.
 
 PEFT converts the names of linear layers to those of fused experts where transformers has fused
 experts of the same name, and drops every linear layer that is still there: dense layers, shared
 experts. It leaves parameters alone. So linear layers with such names are adapted as parameters,
 which is the same update under the same names in files.
-
-The weight matrices of a model that LoRA can adapt, and why it leaves the others alone.
-
-A matrix is the weight of a linear layer, or all matrices of one kind of a layer's experts, which
-transformers fuses into one parameter with three dimensions. Names are those of the model without
-its adapter, so that a model can be read before and after PEFT has wrapped it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import cast
@@ -28,9 +26,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import RecipeError
+from ..errors import ModelError, RecipeError
 from ..storage.weight_files import KINDS
-from .targets import endings, linear_names
 
 HEAD = "the output head"
 ROUTER = "a router"
@@ -48,6 +45,43 @@ _NEEDS_VALUES = (
 _WRAPPER = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.|$)")
 _ADDED = re.compile(rf"\.(({'|'.join(KINDS)})_\w+|modules_to_save|trainable_tokens_\w+)\.")
 _ROUTERS = ("router", "topk")  # in the name or class of a router, or of a module around it
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers in order. They may be of several classes, as in hybrids of attention and
+    state space models."""
+    return list(layer_list(model))
+
+
+def layer_list(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: the ``ModuleList`` with most parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__}: found no list of layers; use method full or lora"
+        )
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+
+def linear_names(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers except the output head, sorted."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    linear = [name for name, m in modules if isinstance(m, nn.Linear) and m is not head]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The shortest endings, of whole parts, that only ``wanted`` names have among ``every``."""
+    wanted = set(wanted)
+    others = {ending for name in every if name not in wanted for ending in _parts(name)}
+    return sorted({next((e for e in _parts(n) if e not in others), n) for n in wanted})
+
+
+def _parts(name: str) -> list[str]:
+    """``a.b.c`` -> ``c``, ``b.c``, ``a.b.c``."""
+    words = name.split(".")
+    return [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
 
 
 @dataclass(frozen=True)

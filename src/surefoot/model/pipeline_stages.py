@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from ..errors import RecipeError
-from .attention.packed import PREFIX, Bounds, packed_arguments
+from .packed_attention import PREFIX, Bounds, packed_arguments
 
 _LENGTH = 4  # tokens to try with
 _PLAIN = (bool, int, float, str, type(None))

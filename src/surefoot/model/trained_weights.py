@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from .config import num_elements
 from .lora_targets import (
     ROUTER,
     UNREACHED,
@@ -19,7 +20,6 @@ from .lora_targets import (
     router_names,
     unreached_by_text,
 )
-from .pretrained.quantized import num_elements
 
 ADAPTER, FULL, IN_TURN = "yes, by an adapter", "yes", "yes, in turn"
 NEW_TOKENS = "rows of new tokens"

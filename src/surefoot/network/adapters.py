@@ -32,9 +32,9 @@ from ..model.adapters import (
     stacked_layers,
 )
 from ..model.adapters import start_rule as rule_of
-from ..model.pretrained.loading import device
-from ..model.pretrained.quantized import dequantized
-from ..model.pretrained.weights import AdapterWeights
+from ..model.config import dequantized
+from ..model.loading import device
+from ..model.weights import AdapterWeights
 from ..parallel.box import Box
 from ..parallel.sharding import axes
 from .draft import Draft

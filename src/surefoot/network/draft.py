@@ -9,9 +9,9 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..model.attention.isolation import PromptSharing
-from ..model.head.outputs import LogprobHead
-from ..model.precision import PrecisionName
+from ..model.isolation import PromptSharing
+from ..model.numerics import PrecisionName
+from ..model.outputs import LogprobHead
 from ..model.section import ModelSection
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks

@@ -20,7 +20,7 @@ from ..checkpoint.layouts.detection import is_sequence_classification
 from ..checkpoint.layouts.opening import SCORE, open_folder, open_role
 from ..checkpoint.sources.source import CastSource, Renamed, TensorSource, read_whole
 from ..errors import CheckpointError, ModelError, RecipeError
-from ..model.pretrained.weights import UndividedWeights
+from ..model.weights import UndividedWeights
 from ..parallel.sharding import Cuts
 from ..parallel.world import World
 from .shard_loading import Reader

@@ -83,7 +83,7 @@ class Method(ABC):
 
     def weights(self, module: nn.Module, inner: PreTrainedModel) -> UnshardedWeights:
         """What files contain of ``module``, the result of ``apply``; ``inner`` is what it wraps."""
-        return models.FullWeights(inner)
+        return models.weights.FullWeights(inner)
 
     def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """Which of the parameters that may be trained each update changes. A pure function of the

@@ -26,8 +26,8 @@ from ..generate.generation import (
     sample,
 )
 from ..generate.section import GenerateSection
-from ..model.attention.isolation import PromptSharing, settle_attention
-from ..model.pretrained.loading import device
+from ..model.isolation import PromptSharing, settle_attention
+from ..model.loading import device
 from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer

@@ -22,24 +22,22 @@ from ..checkpoint.layouts.detection import has_manifest
 from ..checkpoint.verification import ConcurrentCheck, verify_weights
 from ..errors import DamagedFileError, ModelError, RecipeError, SurefootError, counted
 from ..log import silenced
+from ..model.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from ..model.adapters import enable_float32_lengths
-from ..model.attention.isolation import use_packed
-from ..model.attention.packed import follow_calls, switch_to_packed, use_groups
-from ..model.embedding_noise import add_embedding_noise
+from ..model.config import check_router_loss
 from ..model.expansion import note_new_tokens, refuse_divided, untrained_matrices, verify_new_layers
-from ..model.fused_lora import enable_fused_lora
-from ..model.head.outputs import logprob_head_of
-from ..model.lora_targets import refuse_read_weights
-from ..model.pretrained.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from ..model.pretrained.config import check_router_loss
-from ..model.pretrained.layers import compile_layers, recompute_activations, use_float8
-from ..model.pretrained.loading import (
-    WEIGHTS,
-    grow_embeddings,
-    resolve,
-    training_dtype,
-    upcast_trained,
+from ..model.isolation import use_packed
+from ..model.layers import (
+    add_embedding_noise,
+    compile_layers,
+    enable_fused_lora,
+    recompute_activations,
+    use_float8,
 )
+from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
+from ..model.lora_targets import refuse_read_weights
+from ..model.outputs import logprob_head_of
+from ..model.packed_attention import follow_calls, switch_to_packed, use_groups
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World

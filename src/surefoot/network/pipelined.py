@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Outputs
 from ..checkpoint.state.states import PipelinedOptimizer, PipelinedWeights, owners
 from ..errors import RecipeError
-from ..model.head import outputs
+from ..model import outputs
+from ..model.numerics import PrecisionName, autocast
 from ..model.pipeline_stages import IdentityStub, Stages, keep, parameters_of
-from ..model.precision import PrecisionName, autocast
 from ..optim.trained import TrainedParameters
 from ..parallel.collectives import Axis, MeshAxis
 from ..parallel.pipeline import Finish, Pipeline, connect, tie

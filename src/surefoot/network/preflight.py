@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import ModelError, RecipeError, RunError, installation
 from ..log import silenced
+from ..model.config import check_alone, quantization
 from ..model.expansion import refuse_divided
 from ..model.lora_targets import refuse_read_weights
 from ..model.pipeline_stages import parameters_of
-from ..model.pretrained.quantized import check_alone, quantization
 from ..model.section import ModelSection
 from ..optim.optimizer import Optimizer, check_learning_rates
 from ..optim.state import check_shards, shapes_of_state

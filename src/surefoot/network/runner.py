@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.roles import ShardedState
 from ..errors import RecipeError
-from ..model.attention.isolation import unpacked
-from ..model.head import outputs
-from ..model.head.chunked_cross_entropy import TargetDistribution
-from ..model.head.outputs import LogprobHead
-from ..model.precision import PrecisionName, autocast
-from ..model.pretrained.loading import device
+from ..model import outputs
+from ..model.chunked_cross_entropy import TargetDistribution
+from ..model.isolation import unpacked
+from ..model.loading import device
+from ..model.numerics import PrecisionName, autocast
+from ..model.outputs import LogprobHead
 from ..optim.trained import TrainedParameters
 from ..parallel.pipeline import Finish, Pipeline, run_forward, run_window
 from ..parallel.section import ParallelSection

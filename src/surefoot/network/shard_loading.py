@@ -25,22 +25,22 @@ from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.local_box import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters import has_exact_lengths, lengths
-from ..model.attention.isolation import PromptSharing
-from ..model.attention.packed import uses_document_attention
-from ..model.meta_device import (
+from ..model.config import as_dequantized, form_of, read_config
+from ..model.isolation import PromptSharing
+from ..model.loading import (
     CapturedInit,
+    device,
     fill_buffers,
     kept_tensors,
+    load_model,
     materialize,
     names_stored,
     why_not_empty,
 )
-from ..model.pretrained.config import read_config
-from ..model.pretrained.loading import device, load_model
-from ..model.pretrained.quantized import as_dequantized, form_of
-from ..model.pretrained.weights import place
+from ..model.packed_attention import uses_document_attention
 from ..model.quantization import QuantizedWeight
 from ..model.section import ModelSection
+from ..model.weights import place
 from ..parallel.box import Box
 from ..parallel.sharding import Cuts
 from ..parallel.world import World

@@ -17,21 +17,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError, first_line
-from ..model.pretrained.adapter import add_adapters, attach, attach_empty
-from ..model.pretrained.config import check_adapter, read_config
-from ..model.pretrained.layers import emulates
-from ..model.pretrained.loading import device, load_model, training_dtype
-from ..model.pretrained.quantized import (
+from ..model.adapter_files import add_adapters, attach, attach_empty
+from ..model.config import (
     as_dequantized,
+    check_adapter,
     check_alone,
     dequantization,
     form_of,
     quantization_of,
+    read_config,
     refuse_own_weights,
     refuse_uneven_blocks,
 )
+from ..model.layers import emulates
+from ..model.loading import device, load_model, training_dtype
+from ..model.numerics import seed_everything
 from ..model.section import ModelSection
-from ..model.seeding import seed_everything
 from ..parallel.box import Box
 from ..parallel.sharded_model import shard, shard_for_generation
 from ..parallel.sharding import Cuts

@@ -1,4 +1,4 @@
-"""How ranks share a model and its data: the mesh, what lies where, and what they send each other.
+"""How ranks share a model and its data: the mesh, their parts of tensors, and what they send.
 
 ``section`` is what the recipe says, ``launcher`` starts the ranks of one machine, ``world`` is the
 process group as one of them sees it. ``box`` and ``sharding`` say, as plain numbers, which part of

@@ -19,8 +19,8 @@ from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..data.training_data import Encoding, encode_stream, prepare
 from ..errors import ModelError, RecipeError, TemplateError
-from ..model.pretrained import adapter
-from ..model.pretrained.config import (
+from ..model import adapter_files
+from ..model.config import (
     CONFIG,
     UnreadableConfigError,
     num_positions,
@@ -28,9 +28,9 @@ from ..model.pretrained.config import (
     read_config,
     why_not_extended,
 )
-from ..model.pretrained.loading import resolve
-from ..model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ..model.loading import resolve
 from ..model.section import ModelSection
+from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from .recipe import Recipe
 
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
@@ -49,7 +49,7 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
     own = [] if recipe.model.adapter is None else [("adapter", recipe.model.adapter)]
     for name, path in [*own, *(("frozen_adapters", path) for path in recipe.model.frozen_adapters)]:
         try:
-            adapter.check(path, weights=weights)
+            adapter_files.check(path, weights=weights)
         except ModelError as error:
             problems.append(f"model.{name}: {error}")
     if problems:

@@ -18,10 +18,9 @@ from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..checkpoint.saving.writer_group import WriterGroup
 from ..data.text.codec import Codec
 from ..errors import RecipeError
-from ..model.malloc import keep_freed_memory
-from ..model.pretrained import companions
-from ..model.pretrained.base_identity import BaseModel
-from ..model.seeding import seed_everything, use_deterministic_kernels
+from ..model import weights
+from ..model.base_identity import BaseModel
+from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
 from ..network.network import Network
 from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
@@ -171,7 +170,7 @@ def build_saver(
     them."""
     world = policy.world
     own = tokenizer_of(Path(codec.tokenizer.name_or_path))
-    files = {RUN_RECIPE: dump(recipe).encode(), **companions.tokenizer_files(codec.tokenizer, own)}
+    files = {RUN_RECIPE: dump(recipe).encode(), **weights.tokenizer_files(codec.tokenizer, own)}
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section = recipe.checkpoint
     return AsyncSaver(

@@ -13,8 +13,8 @@ from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..data.training_data import AnyData
-from ..model.pretrained.loading import resolve
-from ..model.seeding import derive
+from ..model.loading import resolve
+from ..model.numerics import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..recipe.recipe import Recipe

@@ -17,7 +17,7 @@ from ..data.order.micro_batches import Batching, Collation
 from ..data.text.codec import Codec
 from ..data.training_data import AnyData, open_stream, prepare
 from ..errors import DataError
-from ..model.pretrained.loading import device
+from ..model.loading import device
 from ..parallel.section import launched
 from ..parallel.world import World
 from ..recipe.recipe import Recipe

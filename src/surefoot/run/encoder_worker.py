@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import DataError, SurefootError
-from ..model.pretrained.loading import resolve
+from ..model.loading import resolve
 from ..parallel.world import die_with_launcher
 from ..recipe.recipe import Recipe, dump, load
 from ..recipe.recipe_data import encode_datasets, open_codec

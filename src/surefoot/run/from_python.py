@@ -28,9 +28,9 @@ from ..data.section import DataSection
 from ..errors import DataError, ModelError, RecipeError, RunError
 from ..extensions import Extended
 from ..methods import METHODS
-from ..model.pretrained.companions import saved_files
-from ..model.pretrained.loading import resolve
+from ..model.loading import resolve
 from ..model.section import ModelSection
+from ..model.weights import saved_files
 from ..network.method import Method
 from ..optim import OPTIMIZERS
 from ..optim.optimizer import Optimizer

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__, schema
 from ..errors import RecipeError
-from ..model.pretrained.loading import device
+from ..model.loading import device
 from ..network.preflight import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe

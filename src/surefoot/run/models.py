@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.text.codec import Codec
 from ..errors import ModelError, RecipeError
-from ..model.head.outputs import no_distribution
-from ..model.pretrained import base_identity
-from ..model.pretrained.base_identity import BaseModel, Record, changed, identify, pinned, some
-from ..model.pretrained.config import read_config
-from ..model.pretrained.loading import resolve
+from ..model import base_identity
+from ..model.base_identity import BaseModel, Record, changed, identify, pinned, some
+from ..model.config import read_config
+from ..model.loading import resolve
+from ..model.outputs import no_distribution
 from ..model.section import ModelSection
 from ..network.draft import NetworkOptions
 from ..network.heads import has_head

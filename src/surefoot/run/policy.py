@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from ..batch import StepRunner
 from ..data.text.codec import Codec
 from ..data.text.templates import template_mismatch
-from ..model.attention import kernels as selection
-from ..model.attention import packed
+from ..model import packed_attention
+from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
-from ..model.precision import LossScaler, choose, slowness
-from ..model.pretrained.loading import device, resolve, training_dtype
+from ..model.numerics import LossScaler, choose, slowness
 from ..model.section import ModelSection
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
@@ -51,7 +50,10 @@ COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}  # otherwise as we
 def used_here() -> dict[str, str]:
     """What a recipe with default settings uses on this machine; docs/devices.md says why."""
     weights = training_dtype(ModelSection(path=""))
-    kernels = [*selection.candidates(device()), f"{selection.BY_DOCUMENT} (one call per document)"]
+    kernels = [
+        *packed_attention.candidates(device()),
+        f"{packed_attention.BY_DOCUMENT} (one call per document)",
+    ]
     return {
         "precision": choose("auto"),
         "weights": "trained: float32; frozen: as stored" if weights == "auto" else str(weights)[6:],
@@ -145,13 +147,13 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
     if policy.awaits_values:
         policy.verify_packing()  # it has values only now
     is_free = recipe.model.attention == "auto" and world.pp == 1
-    if is_free and inner.config._attn_implementation == f"{packed.PREFIX}sdpa":
-        known = kernels.packed_attention or (selection.BY_DOCUMENT if is_resumed else None)
+    if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
+        known = kernels.packed_attention or (packed_attention.BY_DOCUMENT if is_resumed else None)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
         if known is None and world.is_main:
             dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
-            known = selection.choose(selection.row_of(inner, bounds, device(), dtype))
-        kernels.packed_attention = selection.use(inner, world.from_main(known))
+            known = packed_attention.choose(packed_attention.row_of(inner, bounds, device(), dtype))
+        kernels.packed_attention = packed_attention.use(inner, world.from_main(known))
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
     kernels.shared_prompts = sharing
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint.loading import load as load_checkpoint
 from ..errors import CheckpointError, RunError
-from ..model.pretrained.loading import device
+from ..model.loading import device
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
 from ..recipe.batch_sizes import with_batch_sizes

@@ -22,8 +22,8 @@ from ..data.text.codec import Codec
 from ..data.text.collation import num_trained
 from ..generate.generation import Sample
 from ..generate.section import GenerateSection
-from ..model.pretrained.loading import device
-from ..model.seeding import derive
+from ..model.loading import device
+from ..model.numerics import derive
 from ..network.network import Network
 from ..parallel.world import World
 from ..schema.locations import FunctionPath

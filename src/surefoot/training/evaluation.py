@@ -18,7 +18,7 @@ from ..data.data_order import Index
 from ..data.order.micro_batches import Collation, in_turn
 from ..data.store.dataset import EncodedDataset
 from ..errors import RunError
-from ..model.pretrained.loading import device
+from ..model.loading import device
 from ..network.network import Network
 from ..parallel.world import World
 from .callback import Callbacks, PolicyVersion

@@ -22,7 +22,7 @@ from typing import TypeVar
 from ..data.order.micro_batches import fitting_micro_batch
 from ..errors import OutOfMemoryError, RunError, counted
 from ..generate.section import GenerateSection
-from ..model.malloc import return_freed_memory
+from ..model.numerics import return_freed_memory
 from ..parallel.world import ALONE, AgreedShortageError, World
 from ..storage import files
 from ..storage.memory import allocator_message, is_out_of_memory

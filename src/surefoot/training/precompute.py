@@ -31,7 +31,7 @@ from ..data.order.micro_batches import Items
 from ..data.store.cache import Ragged
 from ..data.store.dataset import EncodedDataset
 from ..errors import DataError, ModelError
-from ..model.pretrained.loading import PLACES, WEIGHTS
+from ..model.loading import PLACES, WEIGHTS
 from ..model.section import ModelSection
 from ..parallel.world import World
 from ..storage import files

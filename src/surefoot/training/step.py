@@ -16,7 +16,7 @@ import torch
 
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window, with_router_loss
 from ..errors import RunError, counted
-from ..model.precision import LossScaler
+from ..model.numerics import LossScaler
 from ..optim.bf16_weights import move_weights
 from ..optim.optimizer import Schedule
 from ..parallel.collectives import local

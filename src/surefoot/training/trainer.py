@@ -19,7 +19,7 @@ from ..checkpoint.loading import load
 from ..checkpoint.saving.saver import AsyncSaver
 from ..checkpoint.state.roles import MODEL, Stateful
 from ..checkpoint.state.states import RandomState
-from ..model.seeding import seed_everything
+from ..model.numerics import seed_everything
 from ..parallel.world import ALONE, World
 from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState

@@ -21,7 +21,7 @@ from ..data.order.loader import Loader, WindowExamples
 from ..data.store.dataset import EncodedDataset, num_tokens
 from ..data.store.stream import ExampleStream
 from ..errors import RecipeError, RunError, counted
-from ..model.seeding import derive
+from ..model.numerics import derive
 from .out_of_memory import MemoryGuard
 from .section import TrainSection
 from .stage import Stage, StageContext

@@ -12,7 +12,7 @@ from ..batch import Features
 from ..data.store.dataset import in_memory
 from ..data.text.codec import Codec
 from ..errors import RecipeError
-from ..model.pretrained.loading import resolve
+from ..model.loading import resolve
 from ..model.section import ModelSection
 from ..network.network import Network
 from ..parallel.section import ParallelSection

@@ -14,8 +14,8 @@ from ..data.example import Dropped, Example, Truncated
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
 from ..errors import DataError
-from ..model.attention.isolation import PromptSharing, packed_meanwhile
-from ..model.precision import autocast, choose
+from ..model.isolation import PromptSharing, packed_meanwhile
+from ..model.numerics import autocast, choose
 from ..network.network import Network
 from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
 from ..data.training_data import open_stream, prepare
 from ..errors import ModelError, RecipeError
-from ..model.pretrained.loading import resolve
+from ..model.loading import resolve
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import encoding_of, open_codec
 

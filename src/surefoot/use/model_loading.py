@@ -21,12 +21,12 @@ from ..data.text.codec import Codec
 from ..data.text.templates import Template, load_template, saved_source
 from ..errors import DamagedFileError, ModelError, RecipeError
 from ..generate.section import GenerateSection
-from ..model.pretrained import base_identity
-from ..model.pretrained.config import extension_of
-from ..model.pretrained.loading import resolve
-from ..model.pretrained.tokenizer import FILES as TOKENIZER_FILES
-from ..model.pretrained.tokenizer import load_tokenizer
+from ..model import base_identity
+from ..model.config import extension_of
+from ..model.loading import resolve
 from ..model.section import ModelSection
+from ..model.tokenizer import FILES as TOKENIZER_FILES
+from ..model.tokenizer import load_tokenizer
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network

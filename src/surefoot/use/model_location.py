@@ -13,7 +13,7 @@ from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.remote import stores
 from ..checkpoint.verification import verify
 from ..errors import CheckpointError, ModelError, RecipeError, counted
-from ..model.pretrained.loading import fetch
+from ..model.loading import fetch
 from ..model.section import ModelSection
 from ..recipe.files import ADAPTER, RUN_RECIPE, SUFFIXES, is_run
 from ..recipe.recipe import Recipe, load

@@ -14,7 +14,7 @@ from ..data.text.ranking import answered
 from ..errors import counted
 from ..generate.generation import Sample, room
 from ..generate.responses import Decode, decoder
-from ..model.precision import autocast, choose
+from ..model.numerics import autocast, choose
 from ..recipe.recipe import Recipe
 from .answer_journal import Output, open_journal
 from .model_loading import LoadedModel

@@ -18,7 +18,7 @@ from ..data.text.collation import collate
 from ..data.text.ranking import answered, up_to_last_label
 from ..errors import DataError, ModelError
 from ..generate.generation import context_length
-from ..model.pretrained.loading import device
+from ..model.loading import device
 from ..parallel.world import World
 from ..recipe.prediction import Prediction, load
 from ..schema.locations import DatasetReference

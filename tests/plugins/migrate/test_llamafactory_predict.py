@@ -119,7 +119,7 @@ def by_row(folder):
     from surefoot.data.section import without_datasets
     from surefoot.data.text.codec import Codec
     from surefoot.data.text.templates import load_template
-    from surefoot.model.pretrained.tokenizer import load_tokenizer
+    from surefoot.model.tokenizer import load_tokenizer
 
     known = load_tokenizer(folder / "model")
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

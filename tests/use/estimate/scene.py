@@ -8,10 +8,10 @@ import torch
 import folders
 from surefoot.batch import OutputSpec
 from surefoot.data.text.collation import collate
-from surefoot.model.head import outputs
-from surefoot.model.head.outputs import logprob_head_of
-from surefoot.model.precision import autocast
-from surefoot.model.pretrained.tokenizer import load_tokenizer
+from surefoot.model import outputs
+from surefoot.model.numerics import autocast
+from surefoot.model.outputs import logprob_head_of
+from surefoot.model.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
 from surefoot.run.policy import open_policy
 from surefoot.use.estimate.dry_run import build

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from surefoot.model.precision import autocast
+from surefoot.model.numerics import autocast
 from surefoot.optim.bf16_weights import build_optimizer, update_size
 from surefoot.optim.rules import few_bits as chunks
 from surefoot.optim.variants.adamw import AdamW

@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from project import Project
 from surefoot.errors import RecipeError
-from surefoot.model.pretrained.quantized import num_elements
+from surefoot.model.config import num_elements
 from surefoot.recipe.recipe import load
 from surefoot.use.estimate.dry_run import describe, dry_run_batch
 from surefoot.use.estimate.fake_quantized import scales_size, shape_of, will_be_packed

@@ -9,7 +9,7 @@ import torch
 from surefoot.batch import Batch
 from surefoot.data.text.collation import collate_pairs
 from surefoot.errors import ModelError, RecipeError
-from surefoot.model.precision import autocast
+from surefoot.model.numerics import autocast
 from surefoot.use.estimate.dry_run import NotRehearsedError, describe, dry_run_batch
 from surefoot.use.estimate.live_bytes import LiveBytes
 

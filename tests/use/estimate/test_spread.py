@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 import ranks
 from surefoot.batch import OutputSpec
 from surefoot.errors import RecipeError
-from surefoot.model.head import outputs
-from surefoot.model.precision import autocast
+from surefoot.model import outputs
+from surefoot.model.numerics import autocast
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.tensor_parallel import widened

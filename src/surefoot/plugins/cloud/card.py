@@ -20,7 +20,7 @@ from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...errors import CheckpointError, RecipeError
-from ...model.pretrained import base_identity
+from ...model import base_identity
 from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
 from ...recipe.yaml import emit, parse
 from ...storage.files import read_json

@@ -36,9 +36,9 @@ from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import Shape, TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError, counted
+from ...model.adapter_files import attach_empty
 from ...model.lora_targets import adapted
-from ...model.pretrained.adapter import attach_empty
-from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.tokenizer import load_tokenizer
 from ...parallel.box import Box
 from ...recipe.files import ADAPTER, read_text
 from ...recipe.recipe import Recipe

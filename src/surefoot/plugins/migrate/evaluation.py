@@ -18,7 +18,7 @@ from ...data.example import Example
 from ...data.text.collation import collate
 from ...data.text.prompts import write_rows
 from ...errors import RunError
-from ...model.pretrained.loading import device
+from ...model.loading import device
 from ...parallel.section import ParallelSection
 from ...parallel.sharded_model import with_replicas
 from ...parallel.world import joined

@@ -23,7 +23,7 @@ from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
 from ...checkpoint.state.local_box import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
-from ...model.pretrained.weights import places
+from ...model.weights import places
 from ...parallel.box import Box
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...training.trainer import Trainer

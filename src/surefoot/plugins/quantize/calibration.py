@@ -40,7 +40,7 @@ from ...data.text.codec import Codec
 from ...data.text.collation import with_chosen
 from ...data.training_data import open_stream, prepare
 from ...errors import ModelError
-from ...model.pretrained.weights import place
+from ...model.weights import place
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encoding_of
 from ...use.held_out_set import own_codec

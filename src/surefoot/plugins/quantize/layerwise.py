@@ -16,11 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.sources.source import TensorSource, read_whole
 from ...errors import ModelError
-from ...model import FullWeights
-from ...model.meta_device import fill_buffers
-from ...model.pretrained.loading import device
-from ...model.pretrained.weights import FusedPlacement, names_in_files, place, places
-from ...model.targets import layer_list
+from ...model.loading import device, fill_buffers
+from ...model.lora_targets import layer_list
+from ...model.weights import FullWeights, FusedPlacement, names_in_files, place, places
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer gets besides the hidden states
 

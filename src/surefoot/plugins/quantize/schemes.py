@@ -37,8 +37,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.sources.source import Shape, TensorSource, once
 from ...errors import CheckpointError, ModelError
-from ...model import FullWeights
-from ...model.pretrained.weights import FusedPlacement, names_in_files, places
+from ...model.weights import FullWeights, FusedPlacement, names_in_files, places
 from ...parallel.box import Box
 
 _KEPT = re.compile(r"(^|\.)(gate|router|\w+_gate)$")

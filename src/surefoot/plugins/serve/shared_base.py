@@ -15,11 +15,11 @@ from torch import nn
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
 from ...generate.proof import agree
+from ...model import base_identity
+from ...model.adapter_files import add_named, is_addable, remove_named
 from ...model.adapters import AdaptersByRow, can_be_by_row
-from ...model.pretrained import base_identity
-from ...model.pretrained.adapter import add_named, is_addable, remove_named
-from ...model.pretrained.config import extension_of
-from ...model.pretrained.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ...model.config import extension_of
+from ...model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
 from ...use.model_loading import LoadedModel, ModelFolders
 from .body import ModelGoneError
 

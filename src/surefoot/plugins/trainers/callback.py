@@ -40,8 +40,15 @@ from ...checkpoint.state.roles import Stateful
 from ...checkpoint.state.states import ModuleState, NamedOptimizer, RandomState
 from ...checkpoint.verification import expect_valid, recover_latest
 from ...errors import CheckpointError, RunError, counted
-from ...model.pretrained import companions
-from ...model.pretrained.weights import AdapterWeights, FullWeights, trained
+from ...model.weights import (
+    AdapterWeights,
+    FullWeights,
+    adapter_files,
+    model_files,
+    saved_files,
+    tokenizer_files,
+    trained,
+)
 
 logger = logging.getLogger(__name__)
 STATE = "trainer_state.json"
@@ -422,12 +429,12 @@ def _refuse_adapters(model: Any) -> None:
 
 def _model_files(model: nn.Module, kind: Literal["full", "adapter"]) -> dict[str, bytes]:
     if kind == "adapter":
-        return companions.adapter_files(model)
+        return adapter_files(model)
     if not isinstance(model, PreTrainedModel):
         return {}
     has_code = bool(getattr(model.config, "auto_map", None)) and bool(model.name_or_path)
     code = Path(model.name_or_path) if has_code else None
-    return companions.model_files(model, code, ())
+    return model_files(model, code, ())
 
 
 def _processing_files(trainer: Trainer) -> dict[str, bytes]:
@@ -435,5 +442,5 @@ def _processing_files(trainer: Trainer) -> dict[str, bytes]:
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if isinstance(processing, PreTrainedTokenizerBase):
         own = tokenizer_of(Path(processing.name_or_path))
-        return companions.tokenizer_files(processing, own)
-    return {} if processing is None else companions.saved_files(processing)
+        return tokenizer_files(processing, own)
+    return {} if processing is None else saved_files(processing)

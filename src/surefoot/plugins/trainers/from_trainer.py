@@ -25,7 +25,7 @@ from ...checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
 from ...checkpoint.state.roles import Stateful
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
-from ...model.pretrained.companions import adapter_files
+from ...model.weights import adapter_files
 from ...network.method import Weights
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...storage import files

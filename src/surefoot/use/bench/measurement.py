@@ -21,9 +21,9 @@ from torch import nn
 from ...batch import Window
 from ...data.order.loader import Loader
 from ...errors import STOP_SIGNALS
-from ...model.fused_lora import count_fused
-from ...model.precision import choose
-from ...model.pretrained.loading import device
+from ...model.layers import count_fused
+from ...model.loading import device
+from ...model.numerics import choose
 from ...optim.bf16_weights import rule_of
 from ...recipe.recipe import Recipe
 from ...run.assembly import build

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...model.adapter_files import attach_empty
+from ...model.loading import DTYPES
 from ...model.lora_targets import refuse_read_weights
-from ...model.precision import PrecisionName
-from ...model.pretrained.adapter import attach_empty
-from ...model.pretrained.loading import DTYPES
+from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...network.draft import Draft
 from ...network.pipelined import plan_pipeline_stages

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from ...data.text.codec import Codec
-from ...model.precision import PrecisionName
-from ...model.pretrained.quantized import check_alone
+from ...model.config import check_alone
+from ...model.numerics import PrecisionName
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base

@@ -14,8 +14,8 @@ from ...data.data_order import Index
 from ...data.store.dataset import EncodedDataset
 from ...data.text.codec import Codec
 from ...errors import RecipeError
-from ...model.attention.isolation import PromptSharing
-from ...model.precision import PrecisionName
+from ...model.isolation import PromptSharing
+from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes

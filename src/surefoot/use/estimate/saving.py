@@ -13,7 +13,7 @@ import torch
 from ...checkpoint.saving.preparation import prepare
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
-from ...model.pretrained.base_identity import BaseModel
+from ...model.base_identity import BaseModel
 from ...run.assembly import build_saver
 from ...training.callback import TrainerState
 from .dry_run import DryRunModel, optimizer_state

@@ -14,7 +14,7 @@ from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import open_folder, open_named
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError, first_line
-from ...model.pretrained.config import CONFIG
+from ...model.config import CONFIG
 from ...model.quantization import FORMS
 from ...model.section import ModelSection
 from ...network.shard_loading import check_fits, open_base

@@ -12,8 +12,8 @@ from ...checkpoint.converting.origin import RewardHead
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.sources.copying import DtypeName, cast
 from ...checkpoint.sources.source import TensorSource
-from ...model.pretrained.config import ROPE, old_layers, old_rope
-from ...model.pretrained.tokenizer import load_tokenizer
+from ...model.config import ROPE, old_layers, old_rope
+from ...model.tokenizer import load_tokenizer
 from ..model_loading import ModelFolders
 from ..receipts.receipt import Artefact
 from .base_model import meta_model

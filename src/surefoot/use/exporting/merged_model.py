@@ -20,13 +20,12 @@ from ...data.text.templates import load_template, saved_source
 from ...errors import CheckpointError, ModelError
 from ...methods import METHODS
 from ...methods.adapter import AdapterMethod
-from ...model import FullWeights
+from ...model.adapter_files import attach_empty, config_value
+from ...model.config import changed_config, extension_of
 from ...model.lora_targets import adapted
-from ...model.pretrained.adapter import attach_empty, config_value
-from ...model.pretrained.config import changed_config, extension_of
-from ...model.pretrained.tokenizer import load_tokenizer
-from ...model.pretrained.weights import names_in_files, names_unless_split, places
 from ...model.section import ModelSection
+from ...model.tokenizer import load_tokenizer
+from ...model.weights import FullWeights, names_in_files, names_unless_split, places
 from ...parallel.box import Box
 from ..model_loading import ModelFolders
 from .base_model import base_weights, meta_model

@@ -16,8 +16,8 @@ from ...checkpoint.converting.origin import RewardHead
 from ...checkpoint.layouts.opening import SCORE, open_role
 from ...checkpoint.sources.source import JoinedSource, Renamed, TensorSource, read_whole
 from ...errors import ModelError
-from ...model.attention.packed import one_document
-from ...model.meta_device import on_meta
+from ...model.loading import on_meta
+from ...model.packed_attention import one_document
 from ...network.heads import HEADS
 from ..model_loading import ModelFolders
 

@@ -18,7 +18,7 @@ from ...data.text.collation import collate
 from ...data.text.ranking import up_to_last_label
 from ...errors import ModelError, TemplateError
 from ...generate.generation import context_length
-from ...model.pretrained.loading import device
+from ...model.loading import device
 from ..model_loading import LoadedModel
 from .receipt import Artefact
 

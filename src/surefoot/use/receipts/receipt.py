@@ -12,8 +12,8 @@ from typing import Any
 from ... import __version__
 from ...checkpoint.disk.commit import step_of
 from ...errors import CheckpointError, ModelError
-from ...model.pretrained import base_identity
-from ...model.pretrained.base_identity import BaseModel, FileIdentity
+from ...model import base_identity
+from ...model.base_identity import BaseModel, FileIdentity
 from ...model.section import ModelSection
 from ...recipe.files import RUN_RECIPE
 from ...storage import files

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ...errors import ModelError, installation
-from ...model.pretrained.loading import device
+from ...model.loading import device
 from ...network.heads import HEADS, V_HEAD
 from ...storage import files
 from ..model_loading import ModelFolders, find_parts, is_reward, open_model

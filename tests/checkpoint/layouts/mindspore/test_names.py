@@ -3,7 +3,7 @@ import torch
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.model.pretrained.weights import FullWeights
+from surefoot.model.weights import FullWeights
 from surefoot.parallel.box import Box
 from surefoot.plugins.mindspore.naming import (
     FAMILIES,

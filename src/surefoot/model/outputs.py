@@ -29,11 +29,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
-from ...batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
-from ...errors import ModelError, first_line
-from ..attention.packed import one_document, packed_arguments
-from ..meta_device import on_meta, once_per_architecture
-from ..pretrained.config import COEFFICIENTS
+from ..batch import Batch, Outputs, OutputSpec, TrainedPositions, ends, trained_positions
+from ..errors import ModelError, first_line
 from .chunked_cross_entropy import (
     Head,
     Scores,
@@ -45,6 +42,9 @@ from .chunked_cross_entropy import (
     totals,
     wide,
 )
+from .config import COEFFICIENTS
+from .loading import on_meta, once_per_architecture
+from .packed_attention import one_document, packed_arguments
 
 logger = logging.getLogger(__name__)
 _SOFTCAP = "final_logit_softcapping"

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ...batch import IGNORE_INDEX, Batch
-from ...errors import ModelError, first_line
-from .packed import (
+from ..batch import IGNORE_INDEX, Batch
+from ..errors import ModelError, first_line
+from .packed_attention import (
     KERNELS,
     PREFIX,
     BoundsMissingError,

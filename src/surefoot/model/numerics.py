@@ -1,13 +1,51 @@
-"""The precision of forward and backward: fp32, or autocast to bf16 or fp16 with a loss scaler."""
+"""What decides the bits of a run: seeds, deterministic kernels, the precision of products.
+
+Randomness is a function of (seed, step, micro-batch, rank), derived again before every micro-batch.
+So dropout at a step does not depend on what ran before it: a resumed run draws the same numbers.
+The generators are saved as well (``RandomState``), for callbacks and methods that draw between
+steps. The precision of forward and backward is fp32, or autocast to bf16 or fp16 with a loss
+scaler. And a process may keep the memory that a step frees for the next step, which needs the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import os
+import random
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+import xxhash
+from torch.utils import deterministic
+
+
+def derive(*parts: int) -> int:
+    """A 63-bit seed from integers; close inputs give unrelated seeds."""
+    return xxhash.xxh3_64_intdigest(",".join(map(str, parts)).encode()) >> 1
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed torch (all devices), numpy and Python from integers."""
+    seed = derive(*parts)
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def use_deterministic_kernels(wanted: bool) -> None:
+    """Use only kernels that give the same bits every time; an operation without one warns."""
+    if wanted and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its start
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    # a debugging aid that costs a write of every new tensor
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -78,3 +116,27 @@ class LossScaler:
         """Continue with a saved scale."""
         if self.enabled:
             self.scale, self.calm_steps = float(state["scale"]), int(state["calm_steps"])
+
+
+logger = logging.getLogger(__name__)
+# glibc's mallopt: blocks above this are mapped one by one; a free end above this is given back.
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+_NEVER = 2**31 - 1  # bytes, the largest int
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep freed memory, if its C library is glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library, or Windows
+        return
+    if not (mallopt(_MMAP_THRESHOLD, _NEVER) and mallopt(_TRIM_THRESHOLD, _NEVER)):
+        logger.debug("mallopt failed; freed memory is returned to the system")
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the device and to the system, after an allocation that failed."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -11,8 +11,8 @@ from transformers.models.auto.tokenization_auto import (
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
 )
 
-from ...errors import ModelError
-from ...storage.files import read_json
+from ..errors import ModelError
+from ..storage.files import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

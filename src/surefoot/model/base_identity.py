@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import ModelError
-from ...storage import files
-from ...storage.files import read_json
-from ...storage.parallel_work import in_parallel
-from ..section import ModelSection
+from ..errors import ModelError
+from ..storage import files
+from ..storage.files import read_json
+from ..storage.parallel_work import in_parallel
+from .section import ModelSection
 
 NAME = "base_models.json"
 TRAINED = "policy"  # the role of the model that a run trains

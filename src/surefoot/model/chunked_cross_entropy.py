@@ -41,7 +41,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
-from ...batch import Divergence
+from ..batch import Divergence
 
 # Of log q, log p [C, V] and beta: the divergences [C], and their gradients with respect to the
 # logits of q over T [C, V].

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import equal, nn
 from transformers import PreTrainedModel
 
-from ...errors import CheckpointError, ModelError, counted
-from ...storage.files import read_json
-from ...storage.weight_files import adapter_names, is_adapter
-from ..adapters import add_frozen, enable_float32_lengths, stacked_layers
-from ..lora_targets import is_linear
+from ..errors import CheckpointError, ModelError, counted
+from ..storage.files import read_json
+from ..storage.weight_files import adapter_names, is_adapter
+from .adapters import add_frozen, enable_float32_lengths, stacked_layers
+from .lora_targets import is_linear
 from .weights import AdapterWeights
 
 if TYPE_CHECKING:  # slow to import, and here only a name

@@ -1,1 +1,0 @@
-"""The output head: log-probabilities without full logits."""

@@ -1,1 +1,0 @@
-"""A pretrained model: loading, weights by name, tokenizer, adapter, quantization."""
