@@ -1,12 +1,10 @@
 """Files, folders and hub datasets as sources of rows."""
 
 import json
-import socket
 
 import pytest
 
-from surefoot.data.rows import remote_rows
-from surefoot.data.rows.remote_rows import Hub, _check_network
+from surefoot.data.rows.remote_rows import Hub
 from surefoot.data.rows.row_sources import BrokenRow, Files, find_files
 from surefoot.errors import DataError
 
@@ -184,17 +182,3 @@ def test_a_hub_dataset_that_is_not_there_says_what_to_check(tmp_path):
         DataError, match=r"cannot load dataset nobody/nothing .*HF_HUB_OFFLINE is set"
     ):
         Hub("huggingface", "nobody/nothing").content_hash()
-
-
-def test_a_hub_without_an_address_is_said_at_once(tmp_path, monkeypatch):
-    def no_host(*_):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(remote_rows.socket, "getaddrinfo", no_host)
-    monkeypatch.setattr(remote_rows, "getproxies", dict)
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    with pytest.raises(DataError, match=r"cannot load dataset a/b .*: Name or service not known"):
-        _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)
-    _check_network(Hub("huggingface", str(tmp_path)), "https://hub", tmp_path)
-    (tmp_path / "a___b").mkdir()
-    _check_network(Hub("huggingface", "a/b"), "https://hub", tmp_path)

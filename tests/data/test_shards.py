@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 
 from surefoot.data.section import DataSection
+from surefoot.data.store.dataset import ExampleStream
 from surefoot.data.store.shards import WHOLE
-from surefoot.data.store.stream import ExampleStream
 from surefoot.data.training_data import Encoding, encode_stream, open_stream
 from surefoot.errors import DataError
 

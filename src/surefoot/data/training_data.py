@@ -30,7 +30,7 @@ from .rows.row_sources import BrokenRow
 from .rows.rows import read_rows, too_many_broken
 from .section import DataSection
 from .store.cache import Cached, EncodedStore, default_folder
-from .store.dataset import EncodedDataset, join
+from .store.dataset import EncodedDataset, ExampleStream, join
 from .store.shards import (
     ROWS,
     DatasetReport,
@@ -40,7 +40,6 @@ from .store.shards import (
     ShardedDataset,
     report_from,
 )
-from .store.stream import ExampleStream
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import torch
 from ..batch import Features, Window
 from ..data.data_order import Index, permutation
 from ..data.order.loader import Loader, WindowExamples
-from ..data.store.dataset import EncodedDataset, num_tokens
-from ..data.store.stream import ExampleStream
+from ..data.store.cache import num_tokens
 from ..errors import RecipeError, RunError, counted
 from ..model.numerics import derive
 from .out_of_memory import MemoryGuard
@@ -158,16 +157,12 @@ class Windows:
         lengths = np.array([num_tokens(example) for example in self._part], np.int64)
         groups = self.loader.batching.groups(lengths)
         group = groups[index] if index < len(groups) else np.arange(0)
-        source = self._part.source if isinstance(self._part, WindowExamples) else None
-        return ", ".join(
-            f"{self._row(i, source)} with {counted(int(lengths[i]), 'token')}" for i in group
-        )
+        return ", ".join(f"{self._row(i)} with {counted(int(lengths[i]), 'token')}" for i in group)
 
-    def _row(self, position: int, source: EncodedDataset | ExampleStream | None) -> str:
-        if isinstance(source, EncodedDataset) and isinstance(self._part, WindowExamples):
-            number, row = source.origin(int(self._part.items[position]))
-            return f"row {row} (the first is 0) of dataset {number + 1}"
-        return f"example {position + 1} of the window"
+    def _row(self, position: int) -> str:
+        if not isinstance(self._part, WindowExamples):
+            return f"example {position + 1} of the window"
+        return self._part.source.origin(int(self._part.items[position]))
 
     def _taken(self, turn: _Turn) -> StepInput:
         self.loader.resize(self.memory.micro_batch_size)

@@ -9,7 +9,7 @@ of encoding.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
@@ -20,8 +20,7 @@ import torch
 from ...batch import Features, Window
 from ...errors import DataError
 from ..data_order import Description, Index
-from ..store.dataset import EncodedDataset
-from ..store.stream import ExampleStream
+from ..store.dataset import EncodedDataset, ExampleStream
 from .micro_batches import Batching
 from .shuffle import Shuffle
 
@@ -100,10 +99,6 @@ class Loader:
         as one that was not."""
         steps = self.steps_per_epoch if self.epoch or self.order.is_complete else None
         return self.epoch + (self.window / steps if steps else 0.0)
-
-    def __iter__(self) -> Iterator[Window]:
-        while True:
-            yield self.next_window()
 
     def next_examples(self) -> Sequence[Features]:
         """The next global window's examples, the same on every rank; advances the position."""
@@ -232,7 +227,13 @@ Position = tuple[int, int]  # epoch, and index in it
 
 @dataclass
 class Prefetch:
-    """Builds one window ahead."""
+    """Builds one window ahead, in a thread, while the step runs on this one.
+
+    A window is a function of its position, so the thread only changes when it is built. A window
+    that is requested out of order (after a skip, a resume, a rollback) is built on the spot, and
+    the loader's position stays that of the window in use. An error is raised where the window is
+    used. Each window has its own thread, which ends with it, so there is nothing to close.
+    """
 
     ready: Callable[[Window], Window]  # what is done to a window before it is needed
     _running: tuple[Position, Future[Window]] | None = field(default=None, init=False, repr=False)

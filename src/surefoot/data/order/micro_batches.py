@@ -11,7 +11,7 @@ import numpy as np
 from ...batch import IGNORE_INDEX, Batch, Features, Window
 from ...errors import DataError
 from ..data_order import Index
-from ..store.dataset import num_tokens
+from ..store.cache import num_tokens
 from ..text.collation import unshared
 
 
@@ -95,21 +95,22 @@ class Batching:
         Some are empty if fewer examples than ranks are left, because all ranks have the same number
         of micro-batches.
         """
-        size, ranks = self.micro_batch_size, self.world_size
-        dealt = balance_by_length(
-            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.collation.packing
-        )[0]
-        count = num_passes(len(lengths), size, ranks)
-        return [np.flatnonzero(dealt == group) for group in range(self.rank, count, ranks)]
+        dealt, count = self._dealt(lengths)
+        own = range(self.rank, count, self.world_size)
+        return [np.flatnonzero(dealt[0] == group) for group in own]
 
     def most_positions(self, lengths: Index) -> int:
         """The tokens of the largest micro-batch of any rank, padding included."""
-        size, ranks = self.micro_batch_size, self.world_size
-        dealt = balance_by_length(
-            lengths[None], micro_batch_size=size, world_size=ranks, packing=self.collation.packing
-        )
-        count = num_passes(len(lengths), size, ranks)
+        dealt, count = self._dealt(lengths)
         return int(positions(lengths[None], dealt, count, packing=self.collation.packing).max())
+
+    def _dealt(self, lengths: Index) -> tuple[Index, int]:
+        """[1, N] the group of each example, and how many groups there are."""
+        size, ranks, packing = self.micro_batch_size, self.world_size, self.collation.packing
+        dealt = balance_by_length(
+            lengths[None], micro_batch_size=size, world_size=ranks, packing=packing
+        )
+        return dealt, num_passes(len(lengths), size, ranks)
 
     def window(
         self,

@@ -14,8 +14,7 @@ import numpy as np
 
 from ...errors import DataError
 from ..data_order import Description, Index, draw, permutation
-from ..store.dataset import EncodedDataset
-from ..store.stream import ExampleStream
+from ..store.dataset import EncodedDataset, ExampleStream
 
 EPOCHS = 1 << 40  # streams of random numbers of one epoch
 NOTHING = np.empty(0, np.int64)
@@ -77,31 +76,19 @@ class Shuffle:
 
     def describe(self, epoch: int, position: int) -> Description:
         """What the examples before a position depend on; ``shards``: from how many they come."""
-        if isinstance(self.examples, EncodedDataset):
-            return self._describe(0)
-        shards = self._shards_before(self.examples, epoch, position)
-        return {"shards": shards, **self._describe(shards)}
+        if self.is_complete:
+            return self.describe_like({})
+        shards = self._shards_before(epoch, position)
+        return {"shards": shards, **self.describe_like({"shards": shards})}
 
     def describe_like(self, saved: Description) -> Description:
         """The same of this order, once as many shards as were saved are encoded."""
-        return self._describe(int(saved.get("shards", 0)))
-
-    def _describe(self, shards: int) -> Description:
-        how: Description = {"seed": self.seed, "shuffle": self.shuffle}
-        if isinstance(self.examples, EncodedDataset):
-            return {
-                **how,
-                "length": len(self.examples),
-                "dataset": self.examples.fingerprint,
-            }
-        content = self.examples.content(shards)
-        return {
-            **how,
-            "streaming": True,
-            "buffer_size": self.buffer_size or 0,
-            "held": len(self.held_out),
-            "content": "less" if content is None else content,
-        }
+        found = self.examples.describe(int(saved.get("shards", 0)))
+        how: Description = {"seed": self.seed, "shuffle": self.shuffle, **found}
+        if self.buffer_size is None:
+            return how
+        held = len(self.held_out)
+        return {**how, "streaming": True, "buffer_size": self.buffer_size, "held": held}
 
     def _block(self, epoch: int, position: int) -> tuple[int, int]:
         """Start and end of the block of a position, if the data is that long; unshuffled, of
@@ -132,11 +119,11 @@ class Shuffle:
         gaps = self.held_out - np.arange(len(self.held_out))  # examples to train on before each
         return positions + np.searchsorted(gaps, positions, side="right")
 
-    def _shards_before(self, stream: ExampleStream, epoch: int, position: int) -> int:
+    def _shards_before(self, epoch: int, position: int) -> int:
         """From how many shards the examples before a position were drawn."""
         if epoch:
-            return stream.shards(stream.reach(1 << 62))
+            return self.examples.shards(self.examples.reach(1 << 62))
         if not position:
             return 0
         _, end = self._block(0, position - 1)
-        return stream.shards(min(end, self.reach(end)) + len(self.held_out))
+        return self.examples.shards(min(end, self.reach(end)) + len(self.held_out))

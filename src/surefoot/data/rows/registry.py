@@ -21,7 +21,7 @@ from .formats.fields import Row, nearest, shown, structure
 from .formats.trl import TRL
 from .formats.turns import OpenAI, ShareGPT
 from .readers import TextUnit
-from .remote_rows import Hub, HubName, RemoteFiles
+from .remote_rows import Hub, HubName, remote_files
 from .row_sources import BrokenRow, RowSource, find_files
 
 FILE = "dataset_info.json"
@@ -208,7 +208,7 @@ def _source(
     if is_address(raw[key]):
         if raw.get("split", "train") != "train":
             raise DataError(f"{where}.split: a file has no splits; leave split out")
-        return RemoteFiles(Address(raw[key]), text_unit)
+        return remote_files(Address(raw[key]), text_unit)
     try:
         return find_files(folder / raw[key], raw.get("split"), text_unit)
     except DataError as error:

@@ -10,14 +10,12 @@ import hashlib
 import json
 import logging
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies
+from urllib.parse import unquote
 
 from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
@@ -45,46 +43,15 @@ TAGS = ("ETag", "etag", "LastModified", "Last-Modified")  # tell versions of a f
 LISTED = "files.json"  # names of the copies that were complete when the server was asked last
 
 
-@dataclass(frozen=True)
-class RemoteFiles:
-    """A file on a server, or the files of a folder in an object store."""
-
-    address: Address
-    text_unit: TextUnit = "file"
-
-    @property
-    def as_entry(self) -> str:
-        """What names it in an entry."""
-        return f"file_name: {self.address}"
-
-    def __str__(self) -> str:
-        return str(self.address)
-
-    def rows(self) -> Iterator[Row | BrokenRow]:
-        """All rows; raises DataError if the file cannot be downloaded or read."""
-        yield from self._local.rows()
-
-    def content_hash(self) -> str:
-        """Hash of the bytes of all files."""
-        return self._local.content_hash()
-
-    def stamp(self) -> str:
-        """Changes when a file is downloaded again."""
-        return self._local.stamp()
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What is not read of a folder."""
-        return self._local.remarks
-
-    @cached_property
-    def _local(self) -> Files:
-        folder = default_cache().with_name("files") / self.address.slug
-        try:
-            with locked(folder):
-                return Files(tuple(_copies(self.address, folder)), (), self.text_unit)
-        except HubError as error:
-            raise DataError(f"cannot read {self.address}: {error}") from None
+def remote_files(address: Address, text_unit: TextUnit = "file") -> Files:
+    """A file on a server, or the files of a folder in an object store. Raises ``DataError``: they
+    cannot be downloaded."""
+    folder = default_cache().with_name("files") / address.slug
+    try:
+        with locked(folder):
+            return Files(tuple(_copies(address, folder)), (), text_unit, str(address))
+    except HubError as error:
+        raise DataError(f"cannot read {address}: {error}") from None
 
 
 def _copies(address: Address, folder: Path) -> list[Path]:
@@ -268,10 +235,10 @@ def _downloaded(source: Hub) -> str:
                 "datasets", source.url, patterns=patterns, ignored=NOT_NEEDED
             )
         )
-    config = datasets.config
-    _check_network(source, config.HF_ENDPOINT, Path(config.HF_DATASETS_CACHE))
     if Path(source.url).exists():
         return source.url
+    if not (Path(datasets.config.HF_DATASETS_CACHE) / source.url.replace("/", "___")).exists():
+        check_online("it")
     builder = datasets.load_dataset_builder(source.url, name=source.subset, data_dir=source.folder)
     named = (builder.config.data_files or {}).values()
     urls = [unquote(str(url)) for names in named for url in names]
@@ -281,26 +248,6 @@ def _downloaded(source: Hub) -> str:
         paths = [place["path"] for place in places if place["name"] == name]
         HUBS["huggingface"].snapshot("datasets", name, revision=revision, patterns=paths)
     return source.url
-
-
-def _check_network(source: Hub, hub: str, cache: Path) -> None:
-    """Raises ``DataError`` if the hub has no address here, and nothing else could have the dataset:
-    the library would try again and again for half a minute."""
-    is_here = Path(source.url).exists() or (cache / source.url.replace("/", "___")).exists()
-    host = urlsplit(hub).hostname
-    if is_here:
-        return
-    if (name := offline_setting()) is not None:
-        raise DataError(
-            f"cannot load dataset {source}: it is not on this machine, and {name} is set; unset "
-            f"{name}, or download it on a machine with a network"
-        )
-    if getproxies():
-        return
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        raise _not_loaded(source, OSError(f"{host}: {error.strerror}")) from error
 
 
 def _not_loaded(source: Hub, error: Exception) -> DataError:

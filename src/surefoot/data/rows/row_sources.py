@@ -76,8 +76,11 @@ class Files:
     paths: tuple[Path, ...]
     remarks: tuple[str, ...] = ()  # what is not read of a folder, and what a row is of a text file
     text_unit: TextUnit = "file"  # what a row is of a text file
+    address: str | None = None  # from which they were downloaded
 
     def __str__(self) -> str:
+        if self.address is not None:
+            return self.address
         more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
         return f"{self.paths[0]}{more}"
 
@@ -97,7 +100,8 @@ class Files:
     @property
     def as_entry(self) -> str:
         """What names it in an entry."""
-        return f"file_name: {self.paths[0] if len(self.paths) == 1 else self.paths[0].parent}"
+        path = self.paths[0] if len(self.paths) == 1 else self.paths[0].parent
+        return f"file_name: {self.address or path}"
 
     def content_hash(self) -> str:
         """Hash of the bytes of all files, with their kinds and boundaries."""

@@ -489,3 +489,8 @@ class EncodedStore:
             places = offsets[:-1] + (lengths - 1) * part // (_PROBES - 1)
             found = found * _FACTOR + tokens[places].astype(np.uint64)
         return found
+
+
+def num_tokens(features: Features) -> int:
+    """Tokens of one item, all its ``input_ids`` (or ``..._input_ids``) together."""
+    return sum(len(ids) for name, ids in features.items() if name.endswith("input_ids"))

@@ -30,8 +30,7 @@ from ..data_order import Index
 from ..example import JSON, Dropped, Encoded, Example, Truncated, items_of
 from ..rows.row_sources import BrokenRow, first_broken
 from . import cache
-from .cache import Cached, Writer
-from .dataset import num_tokens
+from .cache import Cached, Writer, num_tokens
 
 ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
