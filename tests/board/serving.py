@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -16,7 +15,6 @@ class Server:
 
     def __init__(self, root, *options, port=0):
         environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
-        began = time.monotonic()
         command = [sys.executable, "-m", "surefoot", "board", str(root), f"--port={port}", *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, text=True
@@ -28,13 +26,6 @@ class Server:
                 break
         assert found, self.said
         self.address, self.port = found[1], int(found[2])
-        self.seconds = time.monotonic() - began
-
-    @property
-    def cpu_seconds(self):
-        """Processor time so far: what a busy machine does not change."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self):
         """As a crash ends it."""

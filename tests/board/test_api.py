@@ -229,11 +229,6 @@ def test_what_is_tried_is_the_text_of_the_page_and_not_the_file(board, root):
     assert "runs/mine" in (root / "recipes/mine.yaml").read_text()
 
 
-def test_a_run_without_a_process_cannot_be_stopped(board):
-    answer = board.post("/api/stop", params={"run": "runs/two"})
-    assert (answer.status_code, "no process" in answer.json()["error"]) == (409, True)
-
-
 def test_only_a_run_that_did_not_start_is_deleted_and_only_what_its_start_has_left(board, root):
     def deleted(run):
         answer = board.post("/api/delete", params={"run": run})
@@ -262,6 +257,8 @@ def test_only_a_run_that_did_not_start_is_deleted_and_only_what_its_start_has_le
 
 def test_only_the_process_of_a_run_is_stopped(board, root):
     folder = write_run(root / "runs/mine")
+    nobody = board.post("/api/stop", params={"run": "runs/mine"})
+    assert (nobody.status_code, "no process" in nobody.json()["error"]) == (409, True)
     with subprocess.Popen(["sleep", "60"]) as sleeper, (folder / ".lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         elsewhere = board.post("/api/stop", params={"run": "runs/mine"})

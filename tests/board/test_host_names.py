@@ -10,7 +10,7 @@ from board.runs import COMPLETE, write_run
 from surefoot.cli.main import main
 from surefoot.errors import RunError
 from surefoot.plugins.board.app import create_app
-from surefoot.storage.web import Hosts, host_name, hosts_of, is_loopback
+from surefoot.storage.web import host_name, hosts_of, is_loopback
 
 BEARER = {"Authorization": "Bearer a-long-secret"}
 ATTACKS = [
@@ -85,9 +85,13 @@ def test_the_refusal_names_the_option_but_never_for_what_is_no_name(client):
     assert "expected the name or address of this board" in said
 
 
-def test_on_this_machines_own_address_no_other_address_is_answered():
-    assert Hosts().refusal(["10.1.2.3"], "board")
-    assert Hosts().refusal([socket.gethostname()], "board")
+def test_on_this_machines_own_address_no_other_address_is_answered(root):
+    with TestClient(create_app(root), base_url="http://127.0.0.1:7860") as client:
+        for host in ("evil.example", "10.1.2.3", socket.gethostname(), "[", ""):
+            for path in ("/", "/api/runs"):
+                assert client.get(path, headers={"Host": host}).status_code == 421
+        for host in ("localhost:7860", "127.0.0.1", "[::1]:7860"):
+            assert client.get("/api/runs", headers={"Host": host}).status_code == 200
     named = hosts_of("127.0.0.1", ["Board.Example.org", "10.1.2.3"])
     assert not any(named.refusal([host], "board") for host in ("board.example.org:80", "10.1.2.3"))
 

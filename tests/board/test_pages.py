@@ -121,25 +121,19 @@ def test_the_form_and_the_yaml_change_each_other_and_problems_have_lines(page, s
     assert "surefoot train mine.yaml" in page.text()
 
 
-def test_a_run_that_vanishes_is_shown_as_gone(page, server, root):
-    folder = write_run(root / "runs/gone")
-    show(page, server, "#/run?run=runs/gone")
-    page.wait_for("Curves")
-    page.wait("return document.querySelectorAll('canvas').length")
-    folder.rename(root / "no longer")
-    page.wait_for("The folder of this run was removed.")
-
-
-@pytest.mark.parametrize("tab", ["log", "recipe"])
-def test_a_page_of_a_run_that_vanished_asks_for_nothing_more(page, server, root, tab):
+@pytest.mark.parametrize("tab", ["curves", "log", "recipe"])
+def test_a_run_that_vanishes_is_shown_as_gone_and_its_page_asks_for_nothing_more(
+    page, server, root, tab
+):
     folder = write_run(root / f"runs/left {tab}")
     show(page, server, f"#/run?run=runs/left {tab}&tab={tab}")
-    page.wait("return document.querySelector('.tabs')")
+    page.wait("return document.querySelector('canvas, pre.log')")
     page.errors()
     folder.rename(root / f"left {tab}")
     page.wait_for("The folder of this run was removed.")
-    page.run("return new Promise(done => setTimeout(done, 2500))")
-    assert page.errors() == []
+    if tab != "curves":  # its last request may have been on its way
+        page.run("return new Promise(done => setTimeout(done, 2500))")
+        assert page.errors() == []
 
 
 LATE = """

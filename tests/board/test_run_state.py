@@ -16,35 +16,40 @@ def state(folder):
     return found.name, found.evidence
 
 
-def test_a_run_is_running_while_a_process_holds_its_lock_and_died_when_it_has_no_end(tmp_path):
+def test_a_run_is_running_while_a_process_holds_its_lock_and_a_look_takes_it_from_nobody(tmp_path):
     folder = write_run(tmp_path / "run")
+    assert is_locked(folder) is False
     with (folder / ".lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert is_locked(folder) is True
         assert state(folder) == ("running", "lock")
     assert state(folder) == ("died", "no_end")
+    assert is_locked(tmp_path / "no run") is False
 
 
-@pytest.mark.parametrize("outcome", ["complete", "stopped", "failed"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: LaunchFiles(folder).begin(), ("died", "no_end")),  # a later launch
+        (lambda folder: (folder / "launches.jsonl").unlink(), ("ended", "no_record")),
+    ],
+)
+def test_what_comes_after_a_recorded_end_is_its_state(tmp_path, change, expected):
+    folder = write_run(tmp_path / "run", end=COMPLETE)
+    assert state(folder) == ("complete", "end")
+    change(folder)
+    assert state(folder) == expected
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "failed"])
 def test_the_end_that_a_launch_has_recorded_is_its_state(tmp_path, outcome):
     assert state(write_run(tmp_path / "run", end={"outcome": outcome})) == (outcome, "end")
-
-
-def test_a_later_launch_without_an_end_died_whatever_earlier_ones_recorded(tmp_path):
-    folder = write_run(tmp_path / "run", end=COMPLETE)
-    LaunchFiles(folder).begin()
-    assert state(folder) == ("died", "no_end")
 
 
 def test_a_fresh_heartbeat_of_a_dead_process_is_no_sign_of_life(tmp_path):
     folder = write_run(tmp_path / "run")
     LaunchFiles(folder).beat(3, 10, is_due=True)  # of this process, which lives and has no lock
     assert state(folder) == ("died", "no_end")
-
-
-def test_without_a_record_of_launches_it_has_ended_somehow(tmp_path):
-    folder = write_run(tmp_path / "run")
-    (folder / "launches.jsonl").unlink()
-    assert state(folder) == ("ended", "no_record")
 
 
 def test_without_locks_the_process_tells_and_one_of_another_machine_is_unknown(
@@ -62,15 +67,6 @@ def test_without_locks_the_process_tells_and_one_of_another_machine_is_unknown(
     assert state(folder) == ("running", "process")
     (folder / HEARTBEAT).write_text(json.dumps({**process(), "pid_started": "boot/1"}))
     assert state(folder) == ("died", "no_process"), "another process has its number now"
-
-
-def test_a_look_at_the_lock_takes_it_from_nobody(tmp_path):
-    folder = write_run(tmp_path / "run")
-    assert is_locked(folder) is False
-    with (folder / ".lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert is_locked(folder) is True
-    assert is_locked(tmp_path / "no run") is False
 
 
 def test_a_process_that_was_started_and_does_not_train_yet_is_no_secret(tmp_path):

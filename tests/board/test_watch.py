@@ -97,17 +97,11 @@ def test_broken_lines_and_escape_sequences_are_shown_as_what_they_are(tmp_path):
 
 
 def test_a_live_screen_follows_the_run_and_ends_with_it(tmp_path):
-    """Without torch, so that it starts at once."""
     run = write_run(tmp_path / "live", steps=5)
     lock = (run / ".lock").open()
     fcntl.flock(lock, fcntl.LOCK_EX)
     ours, theirs = pty.openpty()
-    code = (
-        "import sys; from surefoot.cli.main import main\n"
-        "try: main(sys.argv[1:])\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    words = [sys.executable, "-c", code, "watch", str(run), "--every", "0.1"]
+    words = [sys.executable, "-m", "surefoot", "watch", str(run), "--every", "0.1"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90", "LINES": "30"}
     child = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)

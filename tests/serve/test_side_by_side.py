@@ -131,22 +131,17 @@ def test_an_adapter_with_open_requests_is_unloaded_after_them(folder, client):
         assert alike(slow.result(), expected)
 
 
-def test_a_run_and_the_base_under_it_share_passes(folder):
-    with running(folder / "four") as client:
-        names = [card["id"] for card in client.http.get("/v1/models").json()["data"]]
+def test_an_adapter_that_is_served_first_shares_passes_with_the_base_under_it(folder, client):
+    expected = answer(client, asked("four", 1))
+    with running(folder / "four") as first:
+        names = [card["id"] for card in first.http.get("/v1/models").json()["data"]]
         assert names == ["four", "base"]
-        alone = [answer(client, asked(name, 1)) for name in names]
+        alone = [answer(first, asked(name, 1)) for name in names]
+        assert alike(alone[0], expected)
         assert alone[0] != alone[1]
         with ThreadPoolExecutor(2) as pool:
-            found = pool.map(lambda name: answer(client, asked(name, 1)), names)
-            assert alike(list(found), alone)
-        assert passes(client, names) < 120
-
-
-def test_an_adapter_answers_the_same_whether_it_is_served_first_or_beside_others(folder, client):
-    expected = answer(client, asked("four", 1))
-    with running(folder / "four") as alone:
-        assert alike(answer(alone, asked("four", 1)), expected)
+            assert alike(list(pool.map(lambda name: answer(first, asked(name, 1)), names)), alone)
+        assert passes(first, names) < 120
 
 
 def test_a_request_that_comes_after_its_model_has_gone_is_refused():

@@ -8,7 +8,6 @@ import contextlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -81,7 +80,7 @@ def schema(response: Response) -> Answer:
 @routes.get("/materials")
 def materials(board: OfBoard) -> Answer:
     """The recipes, models and files of rows below ROOT that are not those of runs."""
-    return asdict(find_materials(board.root))
+    return {**find_materials(board.root)}
 
 
 @routes.get("/recipe")

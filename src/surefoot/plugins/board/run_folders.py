@@ -51,18 +51,10 @@ def find_runs(root: Path) -> FoundRuns:
     return FoundRuns(found)
 
 
-@dataclass(frozen=True)
-class Materials:
-    """What a new run may begin with: recipes, folders of models, and files of rows."""
-
-    recipes: list[str]
-    models: list[str]
-    data: list[str]
-
-
-def find_materials(root: Path) -> Materials:
-    """Recipes, models and data in and below ``root``, but for those of runs."""
-    recipes, models, data = list[str](), list[str](), list[str]()
+def find_materials(root: Path) -> dict[str, list[str]]:
+    """What a new run may begin with: recipes, folders of models, and files of rows in and below
+    ``root``, but for those of runs."""
+    found: dict[str, list[str]] = {"recipes": [], "models": [], "data": []}
     for folder in itertools.islice(_folders(root, 0), MAX_FOLDERS):
         if is_run(folder):
             continue
@@ -72,15 +64,15 @@ def find_materials(root: Path) -> Materials:
         except OSError:  # it vanished, or may not be read
             continue
         if "config.json" in names:
-            models.append(name_of(root, folder))
+            found["models"].append(name_of(root, folder))
             continue
         for name in names:
             suffix, path = Path(name).suffix, name_of(root, folder / name)
             if suffix in (".yaml", ".yml") and not name.startswith("."):
-                recipes.append(path)
+                found["recipes"].append(path)
             elif suffix in _ROWS and name not in _NO_ROWS:
-                data.append(path)
-    return Materials(*(found[:_MAX_MATERIALS] for found in (recipes, models, data)))
+                found["data"].append(path)
+    return {kind: names[:_MAX_MATERIALS] for kind, names in found.items()}
 
 
 def is_run(folder: Path) -> bool:

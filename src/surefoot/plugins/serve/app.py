@@ -31,14 +31,6 @@ from .models import ServeSettings
 from .responses import ServerState, answer_at
 
 _OPEN = ("/health",)  # for whoever watches over the server
-_REFUSALS: dict[int | str, dict[str, object]] = {
-    400: {"description": "The request is refused"},
-    401: {"description": "The key is missing"},
-    404: {"description": "There is no such model"},
-    413: {"description": "The request is too large"},
-    421: {"description": "The request is for another host"},
-    429: {"description": "Too many requests are waiting"},
-}
 
 
 def create_app(settings: ServeSettings) -> ASGIApp:
@@ -57,7 +49,7 @@ def create_app(settings: ServeSettings) -> ASGIApp:
     app = FastAPI(
         title="Surefoot", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    router = APIRouter(responses=_REFUSALS)
+    router = APIRouter()
     answer_at(router, "/v1/chat/completions", Chat, ChatCompletionBody, state)
     answer_at(router, "/v1/completions", Completion, CompletionBody, state)
     _add_models(router, state)
@@ -82,18 +74,17 @@ def create_app(settings: ServeSettings) -> ASGIApp:
     return ApiGuard(app, settings.api_key, settings.hosts, settings.max_body, note)
 
 
-class AdapterBody(Strict):
-    """An adapter to load, as vLLM takes it."""
-
-    lora_name: str = Field(min_length=1, max_length=200)
-    lora_path: str = Field(min_length=1, max_length=4096)
-
-
 class AdapterNameBody(Strict):
-    """An adapter to unload."""
+    """An adapter to unload, as vLLM takes it."""
 
     lora_name: str = Field(min_length=1, max_length=200)
     lora_int_id: int | None = None
+
+
+class AdapterBody(AdapterNameBody):
+    """An adapter to load."""
+
+    lora_path: str = Field(min_length=1, max_length=4096)
 
 
 class WeightsBody(Strict):
@@ -108,37 +99,36 @@ def _add_models(router: APIRouter, state: ServerState) -> None:
     """``/v1/models``, and adapters that are loaded and unloaded while the server runs."""
     models = state.models
 
+    @router.get("/v1/models")
     async def every() -> dict[str, object]:
         """The models that requests may name."""
         return {"object": "list", "data": list(models.cards.values())}
 
+    @router.get("/v1/models/{name:path}")
     async def one(name: str) -> dict[str, object]:
         """One of them."""
         if name not in models.cards:
             raise models.unknown(name)
         return models.cards[name]
 
+    @post(router, "/v1/load_lora_adapter", AdapterBody)
     async def load(body: AdapterBody, _: HttpRequest) -> Response:
         """Serve the adapter in a folder of this machine under a name."""
         await models.load_adapter(body.lora_name, body.lora_path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
+    @post(router, "/v1/unload_lora_adapter", AdapterNameBody)
     async def unload(body: AdapterNameBody, _: HttpRequest) -> Response:
         """Let an adapter go. Requests to it that have begun are answered."""
         await models.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
+    @post(router, "/v1/update_weights", WeightsBody)
     async def update(body: WeightsBody, _: HttpRequest) -> dict[str, object]:
         """Serve the weights in a folder under a name, in place of those that came before them."""
         name = body.name or f"weights-{secrets.token_hex(4)}"
         await models.replace(body.path, is_adapter=body.kind == "adapter", name=name)
         return {"model": name}
-
-    router.get("/v1/models")(every)
-    router.get("/v1/models/{name:path}")(one)
-    post(router, "/v1/load_lora_adapter", AdapterBody, load)
-    post(router, "/v1/unload_lora_adapter", AdapterNameBody, unload)
-    post(router, "/v1/update_weights", WeightsBody, update)
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ class Body(Strict):
 
 
 def post(
-    router: APIRouter, path: str, kind: type[B], answer: Callable[[B, HttpRequest], Any]
-) -> None:
-    """Answer requests to ``path``, whose bodies are of a ``kind``. OpenAPI's schema has them as if
-    FastAPI read them, which would do so on the event loop."""
+    router: APIRouter, path: str, kind: type[B], description: str | None = None
+) -> Callable[[Callable[[B, HttpRequest], Any]], None]:
+    """Let a function answer requests to ``path``, whose bodies are of a ``kind``. OpenAPI's schema
+    has them as if FastAPI read them, which would do so on the event loop."""
 
     async def read(http: HttpRequest) -> B:
         given = http.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -67,15 +67,18 @@ def post(
         return await asyncio.to_thread(_parsed, kind, data)
 
     body = Depends(read)
-
-    async def answering(http: HttpRequest, body: Any = body) -> Any:
-        return await answer(body, http)
-
     place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
     schema = kind.model_json_schema(ref_template=place + "/$defs/{model}")
     described = {"required": True, "content": {"application/json": {"schema": schema}}}
-    extra = {"requestBody": described}
-    router.post(path, openapi_extra=extra, description=answer.__doc__)(answering)
+
+    def add(answer: Callable[[B, HttpRequest], Any]) -> None:
+        async def answering(http: HttpRequest, body: Any = body) -> Any:
+            return await answer(body, http)
+
+        said = description or answer.__doc__
+        router.post(path, openapi_extra={"requestBody": described}, description=said)(answering)
+
+    return add
 
 
 def _parsed(kind: type[B], data: bytes) -> B:

@@ -11,6 +11,7 @@ from ...cli.loading import loading
 from ...cli.weight_options import dtype_option, trust_remote_code_option
 from ...errors import RunError
 
+_SECONDS_TO_FINISH = 30  # for requests that have begun when the server is stopped
 _EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
 
 
@@ -78,13 +79,6 @@ _EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
 )
 @dtype_option
 @trust_remote_code_option
-@click.option(
-    "--seconds-to-finish",
-    default=30,
-    show_default=True,
-    type=click.IntRange(0),
-    help="For requests that have begun when the server is stopped.",
-)
 def serve(path: str, port: int, host: str, **options: object) -> None:
     """Serve a model through OpenAI's API.
 
@@ -94,7 +88,7 @@ def serve(path: str, port: int, host: str, **options: object) -> None:
     `surefoot chat`: the run's section generate, or greedy.
     """
     adapters = tuple(map(_adapter, options.pop("adapters")))  # type: ignore[call-overload]
-    host_names, seconds = options.pop("host_names"), options.pop("seconds_to_finish")
+    host_names = options.pop("host_names")
     try:
         with loading():
             from ...storage import web
@@ -115,7 +109,7 @@ def serve(path: str, port: int, host: str, **options: object) -> None:
         app = create_app(settings)
         address = f"{web.address_of(host, listener)}v1{shown}"
         click.echo(f"serving {path}\n{address}  (Ctrl-C ends the server)")
-        web.serve(app, listener, seconds_to_finish=seconds)  # type: ignore[arg-type]
+        web.serve(app, listener, seconds_to_finish=_SECONDS_TO_FINISH)
 
 
 def _adapter(text: str) -> tuple[str, str]:

@@ -46,6 +46,7 @@ def answer_at(
 ) -> None:
     """Answer requests to ``path`` with responses of a ``kind``."""
 
+    @post(router, path, body, kind.prepared.__doc__)
     async def answer(given: B, http: HttpRequest) -> Response:
         state.check_room(given.num_responses)
         model = await state.models.get(given.model)
@@ -55,9 +56,6 @@ def answer_at(
             return await _unless_gone(http, responses.answer(state))
         chunks = responses.chunks(state)
         return EventStream(await anext(chunks), chunks)
-
-    answer.__doc__ = kind.prepared.__doc__
-    post(router, path, body, answer)
 
 
 class Metrics:

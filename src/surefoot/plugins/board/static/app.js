@@ -26,24 +26,18 @@ export const to = (page, query = {}) => {
 };
 
 function frame(current) {
-  const step = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  step.setAttribute("viewBox", "0 0 20 20");
-  step.setAttribute("aria-hidden", "true");
-  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  for (const [name, value] of Object.entries({ d: "M2 17h4v-4h4V9h4V5h4", fill: "none", stroke: "currentColor", "stroke-width": "2.6", "stroke-linecap": "round", "stroke-linejoin": "round" })) path.setAttribute(name, value);
-  step.append(path);
   const theme = document.documentElement.dataset.theme;
   const skip = document.querySelector("a.skip");
   skip.textContent = t("Skip to content");
   skip.onclick = (event) => { event.preventDefault(); document.getElementById("main").focus(); }; // the address names a page
   redraw(document.getElementById("top"),
-    h("a.brand", { href: "#/runs" }, step, "Surefoot"),
+    h("a.brand", { href: "#/runs" }, "Surefoot"),
     h("nav", { "aria-label": t("Pages") }, (board.is_read_only ? SHOWN : MENU).map((name) => h("a", {
       href: to(name), "aria-current": name === current || (name === "runs" && current === "run") ? "page" : null,
     }, t(PAGES[name].title)))),
     h("button.quiet", { "data-key": "language", onclick: async () => { await setLanguage(language() === "zh" ? "en" : "zh"); show(); }, lang: language() === "zh" ? "en" : "zh" }, language() === "zh" ? "English" : "中文"),
     h("button.quiet", {
-      "data-key": "theme", "aria-label": t(theme === "dark" ? "Light theme" : "Dark theme"),
+      "data-key": "theme", role: "switch", "aria-label": t("Dark theme"), "aria-checked": String(theme === "dark"),
       onclick: () => {
         const next = theme === "dark" ? "light" : "dark";
         localStorage.setItem("theme", next);

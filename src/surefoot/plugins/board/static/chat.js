@@ -17,7 +17,7 @@ export async function page(body, query) {
   const field = (label, attributes) => h("label.row.soft.small", {}, t(label), h("input", { type: "number", style: { width: "92px" }, "aria-label": t(label), ...attributes }));
   const seed = field("Seed", { value: 1, step: 1 }), heat = field("Temperature", { value: 0, min: 0, step: 0.1 }), most = field("Longest answer", { value: 200, min: 1 });
   const value = (box) => { const text = box.querySelector("input").value; return text === "" ? null : Number(text); };
-  const system = h("input", { type: "text", placeholder: t("System message (optional)"), "aria-label": t("System message"), style: { width: "100%" } });
+  const system = h("input", { type: "text", placeholder: t("System message (optional)"), "aria-label": t("System message (optional)"), style: { width: "100%" } });
   const tools = h("textarea.code", { rows: 5, spellcheck: "false", placeholder: '[{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]', "aria-label": t("Tools: a JSON list of function schemas") });
   const input = h("textarea", { rows: 3, placeholder: t("Write a message. Enter sends, Shift+Enter breaks the line."), "aria-label": t("Message"), onkeydown: (e) => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); send(); } } });
   const sendButton = h("button.primary", { onclick: () => send() }, t("Send"));

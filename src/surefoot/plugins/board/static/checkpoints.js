@@ -106,7 +106,7 @@ export async function checkpoints(content, run, now) {
       const going = job.result.checkpoints.filter((c) => !c.stays);
       replace(result);
       const remove = h("button.danger", { disabled: isTraining(), onclick: async () => {
-        if (!await ask(t("Delete {n} checkpoints for good?", { n: going.length }), t("Delete"), t("Cancel"))) return;
+        if (!await ask(t("Delete {n} checkpoints", { n: going.length }), t("Delete"), t("Cancel"))) return;
         const done = await started({ command: "prune", ...chosen }, (r) => h("div.note", {}, `✓ ${t("Freed {size}.", { size: bytes(r.freed_bytes) })}`));
         replace(listed);
         if (done) await load();

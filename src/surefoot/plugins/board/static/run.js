@@ -47,8 +47,7 @@ export async function page(body, { run, tab = "curves" }) {
         h("div.row", {}, row.state === "running" ? stopping : null,
           ["died", "stopped", "failed", "ended"].includes(state) ? resume : null,
           row.has_begun ? h("a.button.writes", { href: to("chat", { run }) }, t("Chat")) : null, details.recipe ? h("a.button.writes", { href: to("new", { run }) }, t("New run like this")) : null)),
-      h("p.soft", {}, evidence(row), row.state === "running" && details.launches.length
-        ? ` ${t("Process {pid} on {host}.", { pid: details.launches.at(-1).begin.pid, host: details.launches.at(-1).begin.host })}` : ""),
+      h("p.soft", {}, evidence(row)),
       part !== null && row.state !== "complete" ? h("div.progress", { role: "progressbar", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": t("Step") }, h("i", { style: { width: `${100 * part}%` } })) : null,
       row.begins_with ? h("p.soft", {}, `${t("Continues")} `, parent(row.begins_with)) : null,
       error ? h("div.note.bad", { role: "alert" }, error) : null,
@@ -145,7 +144,7 @@ export async function page(body, { run, tab = "curves" }) {
 
     function draw() {
       const all = groups();
-      if (!all.length) { replace(grid, h("div.empty", { style: { gridColumn: "1 / -1" } }, row.state === "running" ? t("No metrics yet. The first line is written at the first log (train.log_steps).") : t("This run has no metrics."))); return; }
+      if (!all.length) { replace(grid, h("div.empty", { style: { gridColumn: "1 / -1" } }, t("No metrics yet. The first line is written at the first log (train.log_steps)."))); return; }
       if (!charts.size) replace(grid);
       for (const [base, names] of all) {
         if (!charts.has(base)) {

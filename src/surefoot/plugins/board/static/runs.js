@@ -25,7 +25,7 @@ export async function page(body) {
   const view = { sort: "changed", down: true, filter: "", hasAll: false, chosen: new Set(), metric: "loss", log: false };
   let runs = [], root = "", isCut = false, timer = 0, isOpen = true, chart = null, drawn = "", turn = 0;
   const search = h("input", {
-    type: "search", placeholder: t("Filter by name, state, model, method …"), "aria-label": t("Filter"),
+    type: "search", placeholder: t("Filter by name, state, model, method …"), "aria-label": t("Filter by name, state, model, method …"),
     oninput: (event) => { view.filter = event.target.value.toLowerCase(); table(); },
   });
   const count = h("span.soft");
@@ -97,7 +97,8 @@ export async function page(body) {
   function table() {
     const kept = shown(), old = runs.filter(isOld).length;
     unstarted.hidden = !old;
-    unstarted.textContent = view.hasAll ? t("Hide what did not start") : t("{n} did not start", { n: old });
+    unstarted.textContent = t("{n} did not start", { n: old });
+    unstarted.setAttribute("aria-pressed", view.hasAll);
     count.textContent = t("{k} of {n} runs", { k: kept.length, n: runs.length });
     if (!runs.length) {
       if (!list.querySelector(".empty")) replace(list, h("div.empty", {}, t("No runs below {root} yet.", { root }), h("div.writes", {}, h("p", {}, h("button.primary", { onclick: demo }, t("Train the demo"))), h("p.small", {}, t("A small model learns to read orders: about two minutes on two cores, without a network."))), h("code", {}, "surefoot train recipe.yaml")));
@@ -133,7 +134,7 @@ export async function page(body) {
       const select = h("select", { "aria-label": t("Metric"), onchange: (e) => { view.metric = e.target.value; curves(names); } },
         [...known].filter((name) => name !== "epoch").sort().map((name) => h("option", { value: name, selected: name === view.metric }, name)));
       const log = h("button", { "aria-pressed": String(view.log), onclick: (e) => { view.log = !view.log; e.target.setAttribute("aria-pressed", view.log); curves(names); } }, t("Log scale"));
-      replace(below, h("div.row.between", {}, h("h2", { style: { margin: "8px 0 0" } }, t("{n} selected", { n: names.length })), h("div.row", {}, select, log,
+      replace(below, h("div.row.between", {}, h("h2", { style: { margin: "8px 0 0" } }, t("Compare {n} runs", { n: names.length })), h("div.row", {}, select, log,
         h("button.quiet", { onclick: () => { view.chosen.clear(); table(); compare(); } }, t("Clear")))), chart.element, differing);
     }
     await curves(names);
