@@ -16,9 +16,8 @@ from surefoot.data.section import DataSection
 from surefoot.errors import SurefootError
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
-from surefoot.network.draft import NetworkOptions
+from surefoot.network.draft import MetaTensors, NetworkOptions
 from surefoot.network.open import open_network
-from surefoot.network.tensors import MetaTensors
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import dump, load, read
 from surefoot.run.resolving import with_adapter_settings

@@ -25,9 +25,9 @@ from surefoot.model.layers import recompute_activations
 from surefoot.model.loading import device
 from surefoot.model.numerics import seed_everything
 from surefoot.model.section import ModelSection
+from surefoot.network.draft import REAL
 from surefoot.network.heads import add_heads
 from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
-from surefoot.network.tensors import REAL
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE

@@ -14,9 +14,8 @@ from surefoot.errors import RecipeError
 from surefoot.methods.full import LLaMAPro
 from surefoot.model.expansion import verify_new_layers
 from surefoot.model.section import ModelSection
-from surefoot.network.draft import NetworkOptions
+from surefoot.network.draft import MetaTensors, NetworkOptions
 from surefoot.network.open import open_network
-from surefoot.network.tensors import MetaTensors
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load

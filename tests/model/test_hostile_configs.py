@@ -8,7 +8,7 @@ from surefoot.errors import ModelError
 from surefoot.model.adapter_files import check
 from surefoot.model.config import extension_of, read_config
 from surefoot.model.section import ModelSection
-from surefoot.network.tensors import from_config
+from surefoot.network.draft import from_config
 from surefoot.storage.files import read_json
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -17,10 +17,9 @@ from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.lora_targets import refuse_read_weights
 from surefoot.model.tokenizer import load_tokenizer
-from surefoot.network.draft import NetworkOptions
+from surefoot.network.draft import MetaTensors, NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.network.preflight import refuse_early, size_of_save
-from surefoot.network.tensors import MetaTensors
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE

@@ -27,8 +27,14 @@ from transformers import CompressedTensorsConfig
 
 from surefoot.model.lora_targets import layer_list
 from surefoot.plugins.quantize import calibration as calibration_data
-from surefoot.plugins.quantize.calibration import DAMPING, Calibrator, output_error, round_by_gptq
-from surefoot.plugins.quantize.layerwise import open_layerwise, run
+from surefoot.plugins.quantize.calibration import (
+    DAMPING,
+    Calibrator,
+    open_layerwise,
+    output_error,
+    round_by_gptq,
+    run,
+)
 from surefoot.plugins.quantize.schemes import (
     PRESETS,
     QuantizedSource,

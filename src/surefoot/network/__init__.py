@@ -1,5 +1,11 @@
 """Networks: models that are loaded, adapted, sharded, and run to the outputs that a stage needs.
 
+``open`` makes a ``draft`` ready by a list of steps, whether its tensors are in memory or on the
+meta device; ``shard_loading`` reads this rank's boxes of the files. ``method`` is what a method of
+tuning says of itself, ``heads`` and ``adapters`` what may be added, ``parameter_names`` how all of
+it is called in files. The result is a ``network``, run by an engine of ``runner``: whole, or
+``pipelined``. ``preflight`` raises, before anything is read, what opening it would raise.
+
 ``StackedWeights`` is imported on first use: a recipe is read without torch.
 """
 

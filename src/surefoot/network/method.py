@@ -93,24 +93,20 @@ class Method(ABC):
     def problems(self, model: ModelSection) -> Iterator[Problem]:
         """Settings of the recipe's model section that this method does not support: adapters, and
         quantized or float16 weights, which are not trained themselves."""
-        if model.adapter is not None:
-            yield Problem(
-                ("model", "adapter"),
-                f"method {self.name} does not train adapters; use method: lora, "
-                "or merge it into the model first with `surefoot export`",
-            )
-        if model.frozen_adapters:
-            yield Problem(
-                ("model", "frozen_adapters"),
-                f"method {self.name} trains the weights themselves; use method: lora, "
-                "or merge them into the model first with `surefoot export`",
-            )
-        if model.quantization_bit is not None:
-            yield Problem(
-                ("model", "quantization_bit"),
-                f"method {self.name} trains the weights themselves; use method: lora, or leave it "
-                "unset",
-            )
+        instead = "use method: lora, or merge {} into the model first with `surefoot export`"
+        trains = "trains the weights themselves; use method: lora, or leave it unset"
+        refused = (
+            ("adapter", model.adapter, f"does not train adapters; {instead.format('it')}"),
+            (
+                "frozen_adapters",
+                model.frozen_adapters,
+                f"trains the weights themselves; {instead.format('them')}",
+            ),
+            ("quantization_bit", model.quantization_bit, trains),
+        )
+        for name, value, why in refused:
+            if value:
+                yield Problem(("model", name), f"method {self.name} {why}")
         if model.dtype == "float16":  # in which the optimizer's epsilon is 0, small updates vanish
             yield Problem(
                 ("model", "dtype"),

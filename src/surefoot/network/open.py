@@ -42,13 +42,12 @@ from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
 from .adapters import set_initial_values
-from .draft import Draft, NetworkOptions
+from .draft import REAL, Draft, NetworkOptions, Tensors, check_quantization, read_heads
 from .heads import add_heads, refuse_headless, refuse_heads
 from .network import Network
 from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .shard_loading import init_on_meta
-from .tensors import REAL, Tensors, check_quantization, read_heads
 
 
 @contextmanager

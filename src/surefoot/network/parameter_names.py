@@ -23,9 +23,8 @@ from ..model.weights import AdapterWeights, FullWeights, names_in_files
 from ..optim.blocks import ParameterNames
 from ..optim.state_tensor import OTHER, ParameterKind, ParameterKinds
 from ..optim.trained import unsupported_by_pipelines
-from .draft import Draft
+from .draft import Draft, Tensors
 from .method import Method
-from .tensors import Tensors
 
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|w_pack|in_proj_ba", re.IGNORECASE)
 # By the package of transformers that defines the attention: all queries come first, or those of

@@ -26,10 +26,9 @@ from ..parallel.section import ParallelSection
 from ..parallel.sharding import AxisShard
 from ..parallel.tp_plan import module_plans
 from ..parallel.world import ALONE
-from .draft import NetworkOptions
+from .draft import MetaTensors, NetworkOptions
 from .network import Network
 from .open import check_files, open_network
-from .tensors import MetaTensors
 
 FLASH = "flash_attention_2"
 NOT_ON_META = (RuntimeError, NotImplementedError, AttributeError, IndexError)

@@ -18,8 +18,7 @@ from ...use.exporting.base_model import meta_model
 from ...use.exporting.exported import num_weights, whole_model
 from ...use.model_loading import ModelFolders, is_reward
 from ...use.receipts.receipt import Artefact, write_receipt
-from .calibration import Calibrator, calibration_rows
-from .layerwise import open_layerwise
+from .calibration import Calibrator, calibration_rows, open_layerwise
 from .schemes import LinearLayers, QuantizedSource, WeightScheme, find_linear_layers, scheme_of
 from .target import QuantizedFolder
 

@@ -30,10 +30,9 @@ from ...checkpoint.state.roles import FileRole
 from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
-from ...network.draft import NetworkOptions
+from ...network.draft import MetaTensors, NetworkOptions
 from ...network.network import Network
 from ...network.open import open_network
-from ...network.tensors import MetaTensors
 from ...optim.bf16_weights import MASTER
 from ...optim.optimizer import Optimizer
 from ...parallel.world import ALONE

@@ -14,10 +14,9 @@ from ...model.loading import DTYPES
 from ...model.lora_targets import refuse_read_weights
 from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
-from ...network.draft import Draft
+from ...network.draft import Draft, from_config, method_of
 from ...network.pipelined import plan_pipeline_stages
 from ...network.runner import ModelForward
-from ...network.tensors import from_config, method_of
 from ...parallel.sharded_model import layers
 from ...parallel.sharding import chunk
 from ...parallel.tensor_parallel import cut_tensors
