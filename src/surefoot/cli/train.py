@@ -20,8 +20,7 @@ from ..terminal_text import visible
 from .loading import loading, start_ranks
 
 if TYPE_CHECKING:
-    from ..recipe.importers import ConvertedFile
-    from ..recipe.recipe import Recipe
+    from ..recipe.recipe import ConvertedFile, Recipe
     from ..run.folder import SizeChoice
     from ..run.launch import Outcome
     from ..training.callback import TrainerState
@@ -114,8 +113,8 @@ def _check_ranks(recipe: Recipe, count: int) -> None:
 def _load(words: tuple[str, ...]) -> tuple[Recipe, ConvertedFile]:
     """The recipe, and what it was converted from; of a recipe, a conversion of nothing."""
     with loading():
-        from surefoot.recipe.importers import ConvertedFile, convert
-        from surefoot.recipe.recipe import load, load_converted
+        from surefoot.recipe.importers import convert
+        from surefoot.recipe.recipe import ConvertedFile, load, load_converted
         from surefoot.recipe.yaml import Document
 
     if (converted := convert(words)) is not None:

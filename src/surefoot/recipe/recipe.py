@@ -7,10 +7,11 @@ path in an override is relative to the current folder, and so is ``train.output_
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from .. import schema
 from ..checkpoint.section import CheckpointSection
@@ -40,9 +41,11 @@ from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
 from .files import read_text, recipe_in
-from .importers import ConvertedFile, importer_of
 from .overrides import Overrides, override, put
 from .yaml import Document, emit, parse
+
+if TYPE_CHECKING:
+    from ..training.callback import TrainerCallback, TrainerState
 
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
@@ -72,6 +75,76 @@ class Recipe:
     """The mesh of ranks."""
     generate: GenerateSection = GenerateSection()
     """How responses are sampled."""
+
+
+# Files of other programs, which are converted. Plugins name the programs.
+
+
+class RunExtras:
+    """What a file asks of `surefoot train` and `eval` beside its recipe; by default nothing."""
+
+    trains: bool = True
+    """Whether it is trained at all; otherwise it is evaluated."""
+
+    def check(self) -> None:
+        """Raise what would fail after the run."""
+
+    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
+        """Observers of the run, on its main rank."""
+        return ()
+
+    def finish(self, recipe: Recipe, state: TrainerState) -> None:
+        """Called on the main rank when the last step is saved."""
+
+    def after_run(self, recipe: Recipe) -> None:
+        """Called at the end of the command."""
+
+    def evaluate(self, recipe: Recipe, model: str | None) -> bool:
+        """Evaluate ``model`` (None: the trained one); return whether the file requests that."""
+        return False
+
+
+@dataclass(frozen=True)
+class ConvertedFile:
+    """The file of another program as a recipe."""
+
+    title: str  # the program, for people
+    document: Document  # the recipe's sections, whose errors name the lines of the original
+    notes: Sequence[str] = ()  # what differs, what its data sets need beside it, what is not used
+    extras: RunExtras = RunExtras()
+    is_complete: bool = True  # whether it names all that a run needs
+
+
+class Importer(ABC):
+    """A program whose files can be converted."""
+
+    title: ClassVar[str]
+    """The program, for people; empty for one whose files are refused."""
+
+    @abstractmethod
+    def recognise(self, data: Mapping[str, object]) -> bool:
+        """Whether a file with this content is the program's."""
+
+    @abstractmethod
+    def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
+        """The recipe of ``document``; ``overrides`` win. Raises ``RecipeError``: a key cannot be
+        had here, with line, reason and way out."""
+
+    def read_words(self, words: Sequence[str]) -> tuple[Document, list[str]] | None:
+        """The document and the overrides of a command line without a file; None if it reads no
+        such lines."""
+        return None
+
+
+IMPORTERS: Mapping[str, Importer] = Extended("importers", {})
+
+
+def importer_of(document: Document) -> Importer | None:
+    """The importer that knows ``document``; None for a recipe, and if none does."""
+    data = document.data
+    if not isinstance(data, Mapping) or {"model", "data", "train"} <= data.keys():
+        return None
+    return next((each for each in IMPORTERS.values() if each.recognise(data)), None)
 
 
 def load(path: Path, overrides: Overrides = ()) -> Recipe:

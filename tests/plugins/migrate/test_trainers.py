@@ -15,8 +15,8 @@ from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.plugins.migrate.conversion import convert_trainer
 from surefoot.plugins.migrate.importers import find_command
 from surefoot.plugins.migrate.programs import PROGRAMS
-from surefoot.recipe.importers import IMPORTERS, convert
-from surefoot.recipe.recipe import Recipe, load, load_converted
+from surefoot.recipe.importers import convert
+from surefoot.recipe.recipe import IMPORTERS, Recipe, load, load_converted
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
 

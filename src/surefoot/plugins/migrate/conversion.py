@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...recipe.importers import ConvertedFile
 from ...recipe.overrides import Overrides, override, put
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import ConvertedFile, Recipe
 from ...recipe.yaml import Document
 from ...schema import Problem
 from ...schema import settings as sections_of

@@ -14,8 +14,8 @@ import click
 
 from ...errors import RecipeError
 from ...recipe.files import SUFFIXES, read_text
-from ...recipe.importers import ConvertedFile, Importer
 from ...recipe.overrides import Overrides
+from ...recipe.recipe import ConvertedFile, Importer
 from ...recipe.yaml import Document, parse, parse_argument, parse_text
 from ...schema import Keys, Problem
 from ...terminal_text import visible

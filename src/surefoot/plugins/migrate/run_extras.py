@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ...extensions import imported
-from ...recipe.importers import RunExtras
+from ...recipe.recipe import RunExtras
 from ...recipe.yaml import Document
 from ...schema import Problem
 from .arguments import RefusedError

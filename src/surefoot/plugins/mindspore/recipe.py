@@ -32,10 +32,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
-from ...recipe.importers import ConvertedFile, Importer
 from ...recipe.overrides import Overrides, override
 from ...recipe.prediction import Prediction
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import ConvertedFile, Importer, Recipe
 from ...recipe.yaml import Document
 from ...schema import Keys, Problem
 from .ranks import model_near, root_of
