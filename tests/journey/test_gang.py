@@ -16,7 +16,7 @@ CLOSE = 1e-4  # of losses after 30 steps of Adam whose sums were taken in changi
 
 def killed(kills, counts, folder, seed=0):
     """What gang.py tells of its last run."""
-    places = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
+    places = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, HERE / "gang.py", kills, seed, counts, folder]
     done = warm.run(command, env=environment, capture_output=True, text=True)
