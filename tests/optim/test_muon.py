@@ -18,13 +18,12 @@ from surefoot.optim.rules import matrices as orthogonalization
 from surefoot.optim.rules.matrices import (
     BATCH,
     balanced,
-    batches,
     cost,
     newton_schulz,
     on_owners,
     orthogonalized,
-    size_of_part,
 )
+from surefoot.optim.rules.sharded import buckets, size_of_part
 from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.trained import TrainedParameters
 from surefoot.optim.variants.muon import Muon
@@ -278,10 +277,7 @@ def test_owners_share_the_work_and_each_rank_gets_its_parts():
 
 def test_work_is_balanced():
     assert balanced([1.0, 8.0, 4.0, 3.0, 2.0], 2) == [0, 0, 1, 1, 1]
-    assert [*batches([torch.empty(BATCH), torch.empty(3), torch.empty(BATCH - 3)])] == [
-        range(1),
-        range(1, 3),
-    ]
+    assert [*buckets([BATCH, 3, BATCH - 3], int, BATCH)] == [[BATCH], [3, BATCH - 3]]
 
 
 MESHES = [

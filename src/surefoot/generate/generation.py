@@ -96,23 +96,37 @@ def sample(
     that completed it, and ``text_before_stop``, the text before it.
     """
     section = chooser.section
-    known: Mapping[int, Sample] = {} if store is None else store.known
+    earlier: Mapping[int, Sample] = {} if store is None else store.known
     requests = _requests(model, prompts, section, seed)
-    own = share.of(requests)
-    todo = [request for request in own if request.index not in known]
-    found = dict(known)
-    told = _Progress(on_answered, len(requests), len(own))
-    told.add(len(own) - len(todo))
-    kept = _Kept(store, section.batch_size)
+    of_replica = share.of(requests)
+    missing = [request for request in of_replica if request.index not in earlier]
+    samples, unwritten = dict(earlier), dict[int, Sample]()
+    num_done, num_reported = len(of_replica) - len(missing), 0
+
+    def report(count: int) -> None:
+        nonlocal num_reported
+        if on_answered is not None and count > num_reported:
+            on_answered(count - num_reported)
+        num_reported = max(count, num_reported)
+
+    def write() -> None:
+        if unwritten and store is not None:
+            store.add(dict(unwritten))
+        unwritten.clear()
+
+    # as if all replicas were as far as this one
+    report(len(requests) * num_done // max(1, len(of_replica)))
     try:
-        for request, one in _finished(model, todo, requests, chooser):
-            found[request.index] = one
-            kept.add(request.index, one)
-            told.add(1)
+        for request, response in _finished(model, missing, requests, chooser):
+            samples[request.index] = unwritten[request.index] = response
+            if len(unwritten) >= section.batch_size:  # some at a time: a write waits for the disk
+                write()
+            num_done += 1
+            report(len(requests) * num_done // len(of_replica))
     finally:
-        kept.flush()
-    told.end()
-    return found
+        write()
+    report(len(requests))
+    return samples
 
 
 @torch.no_grad()
@@ -177,48 +191,6 @@ def _finished(
         return
     with masked_attention(driver.inner), onednn_products(model):
         yield from run(driver, todo, chooser, num_slots=size, on_token=on_token)
-
-
-class _Progress:
-    """Reports how many responses there are, as if all replicas were as far as this one."""
-
-    def __init__(self, on_answered: Callable[[int], None] | None, total: int, own: int) -> None:
-        self._on_answered, self._total, self._own = on_answered, total, own
-        self._done = self._told = 0
-
-    def add(self, count: int) -> None:
-        """So many more of this replica's."""
-        self._done += count
-        self._tell(self._total * self._done // max(1, self._own))
-
-    def end(self) -> None:
-        """All of them."""
-        self._tell(self._total)
-
-    def _tell(self, count: int) -> None:
-        if self._on_answered is not None and count > self._told:
-            self._on_answered(count - self._told)
-        self._told = max(count, self._told)
-
-
-class _Kept:
-    """Responses on their way to a store, some at a time: each write waits for the disk."""
-
-    def __init__(self, store: SampleStore | None, size: int) -> None:
-        self._store, self._size = store, size
-        self._found = dict[int, Sample]()
-
-    def add(self, index: int, one: Sample) -> None:
-        """One more; written if there are enough."""
-        self._found[index] = one
-        if len(self._found) >= self._size:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write those that are waiting."""
-        if self._found and self._store is not None:
-            self._store.add(self._found)
-        self._found = {}
 
 
 _TOKENS = 4096  # of prompts that are computed in one pass, unless one alone has more

@@ -267,7 +267,11 @@ def decoder(tokenizer: PreTrainedTokenizerBase, *, hides_special: bool = False) 
 
 
 class TextStream:
-    """Feed ids one by one; returns text as soon as it can no longer change."""
+    """Feed ids one by one; returns text as soon as it can no longer change.
+
+    Text is decoded from the last complete piece on, and held back while it ends in an incomplete
+    character.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -299,7 +303,11 @@ class TextStream:
 
 
 class TextUntil:
-    """The text of a response up to the first of some stop texts. Feed ids one by one."""
+    """The text of a response up to the first of some stop texts. Feed ids one by one.
+
+    A stop text ends a response, wherever in a token it begins and ends. What may be its beginning
+    is held back, too.
+    """
 
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
         self._stream, self._stop = TextStream(decode), tuple(stop)

@@ -277,7 +277,8 @@ _LIMITS = ("window", "chunk", "local", "block")  # in names of settings that lim
 
 @dataclass(frozen=True)
 class Masks:
-    """One mask for each type of layers, or one for all."""
+    """Which columns of its slot a row sees, in the form that an architecture takes it: one mask for
+    each type of layers, or one for all."""
 
     windows: Mapping[str, int | None]  # tokens that a query sees; None: all before it
 

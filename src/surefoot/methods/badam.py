@@ -164,8 +164,8 @@ class LISA(Method):
 
 
 def make_layers_trainable(model: nn.Module, *, with_rest: bool) -> nn.Module:
-    """Make the decoder layers trainable, and the rest of ``model`` or not. Raises ``ModelError`` if
-    there are no layers."""
+    """What these methods share: make the decoder layers trainable, and the rest of ``model`` or
+    not. Raises ``ModelError`` if there are no layers."""
     layers = models.lora_targets.decoder_layers(model)
     model.requires_grad_(with_rest)
     for layer in layers:

@@ -16,7 +16,7 @@ sharding. So a resumed run rounds as the uninterrupted one, and replicas stay eq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,9 +24,8 @@ from torch import nn
 
 from .optimizer import Named
 from .rules.few_bits import noise_for, round_stochastically
-from .rules.matrices import size_of_part
 from .rules.rule_optimizer import RuleOptimizer
-from .rules.sharded import local
+from .rules.sharded import buckets, local, size_of_part
 from .state_tensor import ParameterKinds
 
 if TYPE_CHECKING:
@@ -69,15 +68,15 @@ def update_size(sizes: Sequence[int], bf16_weights: str) -> int:
     """Bytes that an update of bfloat16 parameters of these ``sizes`` takes for a moment."""
     if bf16_weights == "nearest":
         return 0
-    most = max((sum(bucket) for bucket in _buckets(sizes, lambda size: size)), default=0)
+    most = max((sum(bucket) for bucket in buckets(sizes, lambda size: size, BUCKET)), default=0)
     return most * (4 if bf16_weights == MASTER else 8)
 
 
 def offloaded_size(states: Sequence[tuple[int, int]]) -> int:
     """Bytes of state that are on the GPU at once, of those in main memory, from the elements and
     the bytes of state of each parameter."""
-    buckets = _buckets(states, lambda each: each[0])
-    return max((sum(state for _, state in bucket) for bucket in buckets), default=0)
+    together = buckets(states, lambda each: each[0], BUCKET)
+    return max((sum(state for _, state in bucket) for bucket in together), default=0)
 
 
 class BucketedOptimizer(torch.optim.Optimizer):
@@ -106,7 +105,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         ]
         members = [(group["params"], group["names"]) for group in self.param_groups]
         try:
-            for bucket in _buckets(wanted, lambda each: size_of_part(each[1])):
+            for bucket in buckets(wanted, lambda each: size_of_part(each[1]), BUCKET):
                 self._update(bucket)
         finally:
             for group, (parameters, names) in zip(self.param_groups, members, strict=True):
@@ -202,17 +201,3 @@ class BucketedOptimizer(torch.optim.Optimizer):
 def _in_main_memory(like: torch.Tensor) -> torch.Tensor:
     """A tensor for a copy of ``like``, pinned if there is a GPU."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=torch.cuda.is_available())
-
-
-def _buckets(items: Sequence[Any], size_of: Callable[[Any], int]) -> Iterator[list[Any]]:
-    """``items`` in order, in groups of at most ``BUCKET`` elements, or of one."""
-    bucket: list[Any] = []
-    room = BUCKET
-    for item in items:
-        if bucket and size_of(item) > room:
-            yield bucket
-            bucket, room = [], BUCKET
-        bucket.append(item)
-        room -= size_of(item)
-    if bucket:
-        yield bucket

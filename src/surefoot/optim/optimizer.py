@@ -174,10 +174,11 @@ def parameter_groups(
     factors: Mapping[str, float],
     weight_decay: float,
 ) -> list[Group]:
-    """Groups for a torch optimizer: parameters of one learning rate that all decay, or none of
-    which does. Each also has ``names``, parallel to ``params``, so that its state can be saved by
-    name. ``rate_of`` returns the learning rate of a parameter, by its name and its number of
-    dimensions; ``factors`` are those of ``learning_rates``."""
+    """Groups for a torch optimizer: parameters of one learning rate that all decay (matrices), or
+    none of which does (biases, norms and other vectors). Each also has ``names``, parallel to
+    ``params``, so that its state can be saved by name. ``rate_of`` returns the learning rate of a
+    parameter, by its name and its number of dimensions; ``factors`` are those of
+    ``learning_rates``."""
     found: dict[object, Group] = {}
     for name, parameter in named:
         decay = weight_decay if parameter.ndim >= 2 else 0.0

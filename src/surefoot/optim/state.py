@@ -15,6 +15,7 @@ from .bf16_weights import MASTER
 from .blocks import ENTRIES, EntryTurns, check_entries
 from .optimizer import Optimizer, declared_state
 from .rules.rule_optimizer import dtype_of
+from .rules.sharded import sharded_as
 from .state_tensor import LIKE_PARAMETER, SCALAR, ParameterKind, Shape, StateTensor
 
 State = Mapping[str, Mapping[str, torch.Tensor]]
@@ -194,8 +195,4 @@ def _zeros(
             placements.append(placed if is_alike else Shard(dims[axis]))
     _, extent = local_offset_and_shape(shape, cuts, sizes, place)
     local = torch.zeros(extent, dtype=torch.float32, device=parameter.device)
-    whole = torch.empty(shape, device="meta")
-    made: DTensor = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return made
+    return sharded_as(parameter, local, shape, placements)

@@ -20,7 +20,7 @@ from ..parallel.sharding import Cuts
 from .bf16_weights import BucketedOptimizer, build_optimizer
 from .blocks import ENTRIES, EntryTurns, check_entries
 from .optimizer import Optimizer, check_learning_rates, log_learning_rates
-from .rules.sharded import local, part_of
+from .rules.sharded import local, part_of, sharded_as
 from .state import NamedState, State, StateCuts, other_parameters, plain_cuts
 from .state_tensor import ParameterKinds
 
@@ -278,9 +278,4 @@ def _sharded_like(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     the last."""
     if not isinstance(weight, DTensor):
         return values
-    whole = torch.empty((*weight.shape[:-1], values.shape[-1]), device="meta")
-    mesh, placements = weight.device_mesh, weight.placements
-    made: DTensor = DTensor.from_local(
-        values, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    return made
+    return sharded_as(weight, values, (*weight.shape[:-1], values.shape[-1]))

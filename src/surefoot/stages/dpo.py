@@ -27,22 +27,10 @@ if TYPE_CHECKING:
     from ..data.text.codec import Codec
 
 LOGPS = OutputSpec(("logps",))
-LossType = Literal[
-    "sigmoid",
-    "sigmoid_norm",
-    "robust",
-    "exo_pair",
-    "hinge",
-    "ipo",
-    "apo_zero",
-    "apo_down",
-    "nca_pair",
-    "sppo_hard",
-    "bco_pair",
-    "cpo",
-    "orpo",
-    "simpo",
-]
+if TYPE_CHECKING:
+    LossType = str
+else:  # the names that a recipe may give
+    LossType = Literal[tuple(LOSSES)]
 
 
 @dataclass(frozen=True, kw_only=True)

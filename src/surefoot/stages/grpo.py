@@ -14,7 +14,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import FunctionPath
 from ..training.advantages import ADVANTAGES, is_flat
-from ..training.conversations import UserEnvironment, converse, sampling_figures
+from ..training.conversations import UserEnvironment, converse, sampling_figures, window_figures
 from ..training.policy_gradient import (
     KL,
     SURROGATES,
@@ -205,7 +205,9 @@ class GRPO(OnPolicy):
         groups = self._groups(rewards)
         more = means([*named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
-        figures = {**rewarded.metrics, **_figures(rewards, groups, rollouts), **more, **gaps}
+        flat = sum(map(is_flat, groups)) / len(groups)
+        own = window_figures([r for r in rewards if r is not None], rollouts, flat_groups=flat)
+        figures = {**rewarded.metrics, **own, **more, **gaps}
         is_cut = [self.mask_truncated_completions and one.is_cut for one in rollouts]
         if self._is_kl_in_reward:
             kls = self._kls(context, rollouts, is_cut)
@@ -329,22 +331,3 @@ class GRPO(OnPolicy):
         yield from super().problems(data, parallel)
         message = "stage grpo cannot sample from a pipeline; set it to 1"
         yield from must_not_shard(parallel, ("pp",), message)
-
-
-def _figures(
-    rewards: Sequence[float | None],
-    groups: Sequence[Sequence[float | None]],
-    rollouts: Sequence[Rollout],
-) -> dict[str, float]:
-    """Metrics of a window."""
-    known = [reward for reward in rewards if reward is not None]
-    mean = math.fsum(known) / max(1, len(known))
-    spread = math.fsum((reward - mean) ** 2 for reward in known) / max(1, len(known) - 1)
-    lengths = [one.num_sampled for one in rollouts]
-    return {
-        "reward": mean,
-        "reward_std": math.sqrt(spread),
-        "flat_groups": sum(map(is_flat, groups)) / len(groups),
-        "completion_length": sum(lengths) / len(lengths),
-        "completions_clipped": sum(one.is_cut for one in rollouts) / len(rollouts),
-    }

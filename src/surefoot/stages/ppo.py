@@ -23,7 +23,7 @@ from ..training.advantages import (
     kl_estimates,
     whitened,
 )
-from ..training.conversations import converse, gap_figures
+from ..training.conversations import converse, gap_figures, window_figures
 from ..training.policy_gradient import clipped
 from ..training.rewards import by_name, means, models_of, total
 from ..training.rollout import Rollout, read_row
@@ -160,7 +160,11 @@ class PPO(OnPolicy):
             if score is not None and rollout.num_sampled
         ]
         more = means([*named], by_reward)
-        figures = {**rewarded.metrics, **_figures(known, rollouts), **more}
+        figures = {
+            **rewarded.metrics,
+            **window_figures([one.score for one in known], rollouts),
+            **more,
+        }
         if not known:
             return Prepared((), figures, context.state)
         return self._window(context, known, figures)
@@ -288,17 +292,3 @@ def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bo
             f"{scores[0]:.4g}), and PPO learns nothing from equal scores; make the reward "
             "distinguish responses, raise the temperature, or train with sft first"
         )
-
-
-def _figures(known: Sequence[_Response], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Metrics of a window, of its rewards and responses."""
-    scores = [one.score for one in known]
-    mean = math.fsum(scores) / max(1, len(scores))
-    spread = math.fsum((score - mean) ** 2 for score in scores) / max(1, len(scores) - 1)
-    count = len(rollouts)
-    return {
-        "reward": mean,
-        "reward_std": math.sqrt(spread),
-        "completion_length": sum(one.num_sampled for one in rollouts) / count,
-        "completions_clipped": sum(one.is_cut for one in rollouts) / count,
-    }

@@ -245,3 +245,18 @@ def warn_of(found: Mismatch, cure: str = "") -> None:
             cause,
             f"; {cure}" if cure else "",
         )
+
+
+def window_figures(
+    rewards: Sequence[float], rollouts: Sequence[Rollout], **more: float
+) -> dict[str, float]:
+    """The metrics of a window: of the rewards that there are, ``more``, and of all responses."""
+    mean = math.fsum(rewards) / max(1, len(rewards))
+    spread = math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(spread),
+        **more,
+        "completion_length": sum(one.num_sampled for one in rollouts) / len(rollouts),
+        "completions_clipped": sum(one.is_cut for one in rollouts) / len(rollouts),
+    }

@@ -240,23 +240,17 @@ class PairLoss:
     settings: Collection[str] = ()  # that it has beside beta
 
 
+def _smoothed(pairs: Pairs) -> torch.Tensor:
+    return sigmoid(pairs.margins, pairs.beta, pairs.label_smoothing)
+
+
+_SMOOTHS = ("label_smoothing",)
 LOSSES: Mapping[str, PairLoss] = {
-    "sigmoid": PairLoss(
-        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing),
-        settings=("label_smoothing",),
-    ),
-    "sigmoid_norm": PairLoss(
-        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing),
-        per_token=True,
-        settings=("label_smoothing",),
-    ),
-    "robust": PairLoss(
-        lambda p: robust(p.margins, p.beta, p.label_smoothing),
-        settings=("label_smoothing",),
-    ),
+    "sigmoid": PairLoss(_smoothed, settings=_SMOOTHS),
+    "sigmoid_norm": PairLoss(_smoothed, per_token=True, settings=_SMOOTHS),
+    "robust": PairLoss(lambda p: robust(p.margins, p.beta, p.label_smoothing), settings=_SMOOTHS),
     "exo_pair": PairLoss(
-        lambda p: exo_pair(p.margins, p.beta, p.label_smoothing),
-        settings=("label_smoothing",),
+        lambda p: exo_pair(p.margins, p.beta, p.label_smoothing), settings=_SMOOTHS
     ),
     "hinge": PairLoss(lambda p: hinge(p.margins, p.beta)),
     "ipo": PairLoss(lambda p: ipo(p.margins, p.beta), per_token=True),
@@ -266,10 +260,10 @@ LOSSES: Mapping[str, PairLoss] = {
     "sppo_hard": PairLoss(lambda p: sppo_hard(p.chosen, p.rejected, p.beta)),
     "bco_pair": PairLoss(lambda p: bco_pair(p.chosen, p.rejected, p.beta)),
     "cpo": PairLoss(
-        lambda p: sigmoid(p.margins, p.beta, p.label_smoothing) + p.nll,
+        lambda p: _smoothed(p) + p.nll,
         needs_reference=False,
         has_likelihood=True,
-        settings=("label_smoothing",),
+        settings=_SMOOTHS,
     ),
     "orpo": PairLoss(
         lambda p: orpo(p.chosen, p.rejected, p.beta),

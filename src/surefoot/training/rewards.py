@@ -11,8 +11,8 @@ import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ..batch import SCORES, OutputSpec
 from ..data.example import Message
@@ -202,6 +202,19 @@ class _Weighted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Rule(_Weighted):
+    """What ``reward_worker`` computes by the rule of this name and all settings but the weight."""
+
+    name: ClassVar[str]
+
+    @property
+    def task(self) -> RewardTask:
+        """Compute it."""
+        names = [each.name for each in fields(self) if each.name != "weight"]
+        return RewardTask(self.name, self.name, {name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
 class FunctionReward(_Weighted):
     """A Python function. It is called with ``prompts``, ``completions`` and the columns of the
     dataset, as lists, and returns a number for each completion, or None for one that does not
@@ -223,21 +236,16 @@ class FunctionReward(_Weighted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactMatch(_Weighted):
+class ExactMatch(_Rule):
     """1 if the response is the text of a column, but for space around it, else 0."""
 
     column: str
     """The column of the dataset."""
-    name = "exact_match"
-
-    @property
-    def task(self) -> RewardTask:
-        """Compare."""
-        return RewardTask(self.name, self.name, {"column": self.column})
+    name: ClassVar[str] = "exact_match"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regex(_Weighted):
+class Regex(_Rule):
     """1 if a regular expression is found in the response, else 0."""
 
     pattern: str
@@ -246,18 +254,13 @@ class Regex(_Weighted):
     """A column of the dataset: what is found last (its first group, if it has one) must be the
     text of the column.
     """
-    name = "regex"
+    name: ClassVar[str] = "regex"
 
     def __post_init__(self) -> None:
         try:
             re.compile(self.pattern)
         except re.error as error:
             raise ValueError(f"pattern: not a regular expression: {error}") from None
-
-    @property
-    def task(self) -> RewardTask:
-        """Search."""
-        return RewardTask(self.name, self.name, {"pattern": self.pattern, "column": self.column})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +282,7 @@ class JSONSchema(_Weighted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length(_Weighted):
+class Length(_Rule):
     """0 up to ``soft_limit`` tokens, then less, down to -1 at ``hard_limit`` (soft overlong
     punishment, arXiv:2503.14476).
     """
@@ -288,7 +291,7 @@ class Length(_Weighted):
     """The most tokens of a response without a punishment."""
     hard_limit: int
     """The fewest tokens with the full one."""
-    name = "length"
+    name: ClassVar[str] = "length"
 
     def __post_init__(self) -> None:
         if not 0 <= self.soft_limit < self.hard_limit:
@@ -296,12 +299,6 @@ class Length(_Weighted):
                 f"soft_limit must be at least 0 and less than hard_limit, got {self.soft_limit} "
                 f"and {self.hard_limit}"
             )
-
-    @property
-    def task(self) -> RewardTask:
-        """Count."""
-        limits = {"soft_limit": self.soft_limit, "hard_limit": self.hard_limit}
-        return RewardTask(self.name, self.name, limits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..state_tensor import ParameterKind, projector_shape, small_dim
 from .rule_optimizer import Update
-from .sharded import complete, part_of
+from .sharded import buckets, complete, part_of, size_of_part
 
 
 def project(update: Update, projector: torch.Tensor) -> torch.Tensor:
@@ -177,6 +177,11 @@ def on_owners(
     return [made[number] for number in range(len(parts))]
 
 
+def batches(updates: Sequence[Update]) -> Iterator[list[Update]]:
+    """The updates whose matrices are exchanged together; the same on every rank."""
+    return buckets(updates, lambda update: size_of_part(update.parameter), BATCH)
+
+
 def balanced(costs: Sequence[float], size: int) -> list[int]:
     """The owner of each matrix: the most expensive first, each to the rank that has least to do."""
     loads, owners = [0.0] * size, [0] * len(costs)
@@ -184,29 +189,6 @@ def balanced(costs: Sequence[float], size: int) -> list[int]:
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += costs[number]
     return owners
-
-
-def batches(parameters: Sequence[torch.Tensor]) -> Iterator[range]:
-    """Numbers of parameters, in order, with ``BATCH`` elements of a rank at most, or one; the same
-    on every rank."""
-    start, room = 0, BATCH
-    for number, parameter in enumerate(parameters):
-        size = size_of_part(parameter)
-        if number > start and size > room:
-            yield range(start, number)
-            start, room = number, BATCH
-        room -= size
-    if start < len(parameters):
-        yield range(start, len(parameters))
-
-
-def size_of_part(parameter: torch.Tensor) -> int:
-    """The elements of the largest part that a rank has; the same on every rank."""
-    if not isinstance(parameter, DTensor):
-        return parameter.numel()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    axes = [axis for axis, how in enumerate(placements) if not isinstance(how, Replicate)]
-    return -(-parameter.numel() // prod(mesh.size(axis) for axis in axes))
 
 
 def _only_axis(parameter: torch.Tensor) -> int | None:

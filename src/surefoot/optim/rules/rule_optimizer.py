@@ -231,7 +231,8 @@ def _is_fusible(*tensors: torch.Tensor) -> bool:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW whose kernel gets local tensors; parameters and moments stay distributed ones.
+    """AdamW whose kernel gets what each rank holds, as its update is that of each element alone;
+    parameters and moments stay distributed ones.
 
     The kernel would get them anyway. But ``DTensor`` first asks how a list may be distributed, for
     each of its tensors and every placement: a second at the first step of some hundred parameters.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
+
+T = TypeVar("T")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,12 +35,27 @@ def complete(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """The full tensor of which every rank has ``values``, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return values
-    shape, stride = parameter.shape, parameter.stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    own: DTensor = DTensor.from_local(
-        values, mesh, placements, run_check=False, shape=shape, stride=stride
+    return sharded_as(parameter, values, parameter.shape).full_tensor()
+
+
+def sharded_as(
+    parameter: DTensor,
+    values: torch.Tensor,
+    shape: Sequence[int],
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """This rank's ``values`` as a tensor of ``shape`` on the mesh of ``parameter``, with its
+    placements or others; without communication."""
+    whole = torch.empty(shape, device="meta")  # whose strides are those of the full tensor
+    made: DTensor = DTensor.from_local(
+        values,
+        parameter.device_mesh,
+        parameter.placements if placements is None else placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
     )
-    return own.full_tensor()
+    return made
 
 
 def part_of(
@@ -62,16 +81,8 @@ def zeros(
     here = parameter.to_local()
     extent = [here.shape[d] if d in kept else size for d, size in enumerate(shape)]
     placements = [p if _dim(p) in kept else Replicate() for p in parameter.placements]
-    whole = torch.empty(shape, device="meta")
-    made: DTensor = DTensor.from_local(
-        torch.zeros(extent, dtype=dtype, device=here.device),
-        parameter.device_mesh,
-        placements,
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-    return made
+    here_zeros = torch.zeros(extent, dtype=dtype, device=here.device)
+    return sharded_as(parameter, here_zeros, shape, placements)
 
 
 def _dim(placed: Placement) -> int | None:
@@ -107,3 +118,26 @@ def own_rows(rows: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def _column(parameter: torch.Tensor) -> torch.Tensor:
     """A tensor with one column that is sharded as the rows of ``parameter`` are."""
     return zeros((parameter.shape[0], 1), {0}, parameter, parameter.dtype)
+
+
+def size_of_part(parameter: torch.Tensor) -> int:
+    """The elements of the largest part that a rank has; the same on every rank."""
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    axes = [axis for axis, how in enumerate(placements) if not isinstance(how, Replicate)]
+    return -(-parameter.numel() // prod(mesh.size(axis) for axis in axes))
+
+
+def buckets(items: Sequence[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """``items`` in order, in groups of at most ``most`` elements, or of one item."""
+    bucket: list[T] = []
+    room = most
+    for item in items:
+        if bucket and size_of(item) > room:
+            yield bucket
+            bucket, room = [], most
+        bucket.append(item)
+        room -= size_of(item)
+    if bucket:
+        yield bucket

@@ -100,7 +100,8 @@ def _rows(shape: Shape, cuts: tuple[AxisShard, ...]) -> tuple[AxisShard, ...] | 
 
 def state_in_codes(codes_of: Callable[[int], int], block: int) -> Mapping[str, StateTensor]:
     """Adam's state of matrices in codes, of which a row has as many bytes as ``codes_of`` says, and
-    a scale for each ``block``; of vectors in float32."""
+    a scale for each ``block``; of vectors in float32. The values of the codes are those of
+    bitsandbytes' dynamic map."""
 
     def row_of(count: Callable[[int], int], dtype: str) -> StateTensor:
         return StateTensor(lambda shape: (*shape[:-1], count(shape[-1])), _rows, dtype, _is_matrix)

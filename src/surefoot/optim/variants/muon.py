@@ -81,8 +81,8 @@ class Muon(Optimizer):
             if not update.layout.is_matrix:
                 update.adamw(self.adamw_beta1, self.adamw_beta2, self.adamw_epsilon)
         matrices = [update for update in updates if update.layout.is_matrix]
-        for batch in rules.matrices.batches([update.parameter for update in matrices]):
-            self.update_matrices([matrices[number] for number in batch])
+        for batch in rules.matrices.batches(matrices):
+            self.update_matrices(batch)
 
     def update_matrices(self, updates: Sequence[Update]) -> None:
         """Update some matrices, each of which is orthogonalized by one of the ranks."""

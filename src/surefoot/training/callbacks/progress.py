@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import resource
 import sys
 import time
@@ -22,7 +21,6 @@ from ..callback import Context, Metrics, TrainerCallback, TrainerControl, Traine
 from .launches import LaunchFiles
 
 logger = logging.getLogger(__name__)
-SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
@@ -64,9 +62,6 @@ class Screen(TrainerCallback):
         if "loss" in logs:
             shown["memory"] = f"{peak_memory() / 2**30:.1f} GiB"
             self._figures.update(shown)
-            self._figures["trend"] = sparkline(
-                [r["loss"] for r in state.log_history if "loss" in r]
-            )
         if self._progress is None:
             if memory := shown.pop("memory", None):
                 shown["peak_memory"] = memory.replace(" ", "")
@@ -115,7 +110,7 @@ class _Figures(ProgressColumn):
         text = Text(no_wrap=True)
         for name, label in LABELS.items():
             if name in shown:
-                text.append(f" {label} " if label else " ", style="dim")
+                text.append(f" {label} ", style="dim")
                 text.append(self.figures[name])
         return text
 
@@ -124,7 +119,7 @@ def fitting(figures: Mapping[str, str], width: int) -> set[str]:
     """The names of the most important metrics that fit side by side in ``width`` characters."""
     shown = set()
     for name in BY_IMPORTANCE:
-        needed = len(LABELS[name]) + len(figures.get(name, "")) + (2 if LABELS[name] else 1)
+        needed = len(LABELS[name]) + len(figures.get(name, "")) + 2
         if name in figures and needed <= width:
             shown.add(name)
             width -= needed
@@ -149,11 +144,10 @@ FORMATS = {
 BAR = 20  # characters
 BY_IMPORTANCE = (
     *("loss", "left", "checkpoint", "tokens_per_second", "reward"),
-    *("rewards/accuracies", "learning_rate", "trend", "grad_norm", "memory", "rewards/margins"),
+    *("rewards/accuracies", "learning_rate", "grad_norm", "memory", "rewards/margins"),
 )
 LABELS = {
     "loss": "loss",
-    "trend": "",
     "reward": "reward",
     "rewards/accuracies": "right",
     "rewards/margins": "margin",
@@ -164,15 +158,6 @@ LABELS = {
     "checkpoint": "saved",
     "left": "left",
 }
-
-
-def sparkline(values: list[float], width: int = 12) -> str:
-    """The last values as a row of bars, lowest to highest."""
-    tail = [v for v in values[-width:] if math.isfinite(v)]
-    if len(tail) < 2:
-        return ""
-    low, span = min(tail), (max(tail) - min(tail)) or 1.0
-    return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in tail)
 
 
 @dataclass
