@@ -325,6 +325,8 @@ def _own(rows: Rows) -> Rows:
 
 def _differs(name: str, argument: Argument) -> bool:
     known = ARGUMENTS.get(name)
+    if known is argument:
+        return False
     is_same = argument.settings == (name,)
     return not (is_same and known is not None and known.default == argument.default)
 

@@ -23,7 +23,7 @@ LATER, LATER_FILES = (
     {"batch", "data/text/collation"},
 )
 LATER_FILES |= {"stages/dpo", "training/losses"}
-LATER_FILES |= {"plugins/migrate/given", "plugins/board/metrics"}
+LATER_FILES |= {"plugins/migrate/rules", "plugins/board/metrics"}
 LATER_FILES |= {"training/advantages", "stages/kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8

@@ -5,7 +5,7 @@ from typing import Annotated, Protocol
 import pytest
 
 from surefoot.errors import RecipeError
-from surefoot.plugins.migrate.hints import hints_by_key
+from surefoot.plugins.migrate.importers import hints_by_key
 from surefoot.recipe.overrides import override
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.recipe import read as read_recipe

@@ -14,7 +14,7 @@ from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.plugins.migrate.conversion import convert_trainer
 from surefoot.plugins.migrate.importers import find_command
-from surefoot.plugins.migrate.programs import PROGRAMS
+from surefoot.plugins.migrate.other_trainers import PROGRAMS
 from surefoot.recipe.importers import convert
 from surefoot.recipe.recipe import IMPORTERS, Recipe, load, load_converted
 from surefoot.recipe.yaml import parse
@@ -115,6 +115,16 @@ def test_defaults_are_written(name, rate):
         assert found.data.cutoff_len == 1024
         assert found.train.global_batch_size == 8
     assert found.data.shuffle == (name != "trl-kto")  # sequential there
+
+
+def test_former_names_nulls_and_true_are_read():
+    former = recipe("trl-sft", evaluation_strategy="epoch", fsdp=True)
+    assert former.train.eval_epoch and len(former.data.eval_datasets) == 1
+    nulls = recipe("trl-grpo", num_generations=None, per_device_train_batch_size=None)
+    assert (nulls.stage.group_size, nulls.train.global_batch_size) == (8, 1)
+    assert recipe("axolotl", lr_scheduler=None).optim.schedule == "cosine"
+    with pytest.raises(RecipeError, match="accumulation_steps: must be at least 1, got 0"):
+        recipe("trl-grpo", gradient_accumulation_steps=0)
 
 
 def test_fp16_and_an_explicit_value_have_precedence():

@@ -97,6 +97,10 @@ def _list(value: object) -> list[object]:
     return [part.strip() for part in _text(value).split(",") if part.strip()]
 
 
+def _numbers(value: object) -> list[float]:
+    return [_float(part) for part in _list(value)]
+
+
 def _mapping(value: object) -> Mapping[str, Any]:
     found = json.loads(value) if isinstance(value, str) else value
     if not isinstance(found, dict):
@@ -110,6 +114,7 @@ _KINDS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "int": ("a whole number", _int),
     "float": ("a number", _float),
     "list": ("a list, or text with commas", _list),
+    "numbers": ("numbers, or text with commas", _numbers),
     "mapping": ("a mapping, or one in JSON", _mapping),
     "any": ("a value", lambda value: value),
 }
@@ -123,6 +128,8 @@ def _rows(group: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
         if name == "like":
             for part in row:
                 yield from _rows(_TABLES["parts"][part])
+        elif name == "shared":
+            yield from ((one, ARGUMENTS[one]) for one in row.split())
         elif name in ("ignored", "refused"):
             for reason, names in row.items():
                 yield from ((one, Argument("any", None, name, (), reason)) for one in names.split())
@@ -140,14 +147,13 @@ def _argument(row: Mapping[str, Any]) -> Argument:
     return Argument(kind, default, outcome, (), said, choices, allowed)
 
 
-GROUPS: Mapping[str, Rows] = {
-    title: dict(_rows(group)) for title, group in _TABLES["llamafactory"].items()
-}
-FILES: Mapping[str, Rows] = {title: dict(_rows(group)) for title, group in _TABLES["files"].items()}
-TRAINERS: Mapping[str, Rows] = {
-    title: dict(_rows(group)) for title, group in _TABLES["trainers"].items()
-}
+def _tables(kind: str) -> Mapping[str, Rows]:
+    return {title: dict(_rows(group)) for title, group in _TABLES[kind].items()}
+
+
+GROUPS, FILES = _tables("llamafactory"), _tables("files")
 ARGUMENTS: Rows = {name: one for group in GROUPS.values() for name, one in group.items()}
+TRAINERS = _tables("trainers")
 TRANSFORMERS: Rows = {
     **{n: one for n, one in GROUPS["Hugging Face's training arguments"].items() if n != "do_train"},
     **GROUPS["Hugging Face's former training arguments"],

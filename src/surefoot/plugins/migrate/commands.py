@@ -1,15 +1,24 @@
-"""LLaMA-Factory's other commands, as words of the commands that do the same here."""
+"""LLaMA-Factory's command lines: arguments in words, and its other commands as those that do the
+same here."""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...schema import Problem
+from ...errors import RecipeError
+from ...recipe.overrides import Overrides
+from ...recipe.yaml import Document, parse_argument, parse_text
+from ...schema import Keys, Problem
 from .arguments import ARGUMENTS, RefusedError
-from .given import GivenArguments
+from .rules import GivenArguments
 from .templates import same_template
+
+_KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+_LINE = "command line"
 
 _TEXT = ("default", "fewshot", "empty")  # templates without turns
 _TASKS = {  # of lm-eval, by LLaMA-Factory's names; it has these splits only
@@ -163,3 +172,87 @@ def _differences(given: GivenArguments) -> Iterator[str]:
         yield f"template: the one saved with the model is used, not {given['template']} by its name"
     if given["quantization_bit"]:
         yield "quantization_bit: weights are opened as they are stored"
+
+
+# Arguments in words
+
+
+def read_command_line(words: Sequence[str]) -> tuple[Document, list[str]]:
+    """The values by argument, and Surefoot's own overrides among them, which have a dot before
+    ``=``. Raises ``RecipeError``: a value belongs to no argument, or an argument occurs twice."""
+    values: dict[str, list[str]] = {}
+    overrides: list[str] = []
+    key = ""
+    for word in words:
+        if _KEY.fullmatch(word):
+            key, equals, value = word[2:].partition("=")
+            key = key.replace("-", "_")
+            if key in values:
+                raise RecipeError(f"{_LINE}: --{key} occurs twice; keep one")
+            values[key] = [value] if equals else []
+        elif _is_override(word):
+            overrides.append(word)
+        elif not key or (values[key] and not _takes_several(key)):
+            raise RecipeError(f"{_LINE}: {word!r} belongs to no argument; write --name value")
+        else:
+            values[key].append(word)
+    data = {key: _value(key, words) for key, words in values.items()}
+    origins: dict[Keys, str] = {(key,): f"{_LINE}: --{key}" for key in data}
+    return Document(data, _LINE, overrides=origins), overrides
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
+    path, equals, _ = word.partition("=")
+    return bool(equals) and "." in path and "/" not in path
+
+
+def _takes_several(key: str) -> bool:
+    return key not in ARGUMENTS or ARGUMENTS[key].kind in ("list", "any")
+
+
+def _value(key: str, words: Sequence[str]) -> object:
+    """``--bf16`` alone is true; ``--no_NAME`` is false only as a key of its own."""
+    if len(words) != 1:
+        return list(words) or True
+    word = words[0]
+    if word.lstrip().startswith("{"):
+        try:
+            return json.loads(word)
+        except ValueError:
+            raise RecipeError(f"{_LINE}: --{key}: not valid JSON: {word}") from None
+    return None if word.lower() in ("none", "null") and key != "report_to" else word
+
+
+def with_arguments(document: Document, overrides: Overrides) -> tuple[Document, Overrides]:
+    """``document`` with the overrides of its arguments (``learning_rate=1e-5``), and the others,
+    of a recipe's fields."""
+    if isinstance(overrides, Mapping):
+        theirs = {key: value for key, value in overrides.items() if key in ARGUMENTS}
+        others: Overrides = {k: value for k, value in overrides.items() if k not in ARGUMENTS}
+    else:
+        others = [word for word in overrides if not _sets_argument(word)]
+        theirs = dict(_argument_of(word) for word in overrides if _sets_argument(word))
+    if not theirs or not isinstance(document.data, Mapping):
+        return document, others
+    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in theirs}
+    return (
+        replace(
+            document,
+            data={**document.data, **theirs},
+            overrides={**document.overrides, **origins},
+        ),
+        others,
+    )
+
+
+def _sets_argument(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and key in ARGUMENTS
+
+
+def _argument_of(word: str) -> tuple[str, object]:
+    key, _, text = word.partition("=")
+    if ARGUMENTS[key].kind == "text":
+        return key, parse_text(text)
+    return key, parse_argument(text, f"{_LINE}: {word}")[0]

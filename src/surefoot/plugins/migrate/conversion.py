@@ -1,8 +1,9 @@
 """Convert the arguments of LLaMA-Factory, TRL, axolotl or transformers to a recipe.
 
 All of them have transformers' training arguments, and LLaMA-Factory has the most beside these. So
-the others' are first called by LLaMA-Factory's names (``trl``, ``axolotl``), and one set of
-``rules`` makes settings of them. ``arguments.yaml`` is the table of all arguments.
+the others' are first called by LLaMA-Factory's names (``other_trainers``), and one set of rules
+makes settings of them (``llamafactory``). ``arguments.yaml`` is the table of all arguments, and
+``rules.yaml`` says what they mean together.
 """
 
 from __future__ import annotations
@@ -18,26 +19,78 @@ from ...recipe.recipe import ConvertedFile, Recipe
 from ...recipe.yaml import Document
 from ...schema import Problem
 from ...schema import settings as sections_of
-from .arguments import ARGUMENTS, RefusedError, near
+from .arguments import ARGUMENTS, Argument, RefusedError, near
 from .commands import other_commands
-from .differences import notes as notes_on
-from .given import GivenArguments, Program, RenamedArguments, Settings
-from .programs import LLAMAFACTORY
-from .rules import RULES
-from .run_extras import LlamaFactoryExtras, after_training, check_evaluations
+from .llamafactory import LLAMAFACTORY, template_note, trackers_note
+from .rules import GivenArguments, Program, Rules, Settings
+from .run_extras import LlamaFactoryExtras, after_training
 
-NULLS = ("enable_thinking",)  # of LLaMA-Factory; all other nulls there are defaults
+
+def convert_llamafactory(
+    document: Document, overrides: Overrides, environment: Mapping[str, str] = os.environ
+) -> ConvertedFile:
+    """The recipe of LLaMA-Factory's arguments. Raises ``RecipeError``: with every one that is
+    unknown or not supported, each with line, reason and what to write instead."""
+    conversion = Conversion(document)
+    given = conversion.read(LLAMAFACTORY, environment)
+    conversion.problems += other_commands(given)
+    conversion.check()
+    settings = conversion.settings(given)
+    mistakes = (*_misread(document), *LLAMAFACTORY.rules.notes("mistakes", given))
+    notes = [
+        "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe):",
+        *(f"  differs: {line}" for line in _differences(given)),
+        *(f"  LLaMA-Factory: {line}" for line in mistakes),
+        *_ignored(given),
+    ]
+    extras = LlamaFactoryExtras(document, after_training(given), bool(given["do_train"]))
+    recipe = conversion.recipe(settings, overrides)
+    return ConvertedFile(LLAMAFACTORY.title, recipe, notes, extras)
+
+
+def convert_trainer(
+    program: Program,
+    document: Document,
+    overrides: Overrides,
+    environment: Mapping[str, str] = os.environ,
+) -> ConvertedFile:
+    """The recipe of another trainer's arguments. Raises ``RecipeError`` as above."""
+    conversion = Conversion(document)
+    given = conversion.read(program, environment)
+    renamed = conversion.renamed(given)
+    conversion.names = dict(conversion.origins)
+    values: dict[str, Any] = {"do_train": True, "stage": program.stage}
+    for name, value in renamed.items():
+        if "." not in name and value is not None:
+            with conversion.refusing():
+                values[name] = ARGUMENTS[name].read(name, value)
+    conversion.check()
+    named = replace(given, values=values, arguments=ARGUMENTS)
+    settings = conversion.settings(named)
+    if program.has_own_stage:  # in place of what LLaMA-Factory's rules have made of it
+        settings = {n: value for n, value in settings.items() if not n.startswith("stage")}
+    settings.pop("data.dataset_dir", None)  # LLaMA-Factory's
+    settings |= {name: value for name, value in renamed.items() if "." in name}
+    notes = [
+        f"settings of {program.title} as a recipe:",
+        *(f"  differs: {line}" for line in program.rules.notes("differs", given)),
+        *(f"  differs: {line}" for line in _differences(named)),
+        *_ignored(given),
+    ]
+    recipe, is_complete = conversion.recipe(settings, overrides), program.names_data
+    return ConvertedFile(program.title, recipe, notes, is_complete=is_complete)
 
 
 @dataclass
 class Conversion:
-    """Settings as they are found, each with the argument that it is of, and what is wrong."""
+    """Where the settings that are found come from, and what is wrong."""
 
     document: Document
-    settings: Settings = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # by an argument, its name in the document
+    origins: dict[str, str] = field(default_factory=dict)
+    """By a setting, or an argument that another trainer's was renamed to: the document's key."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The document's keys by the arguments that are looked at; others are its own."""
 
     def read(self, program: Program, environment: Mapping[str, str]) -> GivenArguments:
         """The arguments in the document, each with its type. Raises ``RecipeError``: with all that
@@ -50,15 +103,57 @@ class Conversion:
             if name not in program.arguments:
                 message = f"no argument of {program.title}{near(str(name), program.arguments)}"
                 self.problems.append(Problem((name,), message))
-            elif value is not None or program.renaming or name in NULLS:
-                argument = program.arguments[name]
-                with self.refusing():
-                    values[name] = None if value is None else argument.read(name, value)
-                    if argument.refuses(values[name]):
-                        message = f"{shown(values[name])} is not supported: {argument.says}"
-                        raise RefusedError(name, message)
+                continue
+            argument = program.arguments[name]
+            with self.refusing():
+                if value is not None:
+                    values[name] = argument.read(name, value)
+                    _refuse(name, argument, values[name])
+                elif name == ("enable_thinking" if program is LLAMAFACTORY else "max_length"):
+                    values[name] = None  # all other nulls are defaults
         self.check()
+        former = values.get("evaluation_strategy")
+        if former is not None and values.get("eval_strategy") in (None, "no"):
+            values["eval_strategy"] = former
         return GivenArguments(program, values, environment, program.arguments)
+
+    def renamed(self, given: GivenArguments) -> Settings:
+        """Another trainer's arguments by LLaMA-Factory's names, and settings. Those that are unset
+        have their program's defaults, but where they are transformers' own."""
+        renamed: Settings = {}
+        for name, argument in given.arguments.items():
+            value, is_shared = given[name], ARGUMENTS.get(name) is argument
+            if is_shared and name in given.values and argument.outcome in ("is", "makes"):
+                renamed[name] = value
+            elif not is_shared and argument.outcome == "is" and value is not None:
+                renamed[argument.settings[0]] = value
+                self.origins[argument.settings[0]] = name
+        return renamed | self._made(given, given.program.rules)
+
+    def settings(self, given: GivenArguments) -> Settings:
+        """The settings of LLaMA-Factory's arguments. Raises ``RecipeError``."""
+        settings: Settings = {}
+        for name, value in given.values.items():
+            if ARGUMENTS[name].outcome == "is":
+                settings[ARGUMENTS[name].settings[0]] = value
+                self.origins[ARGUMENTS[name].settings[0]] = self.names.get(name, name)
+        return settings | self._made(given, LLAMAFACTORY.rules)
+
+    def _made(self, given: GivenArguments, rules: Rules) -> Settings:
+        """What ``rules`` make. Raises ``RecipeError``."""
+        for name, reason in rules.refused(given):
+            self.problems.append(Problem((self.names.get(name, name),), reason))
+        made: Settings = {}
+        for name, settings in rules.settings(given):
+            made |= settings
+            self.origins |= dict.fromkeys(settings, self.names.get(name, name))
+        for name, rule in rules.functions:
+            with self.refusing():
+                settings = rule(given)
+                made |= settings
+                self.origins |= dict.fromkeys(settings, self.names.get(name, name))
+        self.check()
+        return made
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -74,51 +169,10 @@ class Conversion:
         if self.problems:
             raise self.document.error(self.problems)
 
-    def renamed(self, given: GivenArguments) -> tuple[GivenArguments, RenamedArguments]:
-        """Another trainer's arguments by LLaMA-Factory's names. Those that are unset have their
-        program's defaults, but where they are transformers' own."""
-        to = RenamedArguments({"do_train": True, "stage": given.program.stage})
-        for name, argument in given.arguments.items():
-            value, is_shared = given[name], ARGUMENTS.get(name) is argument
-            if is_shared and name in given.values and argument.outcome in ("is", "makes"):
-                to.arguments[name] = value
-            elif not is_shared and argument.outcome == "is" and value is not None:
-                target = to.settings if "." in argument.settings[0] else to.arguments
-                target[argument.settings[0]] = value
-                self.names[argument.settings[0]] = name
-        for name, rule in given.program.renaming:
-            before = {*to.arguments, *to.settings}
-            with self.refusing():
-                rule(given, to)
-            self.names |= dict.fromkeys({*to.arguments, *to.settings} - before, name)
-        self.check()
-        values = dict[str, Any]()
-        for name, value in to.arguments.items():
-            if value is not None:
-                with self.refusing():
-                    values[name] = ARGUMENTS[name].read(name, value)
-        return replace(given, values=values, arguments=ARGUMENTS), to
-
-    def settle(self, given: GivenArguments) -> None:
-        """Make the settings of LLaMA-Factory's arguments. Raises ``RecipeError``."""
-        for name, value in given.values.items():
-            if ARGUMENTS[name].outcome == "is":
-                self._add({ARGUMENTS[name].settings[0]: value}, name)
-        if not given.sets("cutoff_len") and given.program.names_data:
-            self._add({"data.cutoff_len": given["cutoff_len"]}, "cutoff_len")
-        for name, rule in (*RULES, ("do_predict", check_evaluations)):
-            with self.refusing():
-                self._add(rule(given), name)
-        self.check()
-
-    def _add(self, found: Settings, argument: str) -> None:
-        self.settings |= found
-        self.origins |= dict.fromkeys(found, self.names.get(argument, argument))
-
-    def recipe(self, overrides: Overrides) -> Document:
+    def recipe(self, settings: Settings, overrides: Overrides) -> Document:
         """The settings in the order of a recipe's sections; errors name the original's lines."""
         document = Document({name: {} for name in ("model", "data")}, self.document.name)
-        for setting, value in self.settings.items():
+        for setting, value in settings.items():
             keys, name = tuple(setting.split(".")), self.origins[setting]
             mark = self.document.marks.get((name,))
             place = f"{self.document.name}:{mark[0]}:{mark[1]} {name}" if mark else name
@@ -130,54 +184,16 @@ class Conversion:
         return override(Recipe, replace(document, data=data), overrides)
 
 
-def convert_llamafactory(
-    document: Document, overrides: Overrides, environment: Mapping[str, str] = os.environ
-) -> ConvertedFile:
-    """The recipe of LLaMA-Factory's arguments. Raises ``RecipeError``: with every one that is
-    unknown or not supported, each with line, reason and what to write instead."""
-    conversion = Conversion(document)
-    given = conversion.read(LLAMAFACTORY, environment)
-    conversion.problems += other_commands(given)
-    conversion.check()
-    conversion.settle(given)
-    notes = [
-        "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe):",
-        *(f"  differs: {line}" for line in notes_on("differs", given)),
-        *(
-            f"  LLaMA-Factory: {line}"
-            for line in (*_misread(document), *notes_on("mistakes", given))
-        ),
-        *_ignored(given),
-    ]
-    extras = LlamaFactoryExtras(document, after_training(given), bool(given["do_train"]))
-    return ConvertedFile(LLAMAFACTORY.title, conversion.recipe(overrides), notes, extras)
+def _refuse(name: str, argument: Argument, value: object) -> None:
+    if argument.refuses(value):
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)
+        raise RefusedError(name, f"{shown} is not supported: {argument.says}")
 
 
-def convert_trainer(
-    program: Program,
-    document: Document,
-    overrides: Overrides,
-    environment: Mapping[str, str] = os.environ,
-) -> ConvertedFile:
-    """The recipe of another trainer's arguments. Raises ``RecipeError`` as above."""
-    conversion = Conversion(document)
-    given = conversion.read(program, environment)
-    named, to = conversion.renamed(given)
-    conversion.settle(named)
-    settings = conversion.settings
-    if program.has_own_stage:  # in place of what LLaMA-Factory's rules have made of it
-        settings = {n: value for n, value in settings.items() if not n.startswith("stage")}
-    settings.pop("data.dataset_dir", None)  # LLaMA-Factory's
-    conversion.settings = settings | to.settings
-    names = {name: conversion.names.get(name, "output_dir") for name in to.settings}
-    conversion.origins = {**names, **conversion.origins}
-    notes = [
-        f"settings of {program.title} as a recipe:",
-        *(f"  differs: {line}" for line in (*to.notes, *notes_on("differs", named))),
-        *_ignored(given),
-    ]
-    recipe, is_complete = conversion.recipe(overrides), program.names_data
-    return ConvertedFile(program.title, recipe, notes, is_complete=is_complete)
+def _differences(given: GivenArguments) -> Iterator[str]:
+    """What a run does differently from LLaMA-Factory."""
+    yield from filter(None, (template_note(given), trackers_note(given)))
+    yield from LLAMAFACTORY.rules.notes("differs", given)
 
 
 def _ignored(given: GivenArguments) -> Iterator[str]:
@@ -194,8 +210,3 @@ def _misread(document: Document) -> Iterator[str]:
         is_text = isinstance(value, str) and value.strip().lower() in ("false", "no", "0", "off")
         if is_text and (name,) not in document.overrides and ARGUMENTS[name].kind == "bool":
             yield f"in a file, {name}: {value!r} is text, which counts as true"
-
-
-def shown(value: object) -> str:
-    """A value as it is in a file."""
-    return f"{value!r}" if not isinstance(value, bool) else str(value).lower()

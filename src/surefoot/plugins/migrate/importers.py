@@ -1,33 +1,32 @@
-"""Whose a file is, by its keys, and LLaMA-Factory's arguments on a command line."""
+"""Whose a file is, by its keys; LLaMA-Factory's other commands; what others call a setting."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import click
+from ruamel.yaml import YAML
 
 from ...errors import RecipeError
 from ...recipe.files import SUFFIXES, read_text
 from ...recipe.overrides import Overrides
-from ...recipe.recipe import ConvertedFile, Importer
-from ...recipe.yaml import Document, parse, parse_argument, parse_text
-from ...schema import Keys, Problem
+from ...recipe.recipe import ConvertedFile, Importer, Recipe
+from ...recipe.yaml import Document, parse
+from ...schema import Problem, paths
 from ...terminal_text import visible
-from .arguments import ARGUMENTS
-from .commands import Command, command_of
+from .arguments import ARGUMENTS, Argument
+from .commands import Command, command_of, read_command_line, with_arguments
 from .conversion import Conversion, convert_llamafactory, convert_trainer
-from .given import Program
-from .programs import LLAMAFACTORY as LLAMAFACTORY_PROGRAM
-from .programs import PROGRAMS
+from .llamafactory import LLAMAFACTORY as LLAMAFACTORY_PROGRAM
+from .other_trainers import PROGRAMS
+from .rules import Program
 
-_KEY = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-_LINE = "command line"
+_HABITS = Path(__file__).with_name("hints.yaml")
 # Programs whose files are not converted, by keys that are in nobody else's.
 _OTHERS = {
     "actor_rollout_ref": "verl",
@@ -149,87 +148,6 @@ TRL_SFT, TRL_DPO, TRL_KTO, TRL_REWARD, TRL_GRPO, TRANSFORMERS, AXOLOTL = (
 )
 
 
-def read_command_line(words: Sequence[str]) -> tuple[Document, list[str]]:
-    """The values by argument, and Surefoot's own overrides among them, which have a dot before
-    ``=``. Raises ``RecipeError``: a value belongs to no argument, or an argument occurs twice."""
-    values: dict[str, list[str]] = {}
-    overrides: list[str] = []
-    key = ""
-    for word in words:
-        if _KEY.fullmatch(word):
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            if key in values:
-                raise RecipeError(f"{_LINE}: --{key} occurs twice; keep one")
-            values[key] = [value] if equals else []
-        elif _is_override(word):
-            overrides.append(word)
-        elif not key or (values[key] and not _takes_several(key)):
-            raise RecipeError(f"{_LINE}: {word!r} belongs to no argument; write --name value")
-        else:
-            values[key].append(word)
-    data = {key: _value(key, words) for key, words in values.items()}
-    origins: dict[Keys, str] = {(key,): f"{_LINE}: --{key}" for key in data}
-    return Document(data, _LINE, overrides=origins), overrides
-
-
-def _is_override(word: str) -> bool:
-    """Whether a word sets a field of a recipe: ``optim.adamw.learning_rate=1e-5``."""
-    path, equals, _ = word.partition("=")
-    return bool(equals) and "." in path and "/" not in path
-
-
-def _takes_several(key: str) -> bool:
-    return key not in ARGUMENTS or ARGUMENTS[key].kind in ("list", "any")
-
-
-def _value(key: str, words: Sequence[str]) -> object:
-    """``--bf16`` alone is true; ``--no_NAME`` is false only as a key of its own."""
-    if len(words) != 1:
-        return list(words) or True
-    word = words[0]
-    if word.lstrip().startswith("{"):
-        try:
-            return json.loads(word)
-        except ValueError:
-            raise RecipeError(f"{_LINE}: --{key}: not valid JSON: {word}") from None
-    return None if word.lower() in ("none", "null") and key != "report_to" else word
-
-
-def with_arguments(document: Document, overrides: Overrides) -> tuple[Document, Overrides]:
-    """``document`` with the overrides of its arguments (``learning_rate=1e-5``), and the others,
-    of a recipe's fields."""
-    if isinstance(overrides, Mapping):
-        theirs = {key: value for key, value in overrides.items() if key in ARGUMENTS}
-        others: Overrides = {k: value for k, value in overrides.items() if k not in ARGUMENTS}
-    else:
-        others = [word for word in overrides if not _sets_argument(word)]
-        theirs = dict(_argument_of(word) for word in overrides if _sets_argument(word))
-    if not theirs or not isinstance(document.data, Mapping):
-        return document, others
-    origins: dict[Keys, str] = {(name,): f"{_LINE}: {name}" for name in theirs}
-    return (
-        replace(
-            document,
-            data={**document.data, **theirs},
-            overrides={**document.overrides, **origins},
-        ),
-        others,
-    )
-
-
-def _sets_argument(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and key in ARGUMENTS
-
-
-def _argument_of(word: str) -> tuple[str, object]:
-    key, _, text = word.partition("=")
-    if ARGUMENTS[key].kind == "text":
-        return key, parse_text(text)
-    return key, parse_argument(text, f"{_LINE}: {word}")[0]
-
-
 def of_llamafactory(name: str, words: list[str]) -> tuple[str, ...] | None:
     """The words of the command that does what `llamafactory-cli NAME` does, which is shown; None
     if they are not LLaMA-Factory's."""
@@ -237,18 +155,18 @@ def of_llamafactory(name: str, words: list[str]) -> tuple[str, ...] | None:
         is_file = bool(words) and words[0].endswith(SUFFIXES)
         options = [word for word in words if word.startswith("-")] if is_file else words
         port = os.environ.get("GRADIO_SERVER_PORT")
-        found: Command | None = Command(("board", *options, *(("--port", port) if port else ())))
+        command: Command | None = Command(("board", *options, *(("--port", port) if port else ())))
     else:
-        found = find_command(name, words)
-    if found is None and name == "api":
+        command = find_command(name, words)
+    if command is None and name == "api":
         raise RecipeError(
             "api: no arguments of LLaMA-Factory; name its file, or use `surefoot serve MODEL`"
         )
-    if found is None:
+    if command is None:
         return None
-    for line in (f"runs: {found}", *(f"  differs: {note}" for note in found.notes)):
+    for line in (f"runs: {command}", *(f"  differs: {note}" for note in command.notes)):
         click.echo(visible(line), err=True)
-    return found.words
+    return command.words
 
 
 def find_command(
@@ -258,12 +176,12 @@ def find_command(
     follow its words; None if the words are not LLaMA-Factory's, or those of a run. Raises
     ``RecipeError``."""
     if words and words[0].startswith("--"):
-        document, own = read_command_line(words)[0], list[str]()
+        document, options = read_command_line(words)[0], list[str]()
     elif words and Path(words[0]).suffix in SUFFIXES and Path(words[0]).is_file():
         count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
         document = parse(read_text(Path(words[0])), words[0])
         document, others = with_arguments(document, words[1:count])
-        own = [*others, *words[count:]]
+        options = [*others, *words[count:]]
     else:
         return None
     data = document.data if isinstance(document.data, Mapping) else {}
@@ -271,8 +189,37 @@ def find_command(
         return None
     conversion = Conversion(document)
     given = conversion.read(LLAMAFACTORY_PROGRAM, environment)
-    found = None
+    command = None
     with conversion.refusing():
-        found = command_of(name, given)
+        command = command_of(name, given)
     conversion.check()
-    return None if found is None else replace(found, words=(*found.words, *own))
+    return None if command is None else replace(command, words=(*command.words, *options))
+
+
+@cache
+def hints_by_key() -> Mapping[str, str]:
+    """What other programs, and habit, call the settings of a recipe: the end of the error for an
+    unknown key, by the key, or by its section and itself. Arguments with the name of a recipe's key
+    at another place are omitted."""
+    keys, hints = {str(path[-1]) for path in paths(Recipe)}, dict[str, str]()
+    tables = [PROGRAMS[name].arguments for name in ("transformers", "trl-sft")]
+    for table in (*tables, ARGUMENTS):
+        for name, argument in table.items():
+            hints.setdefault(name, _hint(argument))
+    habits = YAML(typ="safe").load(_HABITS)
+    for reason, names in habits["reasons"].items():
+        hints |= dict.fromkeys(names.split(), f"; {reason}")
+    hints = {name: hint for name, hint in hints.items() if hint and name not in keys}
+    for settings, names in habits["settings"].items():
+        hints |= dict.fromkeys(names.split(), f" (did you mean {settings}?)")
+    return hints
+
+
+def _hint(argument: Argument) -> str:
+    if argument.settings:
+        if ARGUMENTS.get(argument.settings[0], argument) is not argument:
+            return _hint(ARGUMENTS[argument.settings[0]])
+        is_setting = "." in argument.settings[0]
+        return f" (did you mean {' or '.join(argument.settings)}?)" if is_setting else ""
+    words = {"ignored": "no setting is needed", "refused": "not supported"}.get(argument.outcome)
+    return f"; {words}: {argument.says}" if words else ""

@@ -17,7 +17,7 @@ PLUGIN = Plugin(
         "axolotl": f"{_HERE}.importers:AXOLOTL",
         "transformers": f"{_HERE}.importers:TRANSFORMERS",
     },
-    hints={"migrate": f"{_HERE}.hints:hints_by_key"},
+    hints={"migrate": f"{_HERE}.importers:hints_by_key"},
     words=dict.fromkeys(
         ("chat", "api", "export", "eval", "webui", "webchat"), f"{_HERE}.importers:of_llamafactory"
     ),

@@ -14,9 +14,7 @@ from ...extensions import imported
 from ...recipe.recipe import RunExtras
 from ...recipe.yaml import Document
 from ...schema import Problem
-from .arguments import RefusedError
-from .given import GivenArguments, Settings
-from .rules.train import eval_strategy
+from .rules import GivenArguments
 
 if TYPE_CHECKING:
     from ...recipe.recipe import Recipe
@@ -76,42 +74,10 @@ class LlamaFactoryExtras(RunExtras):
 
 def after_training(given: GivenArguments) -> AfterTraining | None:
     """The evaluation that the arguments ask for, if any; of stage sft alone."""
-    evaluates = given["do_eval"] and (eval_strategy(given) == "no" or not given["do_train"])
+    evaluates = given["do_eval"] and (given["eval_strategy"] == "no" or not given["do_train"])
     asked = {"eval": evaluates, "predict": given["do_predict"]}
     parts = tuple(name for name, is_on in asked.items() if is_on)
     if not parts or given["stage"] != "sft":
         return None
     switches = ("predict_with_generate", "compute_accuracy", "skip_special_tokens")
     return AfterTraining(parts, *(given[name] for name in switches))
-
-
-def check_evaluations(given: GivenArguments) -> Settings:
-    """What LLaMA-Factory refuses, too."""
-    stage, generates = given["stage"], given["predict_with_generate"]
-    name = "do_predict" if given["do_predict"] else "do_eval"
-    for argument, is_wrong, message in (
-        ("predict_with_generate", generates and stage != "sft", "needs stage: sft"),
-        (
-            "compute_accuracy",
-            generates and given["compute_accuracy"],
-            "excludes predict_with_generate; remove one of the two",
-        ),
-        (
-            "do_predict",
-            given["do_predict"] and stage == "rm",
-            "of stage rm: `surefoot predict RUN --prompts FILE` scores the rows of a file",
-        ),
-        (
-            "do_predict",
-            given["do_predict"] and stage == "sft" and not generates,
-            "needs predict_with_generate: true",
-        ),
-        (
-            name,
-            given[name] and not given["eval_dataset"] and not given["val_size"],
-            "there are no rows for it; set eval_dataset or val_size",
-        ),
-    ):
-        if is_wrong:
-            raise RefusedError(argument, message)
-    return {}
