@@ -252,8 +252,6 @@ def test_the_length_is_known_when_all_is_encoded(tmp_path):
     ("changes", "reason"),
     [
         ({"seed": 2}, "train.seed was 2"),
-        ({"global_batch_size": 4}, "train.global_batch_size was 4"),
-        ({"shuffle": False}, "data.shuffle was False"),
         ({"buffer_size": 7}, "data.buffer_size was 7"),
         ({"val_size": 1}, "the number of examples that data.val_size holds out was 1"),
     ],
@@ -282,14 +280,3 @@ def test_nothing_is_computed_ahead_for_examples_that_are_still_encoded(tmp_path)
     _, data = loader(write(tmp_path, d=[1] * 20), val_size=3, buffer_size=15)
     assert [len(each) for each in data.evals.values()] == [3]
     assert data.whole is None
-
-
-def test_a_skipped_window_is_left_out(tmp_path):
-    section = write(tmp_path, d=[1] * 20)
-    whole, skipping = loader(section)[0], loader(section)[0]
-    windows = [items(whole.next_window()) for _ in range(4)]
-    skipping.next_window()
-    skipping.skip()
-    assert items(skipping.next_window()) == windows[2]
-    assert items(skipping.next_window()) == windows[3]
-    assert (skipping.epoch, skipping.window) == (1, 1)

@@ -143,12 +143,6 @@ def test_text_in_another_encoding_is_refused(path, read, where):
         list(read(path))
 
 
-def test_a_file_in_utf16_is_refused(path):
-    path.write_text('[{"a": 1}]', encoding="utf-16")
-    with pytest.raises(DataError, match="byte 0xff is not UTF-8 text"):
-        list(read_json(path))
-
-
 @pytest.mark.parametrize("kind", ["UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE"])
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".txt"])
 def test_other_encodings_without_a_mark_are_refused(tmp_path, kind, suffix):

@@ -6,7 +6,7 @@ import pytest
 
 from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.formats.alpaca import Alpaca
-from surefoot.data.rows.formats.turns import OpenAI, ShareGPT
+from surefoot.data.rows.formats.turns import ShareGPT
 from surefoot.data.rows.remote_rows import Hub
 from surefoot.data.rows.row_sources import Files
 from surefoot.data.section import DataSection
@@ -59,19 +59,12 @@ def test_tags_and_ranking(entry):
     assert found.columns == ("chat", "good", "bad")
 
 
-def test_openai_messages(entry):
-    assert entry(formatting="openai").format == OpenAI()
-
-
-def test_a_folder_may_be_a_dataset(entry, tmp_path):
+def test_a_path_may_be_a_folder_or_absolute(entry, tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "1.csv").write_text("a\n")
     assert entry(file_name="parts").source == Files((tmp_path / "parts" / "1.csv",))
-
-
-def test_a_path_may_be_absolute(entry, tmp_path):
     path = tmp_path / "rows.json"
-    assert entry(file_name=str(path)).source == Files((path,))
+    assert entry(file_name=str(path), formatting="openai").source == Files((path,))
 
 
 def test_hub_datasets(entry):
@@ -152,17 +145,14 @@ def test_an_unknown_dataset_is_guessed_or_the_known_ones_are_named(tmp_path):
         (None, r"no dataset_info.json in .*; set data.dataset_dir to the folder that contains it"),
         ("[]", "dataset_info.json: expected an object, got list"),
         ('{\n"a": }', "dataset_info.json: not valid JSON: Expecting value: line 2"),
+        ("folder", r"cannot read .*dataset_info.json: it is not a file"),
         ('{"a": {}, "a": {}}', "dataset_info.json: not valid JSON: 'a' occurs twice"),
     ],
 )
 def test_a_registry_that_cannot_be_read(tmp_path, text, reason):
-    if text is not None:
+    if text == "folder":
+        (tmp_path / "dataset_info.json").mkdir()
+    elif text is not None:
         (tmp_path / "dataset_info.json").write_text(text)
     with pytest.raises(DataError, match=reason):
-        Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path)).entry("any")
-
-
-def test_a_registry_that_is_a_folder_cannot_be_read(tmp_path):
-    (tmp_path / "dataset_info.json").mkdir()
-    with pytest.raises(DataError, match=r"cannot read .*dataset_info.json: it is not a file"):
         Catalog(DataSection(datasets=("any",), dataset_dir=tmp_path)).entry("any")

@@ -125,3 +125,194 @@ def test_the_first_rows_are_used_where_not_all_are(entry):
 
 def test_only_broken_rows_within_the_limit_are_no_examples(entry):
     assert [row.index for row in read_examples(entry("{", "["), max_broken_rows=2)] == [0, 1]
+
+
+# Columns and keys that change what a row means are read, or they stop the run.
+
+
+@pytest.fixture
+def read(entry):
+    """A function that reads rows by an entry."""
+    return lambda *rows, **raw: list(read_examples(entry(*rows, **raw)))
+
+
+def turns(**more):
+    return {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", **more}]}
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "audios", "image", "video", "audio"])
+def test_a_row_with_an_image_is_not_its_text_alone(read, name):
+    rows = [{**GOOD, name: None}, {**GOOD, name: []}, {**GOOD, name: ["1.png"]}]
+    assert len(read(*rows[:2])) == 2
+    with pytest.raises(DataError, match=rf"'d': row 2 has {name}, and only text is supported"):
+        read(*rows)
+    assert len(read(*rows, columns={name: None})) == 3, "the cure that it names"
+
+
+def test_functions_in_the_older_column_are_not_left_out(read):
+    row = {**GOOD, "functions": [{"name": "f"}]}
+    with pytest.raises(DataError, match="row 0 has the column 'functions', which is not read"):
+        read(row)
+    assert read(row, columns={"tools": "functions"})[0].tools == ({"name": "f"},)
+    assert read(row, columns={"tools": None})[0].tools == ()
+
+
+def test_a_function_call_in_the_older_key_is_read(read):
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    (example,) = read(turns(content=None, function_call=call), formatting="openai")
+    assert example.messages[1].tool_calls == ({"name": "f", "arguments": {"x": 1}},)
+
+
+@pytest.mark.parametrize(
+    ("flag", "learn"),
+    [
+        *[({name: 0}, False) for name in ("weight", "loss_mask", "loss_scale", "lossWeight")],
+        *[({name: False}, False) for name in ("loss", "train", "trainable", "step_loss_mask")],
+        *[({name: True}, False) for name in ("masked", "mask", "is_masked")],
+        ({"loss_scale": 0.0}, False),
+        ({"training": "no"}, False),
+        ({"isTrainable": "false"}, False),
+        ({"loss_mask": 1}, True),
+        ({"masked": 0}, True),
+        ({"loss": None, "trainable": ""}, None),
+        ({"constrained": 3, "glossary": "a", "learner": "b"}, None),
+        ({"weight": 0, "trainable": False}, False),
+    ],
+)
+@pytest.mark.parametrize("form", ["openai", "sharegpt", "trl"])
+def test_flags_of_a_turn_say_what_is_learnt(read, flag, learn, form):
+    if form == "trl":
+        row = {"prompt": "a", "completion": [{"role": "assistant", "content": "b", **flag}]}
+    elif form == "openai":
+        row = turns(content="b", **flag)
+    else:
+        row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+        row["conversations"][1] |= flag
+    (example,) = read(row, formatting=form)
+    assert example.messages[1].learn is learn
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *[{"loss_scale": 0.5}, {"mask": 1}, {"loss_mask": [0, 1]}, {"trainable": "last"}],
+        *[{"no_loss": True}, {"token_weights": [1.0]}, {"doNotTrain": 1}, {"unmask": True}],
+        {"weight": 1, "masked": True},
+    ],
+)
+def test_a_flag_of_a_turn_without_an_obvious_meaning_is_refused_by_its_name(read, flag):
+    with pytest.raises(DataError) as caught:
+        read(turns(content="b", **flag), formatting="openai")
+    assert f"turn 2: {next(iter(flag))!r}" in str(caught.value)
+    assert '"weight": 0' in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["function_call", "gpt"])
+def test_a_call_as_a_turn_of_its_own_has_flags_too(read, role):
+    said = [{"from": "human", "value": "a"}, {"from": role, "value": '{"name": "f"}', "loss": 0}]
+    assert read({"conversations": said}, formatting="sharegpt")[0].messages[1].learn is False
+
+
+def test_a_part_of_a_turn_is_not_learnt_apart(read):
+    parts = [{"type": "text", "text": "b", "loss": False}]
+    with pytest.raises(DataError, match="a turn is trained on as a whole"):
+        read(turns(content=parts), formatting="openai")
+
+
+@pytest.mark.parametrize(
+    ("flag", "learnt"),
+    [
+        ({"loss_mask": [0, 1]}, (False, True)),
+        ({"loss_mask": "[0, 1]"}, (False, True)),
+        ({"trainable": [True, False]}, (True, False)),
+        ({"masked": [1, 0]}, (False, True)),
+        ({"trainable": True}, (None, None)),
+        ({"loss_mask": None, "masked": []}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_a_column_with_a_flag_for_each_turn_says_what_is_learnt(read, flag, learnt, system):
+    (example,) = read({**turns(content="b"), **flag, "system": system}, formatting="openai")
+    assert tuple(message.learn for message in example.messages[bool(system) :]) == learnt
+    assert example.unread == ()
+
+
+@pytest.mark.parametrize("flag", [{"trainable": False}, {"loss_mask": 0}, {"train": "no"}])
+def test_a_row_that_is_not_to_be_learnt_is_dropped(read, flag):
+    rows = read(*[{**turns(content="b"), **flag}] * 12, formatting="openai")
+    assert {row.is_dropped for row in rows} == {True}
+    assert rows[0].reason == f"the column {next(iter(flag))!r} says that it is not to be trained on"
+
+
+@pytest.mark.parametrize("flag", [{"loss_mask": [0, 1, 1]}, {"mask": [1, 0]}, {"loss_scale": 0.5}])
+def test_a_flag_of_a_row_without_an_obvious_meaning_is_refused_by_its_name(read, flag):
+    with pytest.raises(DataError, match=f"column {next(iter(flag))!r}: expected"):
+        read({**turns(content="b"), **flag}, formatting="openai")
+
+
+@pytest.mark.parametrize(
+    "flag", [{"loss": 1.23}, {"weight": 0}, {"mask": "User"}, {"attention_mask": [1, 1, 1]}]
+)
+def test_another_column_that_speaks_of_learning_is_named(read, flag):
+    (example,) = read({**turns(content="b"), **flag}, formatting="openai")
+    assert example.unread == tuple(flag)
+
+
+@pytest.mark.parametrize(("more", "hint"), [({"images": ["1.png"]}, "only text")])
+def test_keys_of_a_turn_that_change_its_meaning_are_not_left_out(read, more, hint):
+    with pytest.raises(DataError, match="is not read; ") as caught:
+        read(*[turns(content="b", **more)] * 11, formatting="openai")
+    assert f"turn 2: {next(iter(more))!r}" in str(caught.value)
+    assert hint in str(caught.value)
+    assert len(read(turns(content="b", **dict.fromkeys(more)), formatting="openai")) == 1
+
+
+def test_text_parts_may_have_their_text_under_value(read):
+    (example,) = read(turns(content=[{"type": "text", "value": "b"}]), formatting="openai")
+    assert example.messages[1].content == "b"
+
+
+@pytest.mark.parametrize("name", ["kto_tag", "label"])
+@pytest.mark.parametrize("value", [True, False, "False"])
+def test_a_column_that_seems_to_mark_responses_is_remembered_unless_the_entry_says(
+    read, name, value
+):
+    row = {**GOOD, name: value}
+    assert read(row)[0].unread_mark == name
+    assert read(row, columns={"kto_tag": None})[0].unread_mark is None
+    read_by_it = read(row, columns={"kto_tag": name})[0]
+    assert (read_by_it.unread_mark, read_by_it.label) == (None, value is True)
+
+
+@pytest.mark.parametrize("value", [None, 1, 0.5, "positive", "1"])
+def test_a_label_that_is_no_mark_may_be_anything(read, value):
+    assert read({**GOOD, "label": value})[0].unread_mark is None
+
+
+@pytest.mark.parametrize(
+    "name", ["score", "label", "system_prompt", "reward", "Weight", "val_loss"]
+)
+def test_a_column_that_nothing_reads_is_named_if_it_sounds_as_if_it_meant_something(read, name):
+    rows = [{**GOOD, name: None}, {**GOOD, name: 0.5, "id": 3, "source": "web"}]
+    assert [row.unread for row in read(*rows)] == [(), (name,)]
+
+
+@pytest.mark.parametrize(
+    ("row", "raw", "unread"),
+    [
+        ({**GOOD, "input": "c", "system": "d", "history": [["e", "f"]]}, {}, ()),
+        ({**GOOD, "chosen": "c"}, {"formatting": "alpaca"}, ("chosen",)),
+        ({**GOOD, "chosen": "c", "rejected": "d"}, {"ranking": True}, ("output",)),
+        ({"q": "a", "a": "b", "input": "c"}, {"columns": {"prompt": "q", "response": "a"}}, ()),
+        (
+            {"q": "a", "a": "b", "input": "c"},
+            {"columns": {"prompt": "q", "response": "a", "query": None}},
+            ("input",),
+        ),
+        ({**turns(content="b"), "prompt": "a", "scores": [1]}, {}, ("prompt", "scores")),
+        ({**GOOD, "images": ["1.png"]}, {"columns": {"images": None}}, ()),
+        ({**GOOD, "reworded": 1, "labelled": 2, "scorer": 3}, {}, ()),
+    ],
+)
+def test_what_an_entry_reads_or_mentions_is_not_named(read, row, raw, unread):
+    assert read(row, **raw)[0].unread == unread

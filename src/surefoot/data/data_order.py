@@ -20,6 +20,8 @@ Index = NDArray[np.int64]
 Description = Mapping[str, int | str | bool]  # what an order depends on, for a checkpoint
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
 MASK = 2**64 - 1
+Strategy = Literal["concat", "interleave_under", "interleave_over", "interleave_once"]
+DRAWS = 1000  # that are drawn at once, as the library does it: the numbers depend on it
 
 
 def permutation(length: int, *, seed: int, stream: int) -> Index:
@@ -72,10 +74,6 @@ def _scramble(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _scramble_one(value: int) -> int:
     return int(_scramble(np.array([value], dtype=np.uint64))[0])
-
-
-Strategy = Literal["concat", "interleave_under", "interleave_over", "interleave_once"]
-DRAWS = 1000  # that are drawn at once, as the library does it: the numbers depend on it
 
 
 @dataclass(frozen=True)

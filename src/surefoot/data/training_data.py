@@ -75,6 +75,58 @@ class TrainingData(Generic[Examples_co]):
 AnyData = TrainingData[EncodedDataset | ExampleStream]
 
 
+def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
+    """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
+    is missing or broken, or has no trained tokens."""
+    section = encoding.section
+    data = _arranged(encoding, _load_all(Catalog(section).entries, encoding))
+    _warn_of_the_same_rows(section, data)
+    if section.val_size == 1:
+        logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
+    return data
+
+
+def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
+    """What ``prepare`` would load from the cache; None unless all of it is there."""
+    loaded = {}
+    for entry in Catalog(encoding.section).entries:
+        cached = encoding.complete(entry).find(0)
+        if cached is None:
+            return None
+        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
+    return _arranged(encoding, loaded)
+
+
+def open_stream(
+    encoding: Encoding, more: Callable[[], None] | None = None
+) -> TrainingData[ExampleStream]:
+    """The datasets of a recipe, which another process encodes; see ``ExampleStream`` for ``more``.
+    Without it, they are encoded here, as far as they are read.
+
+    The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
+    for.
+    """
+    section, parts = encoding.section, encoding.streamed()
+    is_mixed = len(parts) < len(section.datasets)  # then each dataset is checked as it is read
+    limit = UNLIMITED if is_mixed else section.max_broken_rows
+    more = more or partial(next, encode_stream(encoding), None)
+    stream = ExampleStream(parts, more, max_broken_rows=limit)
+    entries = [entry for entry in Catalog(section).entries if entry.name in section.eval_datasets]
+    evals = {name: each.dataset for name, each in _load_all(entries, encoding).items()}
+    held = _held_items(stream, section, encoding.seed)
+    if len(held):
+        evals[""] = EncodedDataset(join(stream.stores(int(held[-1]) + 1)).stores, held)
+    return TrainingData(stream, evals, held=held)
+
+
+def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
+    """Encode the training datasets completely, one after another; yields the report of a dataset so
+    far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
+    trained tokens."""
+    for dataset in encoding.streamed(shard_rows):
+        yield from dataset.encoded()
+
+
 @dataclass(frozen=True)
 class Encoding:
     """The datasets of a recipe, and all that determines what is encoded of them."""
@@ -106,16 +158,15 @@ class Encoding:
 
     def complete(self, entry: DatasetEntry) -> ShardedDataset:
         """A dataset that is encoded before it is read, known by its content."""
-        rows = self._rows(entry, entry.source.content_hash)
-        return self._opened(rows, None)
+        return self._opened(self._rows(entry, entry.source.content_hash), None)
 
     def streamed(self, shard_rows: int = ROWS) -> list[ShardedDataset]:
         """The training datasets, known by the names and times of their files: to read all of them
         would be to wait. One after another; or as one, if their rows are mixed."""
-        section, every = self.section, entries_of(self.section)
-        entries = [entry for entry in every if entry.name in section.datasets]
+        every = Catalog(self.section).entries
+        entries = [entry for entry in every if entry.name in self.section.datasets]
         rows = [self._rows(entry, entry.source.stamp) for entry in entries]
-        mixing = mixing_of(section, self.seed)
+        mixing = mixing_of(self.section, self.seed)
         if not mixing.is_plain:
             rows = [self._mixed(mixing, entries, rows)]
         return [self._opened(each, shard_rows) for each in rows]
@@ -149,76 +200,18 @@ class Encoding:
         return RowSequence(name, where, read, fingerprint)
 
 
-def entries_of(section: DataSection) -> list[DatasetEntry]:
-    """Every dataset that a recipe names, once. All entries are checked before any is encoded."""
-    return Catalog(section).entries
-
-
-def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
-    """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
-    is missing or broken, or has no trained tokens."""
-    section = encoding.section
-    loaded = _load_all(entries_of(section), encoding)
-    found = _arranged(encoding, loaded)
-    _warn_of_the_same_rows(section, found)
-    if section.val_size == 1:
-        logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
-    return found
-
-
-def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
-    """What ``prepare`` would load from the cache; None unless all of it is there."""
-    loaded = {}
-    for entry in entries_of(encoding.section):
-        cached = encoding.complete(entry).find(0)
-        if cached is None:
-            return None
-        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
-    return _arranged(encoding, loaded)
-
-
-def open_stream(
-    encoding: Encoding, more: Callable[[], None] | None = None
-) -> TrainingData[ExampleStream]:
-    """The datasets of a recipe, which another process encodes; see ``ExampleStream`` for ``more``.
-    Without it, they are encoded here, as far as they are read.
-
-    The ``eval_datasets`` are encoded immediately; the rows that ``val_size`` holds out are waited
-    for.
-    """
-    section, parts = encoding.section, encoding.streamed()
-    is_mixed = len(parts) < len(section.datasets)  # then each dataset is checked as it is read
-    limit = UNLIMITED if is_mixed else section.max_broken_rows
-    more = more or partial(next, encode_stream(encoding), None)
-    stream = ExampleStream(parts, more, max_broken_rows=limit)
-    entries = [entry for entry in entries_of(section) if entry.name in section.eval_datasets]
-    evals = {name: each.dataset for name, each in _load_all(entries, encoding).items()}
-    held = _held_items(stream, section, encoding.seed)
-    if len(held):
-        evals[""] = EncodedDataset(join(stream.stores(int(held[-1]) + 1)).stores, held)
-    return TrainingData(stream, evals, held=held)
-
-
-def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
-    """Encode the training datasets completely, one after another; yields the report of a dataset so
-    far with each of its shards. Raises ``DataError`` if something is missing or broken, or has no
-    trained tokens."""
-    for dataset in encoding.streamed(shard_rows):
-        yield from dataset.encoded()
-
-
-def _warn_of_the_same_rows(section: DataSection, found: TrainingData[EncodedDataset]) -> None:
-    """Rows under another name, or in another order, are the same rows."""
-    names = [name for name in found.evals if name and name not in section.datasets]
-    if not names:
-        return
-    trained = found.train.probes()
-    for name in names:
-        rows = found.evals[name].probes()
-        alike = np.flatnonzero(np.isin(trained, rows)).tolist()
-        texts = {found.train.tokens_of(item) for item in alike}
-        kept = np.flatnonzero(np.isin(rows, trained)).tolist()
-        if same := sum(found.evals[name].tokens_of(item) in texts for item in kept):
+def _warn_of_the_same_rows(section: DataSection, data: TrainingData[EncodedDataset]) -> None:
+    """Rows under another name, or in another order, are the same rows. Hashes of a few tokens find
+    the pairs that may be equal, and all of their tokens are compared."""
+    others = {n: items for n, items in data.evals.items() if n and n not in section.datasets}
+    trained = data.train.probes() if others else np.empty(0, np.uint64)
+    for name, items in others.items():
+        rows = items.probes()
+        texts = {
+            data.train.tokens_of(item) for item in np.flatnonzero(np.isin(trained, rows)).tolist()
+        }
+        candidates = np.flatnonzero(np.isin(rows, trained)).tolist()
+        if same := sum(items.tokens_of(item) in texts for item in candidates):
             logger.warning(
                 "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
                 "evaluation metrics do not measure generalization",
@@ -259,22 +252,22 @@ def _load_all(entries: Sequence[DatasetEntry], encoding: Encoding) -> dict[str, 
             name,
         )
     datasets = {entry.name: encoding.complete(entry) for entry in entries}
-    found = {name: dataset.find(0) for name, dataset in datasets.items()}
-    check_rows([entry for entry in entries if found[entry.name] is None], section)
+    cache = {name: dataset.find(0) for name, dataset in datasets.items()}
+    check_rows([entry for entry in entries if cache[entry.name] is None], section)
     loaded = {}
     for entry in entries:
-        start, cached, how = time.monotonic(), found[entry.name], "loaded from the cache"
-        if cached is None:
-            deque(datasets[entry.name].encoded(), maxlen=0)
-            cached = datasets[entry.name].find(0)
+        dataset, start, how = datasets[entry.name], time.monotonic(), "loaded from the cache"
+        if (cached := cache[entry.name]) is None:
+            deque(dataset.encoded(), maxlen=0)
+            cached = dataset.find(0)
             how = f"encoded in {time.monotonic() - start:.1f} s"
         if cached is None:
-            folder = datasets[entry.name].folder
-            raise DataError(f"data.cache_dir: {folder} does not keep what is written to it")
+            raise DataError(f"data.cache_dir: {dataset.folder} does not keep what is written to it")
         logger.info("%s: %s", entry.name, how)
-        one = loaded[entry.name] = _Loaded.of(cached, entry, encoding)
-        if len(one.report.broken) > section.max_broken_rows:
-            raise too_many_broken(entry.name, one.report.broken, section.max_broken_rows)
+        loaded[entry.name] = _Loaded.of(cached, entry, encoding)
+        broken = loaded[entry.name].report.broken
+        if len(broken) > section.max_broken_rows:
+            raise too_many_broken(entry.name, broken, section.max_broken_rows)
     return loaded
 
 
@@ -324,9 +317,6 @@ def _held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index
     return np.flatnonzero(held).astype(np.int64)
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class DrawnRows:
     """The rows that ``num_samples`` draws of a dataset, in the order in which they are drawn."""
@@ -345,7 +335,7 @@ def draw_rows(
 ) -> Mapping[str, DrawnRows]:
     """The rows of each dataset with ``num_samples``, the same as LLaMA-Factory draws: numpy's
     legacy generator, one dataset after another."""
-    found: dict[str, DrawnRows] = {}
+    drawn: dict[str, DrawnRows] = {}
     generator = np.random.RandomState(seed % 2**32)
     for entry in entries:
         if entry.num_samples is None:
@@ -357,8 +347,8 @@ def draw_rows(
         more = generator.choice(count, entry.num_samples - len(order))
         order = np.concatenate([order, more]).astype(np.int64)
         logger.info("%s: num_samples: %d drawn of %d rows", entry.name, len(order), count)
-        found.setdefault(entry.name, DrawnRows(order[:max_samples], count))
-    return found
+        drawn.setdefault(entry.name, DrawnRows(order[:max_samples], count))
+    return drawn
 
 
 def mixing_of(section: DataSection, seed: int) -> Mixing:

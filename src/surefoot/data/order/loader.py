@@ -24,6 +24,20 @@ from ..store.dataset import EncodedDataset, ExampleStream
 from .micro_batches import Batching
 from .shuffle import Shuffle
 
+NAMES = {
+    "streaming": "data.streaming",
+    "length": "the number of examples",
+    "seed": "train.seed",
+    "global_batch_size": "train.global_batch_size",
+    "shuffle": "data.shuffle",
+    "dataset": "the fingerprint of the encoded examples",
+    "buffer_size": "data.buffer_size",
+    "held": "the number of examples that data.val_size holds out",
+    "content": "the fingerprint of the examples seen so far",
+}
+KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them
+Position = tuple[int, int]  # epoch, and index in it
+
 
 @dataclass(frozen=True, eq=False)
 class WindowExamples(Sequence[Features]):
@@ -206,23 +220,6 @@ class Loader:
 
     def _ready(self, window: Window) -> Window:
         return window if self.prefetch is None else self.prefetch.ready(window)
-
-
-NAMES = {
-    "streaming": "data.streaming",
-    "length": "the number of examples",
-    "seed": "train.seed",
-    "global_batch_size": "train.global_batch_size",
-    "shuffle": "data.shuffle",
-    "dataset": "the fingerprint of the encoded examples",
-    "buffer_size": "data.buffer_size",
-    "held": "the number of examples that data.val_size holds out",
-    "content": "the fingerprint of the examples seen so far",
-}
-KEYS = ("epoch", "window", "shards", *NAMES)  # of a state, in the order in which files have them
-
-
-Position = tuple[int, int]  # epoch, and index in it
 
 
 @dataclass

@@ -59,11 +59,9 @@ class Catalog:
         return list(dict.fromkeys(map(DatasetReference.of, names)))
 
     def _form(self, reference: DatasetReference) -> tuple[Format, tuple[str, ...]] | None:
-        source, where, known = reference.source, f"data.datasets: {reference}", self._known or {}
-        if not isinstance(source, str):
-            return read_form({k: v for k, v in source.items() if k != "name"}, where)
-        if source in known:
-            return read_form(known[source], where)
+        if (written := self._written(reference)) is not None:
+            return read_form(*written)
+        source = str(reference.source)
         is_name = "/" not in source and Path(source).suffix.lower() not in DATA_FILES
         if is_name and not files.exists(Path(source)):
             logger.warning(
@@ -75,23 +73,29 @@ class Catalog:
         return None
 
     def _open(self, reference: DatasetReference) -> DatasetEntry:
-        source, known, where = reference.source, self._known or {}, f"data.datasets: {reference}"
-        if not isinstance(source, str):
-            entry: object = {key: value for key, value in source.items() if key != "name"}
-        elif source in known:
-            entry, where = known[source], f"{self._path}: {source}"
-        else:
+        section, written = self._section, self._written(reference)
+        if written is None:
+            source = str(reference.source)
             path = Path(source)
             is_here = path.is_absolute() and (files.exists(path) or has_magic(source))
             is_on_hub = path.suffix.lower() not in DATA_FILES and HUB_ID.fullmatch(source)
             if not (is_here or is_address(source) or is_on_hub):
                 raise self._unknown(source)
             is_file = is_here or is_address(source)
-            entry = {"file_name" if is_file else HUBS[self._section.hub]: source}
-        section = self._section
+            key = "file_name" if is_file else HUBS[section.hub]
+            written = {key: source}, f"data.datasets: {reference}"
+        entry, where = written
         return read_entry(
             str(reference), entry, section.dataset_dir, where, section.hub, section.text_unit
         )
+
+    def _written(self, reference: DatasetReference) -> tuple[object, str] | None:
+        """The entry of a dataset, in the recipe or in ``dataset_info.json``, and where it stands;
+        None if there is none."""
+        source, known = reference.source, self._known or {}
+        if not isinstance(source, str):
+            return {k: v for k, v in source.items() if k != "name"}, f"data.datasets: {reference}"
+        return (known[source], f"{self._path}: {source}") if source in known else None
 
     @property
     def _path(self) -> Path:

@@ -23,6 +23,38 @@ BLANK_LINES = re.compile(r"\n[ \t]*\n\s*")
 MOST_NAMES = 1 << 20  # characters of the names of the columns of a csv file
 TextUnit = Literal["file", "paragraph", "line"]
 ROWS = 1000  # rows of a columnar file that are Python objects at a time
+Line = Row | str  # what a reader yields: a row, or the reason why there is none
+CHUNK = 1 << 20  # characters that are read at a time
+BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
+HUGE = "row {}: an integer of thousands of digits"
+MARKS = {  # at the start of text in other encodings
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\x00\x00\xfe\xff": "UTF-32",
+}
+# Where the first four bytes are 0: ASCII in such an encoding, without a mark.
+NULS = {
+    tuple(byte == 0 for byte in "ab".encode(kind)[:4]): kind
+    for kind in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
+}
+_AGAIN = "; download the file itself"
+KINDS = {  # by the first bytes, and what to do about it
+    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; get it: git lfs pull",
+    b"<!doctype": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
+    b"<html": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
+    b"<?xml": f"XML, such as the error of a server{_AGAIN}",
+    b"\x1f\x8b": "compressed by gzip; add .gz to its name and unpack it: gunzip",
+    b"(\xb5/\xfd": "compressed by Zstandard; add .zst to its name and unpack it: unzstd",
+    b"BZh": "compressed by bzip2; add .bz2 to its name and unpack it: bunzip2",
+    b"PK\x03\x04": "a ZIP archive or a sheet of Excel; unpack it, or save it as CSV",
+    b"%PDF-": "a PDF; write its text into a file",
+    b"PAR1": "a Parquet file; end its name in .parquet",
+    b"ARROW1": "an Arrow file; end its name in .arrow",
+    b"SQLite format 3": "an SQLite database; write its rows into a file",
+}
+TOKEN = 32  # longer than any JSON token but a string or number
+WORD = re.compile(r"[^ \t\r\n]")  # what is not white space in JSON
 
 
 def read_txt(path: Path, unit: TextUnit = "file") -> Iterator[Line]:
@@ -142,40 +174,6 @@ def _same(value: object) -> object:
 
 def _indexed(reader: pa.ipc.RecordBatchFileReader) -> Iterator[pa.RecordBatch]:
     return (reader.get_batch(i) for i in range(reader.num_record_batches))
-
-
-Line = Row | str  # what a reader yields: a row, or the reason why there is none
-CHUNK = 1 << 20  # characters that are read at a time
-BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
-HUGE = "row {}: an integer of thousands of digits"
-MARKS = {  # at the start of text in other encodings
-    b"\xff\xfe\x00\x00": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-    b"\x00\x00\xfe\xff": "UTF-32",
-}
-# Where the first four bytes are 0: ASCII in such an encoding, without a mark.
-NULS = {
-    tuple(byte == 0 for byte in "ab".encode(kind)[:4]): kind
-    for kind in ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
-}
-_AGAIN = "; download the file itself"
-KINDS = {  # by the first bytes, and what to do about it
-    b"version https://git-lfs": "a pointer of Git LFS, not the file itself; get it: git lfs pull",
-    b"<!doctype": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
-    b"<html": f"a page of HTML, such as that of a sign-in or an error{_AGAIN}",
-    b"<?xml": f"XML, such as the error of a server{_AGAIN}",
-    b"\x1f\x8b": "compressed by gzip; add .gz to its name and unpack it: gunzip",
-    b"(\xb5/\xfd": "compressed by Zstandard; add .zst to its name and unpack it: unzstd",
-    b"BZh": "compressed by bzip2; add .bz2 to its name and unpack it: bunzip2",
-    b"PK\x03\x04": "a ZIP archive or a sheet of Excel; unpack it, or save it as CSV",
-    b"%PDF-": "a PDF; write its text into a file",
-    b"PAR1": "a Parquet file; end its name in .parquet",
-    b"ARROW1": "an Arrow file; end its name in .arrow",
-    b"SQLite format 3": "an SQLite database; write its rows into a file",
-}
-TOKEN = 32  # longer than any JSON token but a string or number
-WORD = re.compile(r"[^ \t\r\n]")  # what is not white space in JSON
 
 
 def text_lines(path: Path) -> Iterator[tuple[int, str]]:

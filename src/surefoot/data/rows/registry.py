@@ -45,6 +45,14 @@ REFUSED = {
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number", dict: "an object"}
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+LOOK, MOST = 20, 1000  # rows; the larger number if a column of the first ones has only nulls
+RESPONSES = ("output", "response", "completion", "answer")
+PROMPTS = ("instruction", "prompt", "question")
+MARKS = ("label", "kto_tag")
+FORMS = (  # the usual columns of each form, for errors
+    *("messages", "conversations", "instruction, output", "prompt, completion"),
+    *("prompt, completion, label", "prompt, chosen, rejected", "text"),
+)
 
 
 @dataclass(frozen=True)
@@ -213,16 +221,6 @@ def _source(
         return find_files(folder / raw[key], raw.get("split"), text_unit)
     except DataError as error:
         raise DataError(f"{where}.{key}: {error}") from None
-
-
-LOOK, MOST = 20, 1000  # rows; the larger number if a column of the first ones has only nulls
-RESPONSES = ("output", "response", "completion", "answer")
-PROMPTS = ("instruction", "prompt", "question")
-MARKS = ("label", "kto_tag")
-FORMS = (  # the usual columns of each form, for errors
-    *("messages", "conversations", "instruction, output", "prompt, completion"),
-    *("prompt, completion, label", "prompt, chosen, rejected", "text"),
-)
 
 
 def recognized(rows: Iterable[Row | BrokenRow]) -> Format | None:

@@ -41,6 +41,10 @@ OPTIONS: Mapping[bool, Sequence[Mapping[str, Any]]] = {
 }
 TAGS = ("ETag", "etag", "LastModified", "Last-Modified")  # tell versions of a file apart
 LISTED = "files.json"  # names of the copies that were complete when the server was asked last
+NOT_NEEDED = ("*.py", ".git*")  # scripts are not run
+ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/(?P<path>.+)")
+SCRIPTS = "Dataset scripts are no longer supported"
+HubName = Literal["huggingface", "modelscope"]
 
 
 def remote_files(address: Address, text_unit: TextUnit = "file") -> Files:
@@ -157,12 +161,6 @@ def _said(error: Exception) -> str:
     """An error of a library; where it hides what the server has said, that."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {cause}"
-
-
-NOT_NEEDED = ("*.py", ".git*")  # scripts are not run
-ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/(?P<path>.+)")
-SCRIPTS = "Dataset scripts are no longer supported"
-HubName = Literal["huggingface", "modelscope"]
 
 
 @dataclass(frozen=True)

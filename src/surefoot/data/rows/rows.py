@@ -33,6 +33,18 @@ from .row_sources import BrokenRow, first_broken
 USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns
 Numbered = TypeVar("Numbered")
+SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
+TRUTH = ("true", "false")  # csv has only text
+# Words in the name of a column that is about how to read, or to train on, its row.
+WORDS = re.compile(
+    r"(?<![a-z])(?:"
+    r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
+    r"texts?|systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
+    r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
+    r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
+    r")(?![a-z])",
+    re.IGNORECASE,
+)
 
 
 def read_examples(
@@ -179,20 +191,6 @@ def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataE
         f"dataset {name!r}: more than data.max_broken_rows = {limit} rows cannot be read; fix "
         f"them or raise the limit. The first ones:{lines}"
     )
-
-
-SINGLE = ("response", "completion", "reasoning")  # not read of a row with two responses
-TRUTH = ("true", "false")  # csv has only text
-# Words in the name of a column that is about how to read, or to train on, its row.
-WORDS = re.compile(
-    r"(?<![a-z])(?:"
-    r"labels?|scores?|ratings?|weights?|rewards?|margins?|quality|preferences?|preferred|correct|"
-    r"texts?|systems?|contexts?|history|inputs?|prompts?|instructions?|questions?|"
-    r"responses?|answers?|outputs?|completions?|chosen|rejected|messages|conversations|"
-    r"thinking|thoughts?|reasoning|rationales?|tools?|functions?|images?|videos?|audios?"
-    r")(?![a-z])",
-    re.IGNORECASE,
-)
 
 
 def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:

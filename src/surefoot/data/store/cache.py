@@ -48,6 +48,9 @@ BYTES, SUMS = ".bytes", ".sums"
 KINDS: Mapping[str, type[np.int32] | type[np.uint8]] = {TOKENS: np.int32, BYTES: np.uint8}
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
+BLOCK = 64 << 10  # bytes: hashed in 5 us; of a shuffled file, an example is in one or two blocks
+Sums = NDArray[np.uint64]
+Repair = Callable[[str], None]  # writes the files of a folder again, given the reason
 
 
 @dataclass(frozen=True)
@@ -328,11 +331,6 @@ def _try_lock(path: Path) -> tuple[files.File, bool] | None:
 
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-BLOCK = 64 << 10  # bytes: hashed in 5 us; of a shuffled file, an example is in one or two blocks
-Sums = NDArray[np.uint64]
-Repair = Callable[[str], None]  # writes the files of a folder again, given the reason
 
 
 class BlockHash:

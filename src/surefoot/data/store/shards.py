@@ -36,6 +36,17 @@ ROWS, TOKENS = 4096, 1 << 22  # a shard ends with one or the other
 WHOLE = "whole.json"
 MAX_WHOLE = 1 << 10  # bytes
 
+logger = logging.getLogger(__name__)
+
+BATCH = 256  # examples that are encoded together
+AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, another is rendered
+REPORT_SECONDS = 10.0
+Encode = Callable[[Sequence[Example]], list[Encoded]]
+Row = Example | BrokenRow
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
+
 
 @dataclass(frozen=True)
 class RowSequence:
@@ -159,18 +170,6 @@ class _Rows:
         return first is None
 
 
-logger = logging.getLogger(__name__)
-
-BATCH = 256  # examples that are encoded together
-AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, another is rendered
-REPORT_SECONDS = 10.0
-
-Encode = Callable[[Sequence[Example]], list[Encoded]]
-Row = Example | BrokenRow
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-
-
 @dataclass
 class Encoder:
     """Encodes rows of the dataset ``name``, the first of which has the number ``first_row``."""
@@ -285,9 +284,6 @@ def no_items_error(report: DatasetReport) -> DataError:
         f"dataset {report.name!r}: none of its {counted(report.rows, 'row')} has trained tokens: "
         f"{reasons or 'all are broken'}{broken}"
     )
-
-
-SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it
 
 Bounds = tuple[int, int]  # the first, and one past the last
 T = TypeVar("T")
+Landmark = tuple[int, int, int]  # its end and its beginning in the text, its place in the ids
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +279,6 @@ def _map_strings(value: T, change: Callable[[str], str]) -> T:
     if isinstance(value, list | tuple):
         return cast(T, [_map_strings(item, change) for item in value])
     return value
-
-
-Landmark = tuple[int, int, int]  # its end and its beginning in the text, its place in the ids
-Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)

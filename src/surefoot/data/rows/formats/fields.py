@@ -17,6 +17,16 @@ Row = Mapping[str, object]
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 MARKS = ("kto_tag", "label")  # usual names of a column with true for good responses
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # TRL's column, of rows of every format
+Parameters = Mapping[str, tuple[Collection[str], Collection[str]]]  # function -> all, required
+MEANT = ("default", "const", "example", "examples")  # keys of a schema that may have a null
+OMITTED = (
+    "nulls in arguments of calls, or as defaults of schemas, omitted, as a columnar file adds "
+    "them; if they are meant, store calls and schemas as JSON text"
+)
+KEPT = (
+    "nulls in arguments of calls of functions without a schema, kept; if the file was exported "
+    "from a columnar one, which adds them, remove them"
+)
 
 
 class NothingToLearnError(DataError):
@@ -133,18 +143,6 @@ def shown(value: object) -> str:
 
 def _value(row: Row, column: str | None) -> object:
     return None if column is None else row.get(column)
-
-
-Parameters = Mapping[str, tuple[Collection[str], Collection[str]]]  # function -> all, required
-MEANT = ("default", "const", "example", "examples")  # keys of a schema that may have a null
-OMITTED = (
-    "nulls in arguments of calls, or as defaults of schemas, omitted, as a columnar file adds "
-    "them; if they are meant, store calls and schemas as JSON text"
-)
-KEPT = (
-    "nulls in arguments of calls of functions without a schema, kept; if the file was exported "
-    "from a columnar one, which adds them, remove them"
-)
 
 
 class Struct(dict[str, object]):

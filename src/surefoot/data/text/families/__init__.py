@@ -19,6 +19,57 @@ _TOKENS = re.compile(  # what looks like a token that delimits turns
     r"|<(?:beginning|end)_of_sentence>|\[gMASK\]|\]~!?b\[?\]?|\[e~\[|\[\|\w+\|\]|reserved_\d"
 )
 
+TOOLS = Path(__file__).with_name("tools")
+_SLOT = re.compile(r"\{(content|bos|eos)\}")
+_RESPONSE = "<tool_response>\n{content}\n</tool_response>"
+_JOINT = "\n</tool_response>\n<tool_response>\n"  # between results of one turn
+_ENDIF = "{%- endif %}\n"
+_SYSTEM = """\
+{%- set has_system = messages and messages[0].role == 'system' %}
+{%- set turns = messages[1:] if has_system else messages %}
+{%- set schemas = tools_text(tools) if tools else '' %}
+{%- set instruction = messages[0].content ~ schemas if has_system else schemas.lstrip('\\n') %}
+"""
+_THINKS = """\
+{%- set thinks = enable_thinking is not defined or enable_thinking is none or enable_thinking %}
+{%- set keeps = preserve_thinking is defined and preserve_thinking %}
+{%- set last = namespace(question=-1) %}
+{%- for message in turns %}
+    {%- if message.role == 'user' %}
+        {%- set last.question = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+"""
+_THOUGHT = """\
+        {%%- set said = message.content %%}
+        {%%- if message.reasoning_content %%}
+            {%%- set said = %(open)s ~ message.reasoning_content ~ %(close)s ~ said %%}
+        {%%- endif %%}
+        {%%- set thought = %(first)s in said or %(last)s in said %%}
+        {%%- if thought and (not thinks or not (keeps or loop.index0 > last.question)) %%}
+            {%%- set thought = false %%}
+            {%%- set said = said.split(%(last)s)[-1].lstrip('\\n') %%}
+        {%%- endif %%}
+        {%%- if not thought %%}
+            {{- %(empty)s if keeps or loop.last else %(unthought)s }}
+        {%%- endif %%}
+"""
+_CALL = """\
+            {%%- set calls = calls_text(message.tool_calls) %%}
+            {{- '\\n' if said and not said.endswith(%(ends)s) and not calls.startswith('\\n') }}
+            {{- calls }}
+"""
+_ALONE = (
+    "{{- raise_exception('%(name)s has a system message only at the start, in the first user turn;"
+    " found role ' ~ message.role) }}"
+)
+_FIRST = """\
+{%%- if instruction and not (turns and turns[0].role == 'user') %%}
+    {{- raise_exception('%(name)s writes the system message and the tools into the first user \
+turn, so that turn must come first') }}
+{%%- endif %%}
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFamily:
@@ -115,58 +166,6 @@ def families() -> Mapping[str, TemplateFamily]:
 def _family(name: str, fields: Mapping[str, object]) -> TemplateFamily:
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
     return TemplateFamily(name=name, **values)  # type: ignore[arg-type]
-
-
-TOOLS = Path(__file__).with_name("tools")
-_SLOT = re.compile(r"\{(content|bos|eos)\}")
-_RESPONSE = "<tool_response>\n{content}\n</tool_response>"
-_JOINT = "\n</tool_response>\n<tool_response>\n"  # between results of one turn
-_ENDIF = "{%- endif %}\n"
-_SYSTEM = """\
-{%- set has_system = messages and messages[0].role == 'system' %}
-{%- set turns = messages[1:] if has_system else messages %}
-{%- set schemas = tools_text(tools) if tools else '' %}
-{%- set instruction = messages[0].content ~ schemas if has_system else schemas.lstrip('\\n') %}
-"""
-_THINKS = """\
-{%- set thinks = enable_thinking is not defined or enable_thinking is none or enable_thinking %}
-{%- set keeps = preserve_thinking is defined and preserve_thinking %}
-{%- set last = namespace(question=-1) %}
-{%- for message in turns %}
-    {%- if message.role == 'user' %}
-        {%- set last.question = loop.index0 %}
-    {%- endif %}
-{%- endfor %}
-"""
-_THOUGHT = """\
-        {%%- set said = message.content %%}
-        {%%- if message.reasoning_content %%}
-            {%%- set said = %(open)s ~ message.reasoning_content ~ %(close)s ~ said %%}
-        {%%- endif %%}
-        {%%- set thought = %(first)s in said or %(last)s in said %%}
-        {%%- if thought and (not thinks or not (keeps or loop.index0 > last.question)) %%}
-            {%%- set thought = false %%}
-            {%%- set said = said.split(%(last)s)[-1].lstrip('\\n') %%}
-        {%%- endif %%}
-        {%%- if not thought %%}
-            {{- %(empty)s if keeps or loop.last else %(unthought)s }}
-        {%%- endif %%}
-"""
-_CALL = """\
-            {%%- set calls = calls_text(message.tool_calls) %%}
-            {{- '\\n' if said and not said.endswith(%(ends)s) and not calls.startswith('\\n') }}
-            {{- calls }}
-"""
-_ALONE = (
-    "{{- raise_exception('%(name)s has a system message only at the start, in the first user turn;"
-    " found role ' ~ message.role) }}"
-)
-_FIRST = """\
-{%%- if instruction and not (turns and turns[0].role == 'user') %%}
-    {{- raise_exception('%(name)s writes the system message and the tools into the first user \
-turn, so that turn must come first') }}
-{%%- endif %%}
-"""
 
 
 @cache

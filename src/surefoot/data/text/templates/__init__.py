@@ -34,6 +34,11 @@ AUTO = "auto"
 _HEAD = re.compile(r"\A\{#-?\n(.*?)\n-?#\}\n", re.DOTALL)
 _INCLUDE = re.compile(r'\{%- include "([\w.]+)" %\}\n')
 
+logger = logging.getLogger(__name__)
+
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by what renders it
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
 
 @dataclass(frozen=True, slots=True)
 class Template:
@@ -241,12 +246,6 @@ def _read(path: Path) -> Bundled:
     source = _INCLUDE.sub(lambda part: (FOLDER / part[1]).read_text("utf-8"), text[head.end() :])
     fields |= {key: tuple(fields.get(key, ())) for key in ("aliases", "tokens", "stop")}
     return Bundled(path.stem, source.removesuffix("\n"), **fields)
-
-
-logger = logging.getLogger(__name__)
-
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt")  # by what renders it
-_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def with_arguments(source: str, arguments: Mapping[str, object], template: str) -> str:
