@@ -9,9 +9,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from surefoot.data.rows import registry
+from surefoot.data.rows._readers import READERS
+from surefoot.data.rows._remote_rows import Hub
 from surefoot.data.rows.catalog import Catalog, check_rows
-from surefoot.data.rows.readers import READERS
-from surefoot.data.rows.remote_rows import Hub
 from surefoot.data.rows.rows import read_examples
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import dump, load, read

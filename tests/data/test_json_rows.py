@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from surefoot.data.rows import readers
-from surefoot.data.rows.readers import READERS, read_json, read_jsonl
+from surefoot.data.rows import _readers as readers
+from surefoot.data.rows._readers import READERS, read_json, read_jsonl
 from surefoot.errors import DataError
 
 VALUES = st.recursive(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.rows import readers
-from surefoot.data.rows.readers import read_arrow, read_csv, read_parquet, read_txt
+from surefoot.data.rows import _readers as readers
+from surefoot.data.rows._readers import read_arrow, read_csv, read_parquet, read_txt
 from surefoot.errors import DataError
 
 ROWS = [

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from surefoot.data.rows._remote_rows import Hub
 from surefoot.data.rows.catalog import Catalog
 from surefoot.data.rows.formats.alpaca import Alpaca
 from surefoot.data.rows.formats.turns import ShareGPT
-from surefoot.data.rows.remote_rows import Hub
 from surefoot.data.rows.row_sources import Files
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError

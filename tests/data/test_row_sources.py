@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from surefoot.data.rows.remote_rows import Hub
+from surefoot.data.rows._remote_rows import Hub
 from surefoot.data.rows.row_sources import BrokenRow, Files, find_files
 from surefoot.errors import DataError
 

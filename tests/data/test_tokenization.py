@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 import tiny_tokenizers
-from surefoot.data.text.tokenization import CLOSE, OPEN, RenderedText, Tokenization, token_aligner
+from surefoot.data.text._tokenization import CLOSE, OPEN, RenderedText, Tokenization, token_aligner
 from surefoot.errors import TemplateError
 
 KINDS = pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)

@@ -15,13 +15,13 @@ from typing import Any
 from ...errors import DataError
 from ...storage.address import Address, is_address
 from ..example import JSON
+from ._readers import TextUnit
+from ._remote_rows import Hub, HubName, remote_files
 from .formats import FORMATS, Format
 from .formats.alpaca import Alpaca
 from .formats.fields import Row, nearest, shown, structure
 from .formats.trl import TRL
 from .formats.turns import OpenAI, ShareGPT
-from .readers import TextUnit
-from .remote_rows import Hub, HubName, remote_files
 from .row_sources import BrokenRow, RowSource, find_files
 
 FILE = "dataset_info.json"

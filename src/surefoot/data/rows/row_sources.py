@@ -15,8 +15,8 @@ from ...errors import DataError, counted
 from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
+from ._readers import READERS, Line, TextUnit, read_txt
 from .formats.fields import Row
-from .readers import READERS, Line, TextUnit, read_txt
 
 SPLIT_NAMES = ("train", "validation", "test")
 # As the hub knows them: a word of its own in the name of a file, or of a folder of files.

@@ -24,7 +24,9 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import TemplateError
 from ..example import EMPTY, JSON, Dicts, Dropped, Encoded, Example, Message, Truncated
 from ..section import DataSection
+from ._tokenization import Bounds, RenderedText, Tokenization, Tokens, canonical
 from .templates import AUTO, Template, check_row_arguments
+from .templates._response_spans import ResponseLocator, ResponseSpan, check_tools
 from .templates.render import (
     Renderer,
     end_of_thought,
@@ -35,8 +37,6 @@ from .templates.render import (
     with_opening,
     without_thought,
 )
-from .templates.response_spans import ResponseLocator, ResponseSpan, check_tools
-from .tokenization import Bounds, RenderedText, Tokenization, Tokens, canonical
 
 VERSION = 4  # of what this module makes of an example; part of the fingerprint
 

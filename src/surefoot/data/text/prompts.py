@@ -13,11 +13,11 @@ from typing import Protocol
 from ...errors import DataError, RunError
 from ...storage.files import make_folder, raising, write_aside
 from ..example import JSON, Message
+from ..rows._readers import text_lines
 from ..rows.catalog import Catalog
 from ..rows.formats import Format
 from ..rows.formats.alpaca import Alpaca
 from ..rows.formats.fields import as_text, shown, tools
-from ..rows.readers import text_lines
 from ..rows.registry import recognized
 from ..rows.row_sources import BrokenRow, Files
 from ..rows.rows import form_of, parse_row

@@ -22,8 +22,8 @@ from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.address import Address, default_cache
 from ...storage.hubs import CHUNK, HUBS, HubError, check_online, locked, offline_setting
+from ._readers import ROWS, TextUnit, rows_of
 from .formats.fields import Row
-from .readers import ROWS, TextUnit, rows_of
 from .row_sources import BrokenRow, Files, split_of
 
 if TYPE_CHECKING:
