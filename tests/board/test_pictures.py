@@ -130,8 +130,10 @@ def test_chat(page, look):
             "[...document.querySelectorAll('button')].find(b => b.innerText === 'Send').click()",
             ORDER,
         )
-        page.wait("return document.querySelectorAll('.messages .bubble').length > 3", seconds=120)
-        page.wait("return document.querySelector('.tok')", seconds=120)
+        both = (
+            "return [...document.querySelectorAll('.messages')].every(e => e.querySelector('.tok'))"
+        )
+        page.wait(both, seconds=120)
         page.run("document.querySelectorAll('.messages')[1].querySelectorAll('.tok')[3].focus()")
 
     look(

@@ -8,6 +8,7 @@ the event loop of the server, all tokens of a step at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from ...generate.live import Rows, RowSettings, Token
@@ -53,8 +55,7 @@ class EngineThread:
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
         self._leaving: list[tuple[Lane, Callable[[], None]]] = []  # once they have no requests
-        self._commands: list[Callable[[], None]] = []
-        self._condition = threading.Condition()
+        self._commands = SimpleQueue[Callable[[], None]]()
         self._sinks: dict[int, tuple[Lane, Sink]] = {}
         self._dropped: set[int] = set()
         self._numbers = itertools.count()
@@ -72,9 +73,11 @@ class EngineThread:
 
     def close(self) -> None:
         """End after the current step."""
-        with self._condition:
+
+        def end() -> None:
             self._is_closed = True
-            self._condition.notify()
+
+        self._commands.put(end)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -107,7 +110,7 @@ class EngineThread:
                 self._sinks[request.index] = (lane, sink)
                 lane.rows.add(replace(request, adapter=lane.adapter), settings)
 
-        self._tell(add)
+        self._commands.put(add)
 
     def drop(self, indices: Sequence[int]) -> None:
         """Nobody waits for these requests any more; they free their slots."""
@@ -120,7 +123,7 @@ class EngineThread:
                     found[0].rows.drop(index)
                 self._dropped.discard(index)
 
-        self._tell(drop)
+        self._commands.put(drop)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Do ``work`` between two steps, unless its result is cancelled before; its result."""
@@ -134,21 +137,16 @@ class EngineThread:
             except BaseException as error:  # it is raised where the result is awaited
                 found.set_exception(error)
 
-        self._tell(run)
+        self._commands.put(run)
         return found
 
     def add_lane(self, lane: Lane) -> None:
         """Take in another model."""
-        self._tell(lambda: self._lanes.append(lane))
+        self._commands.put(lambda: self._lanes.append(lane))
 
     def remove_lane(self, lane: Lane, then: Callable[[], None] = lambda: None) -> None:
         """Let a model go, once its requests are answered."""
-        self._tell(lambda: self._leaving.append((lane, then)))
-
-    def _tell(self, command: Callable[[], None]) -> None:
-        with self._condition:
-            self._commands.append(command)
-            self._condition.notify()
+        self._commands.put(lambda: self._leaving.append((lane, then)))
 
     def _run(self) -> None:
         while self._next_commands():
@@ -175,17 +173,14 @@ class EngineThread:
                 logger.exception("a model could not be unloaded")
 
     def _next_commands(self) -> bool:
-        """Wait for something to do; whether there will be more."""
-        with self._condition:
-            while not (self._commands or self._is_closed or self._has_work()):
-                self._condition.wait()
-            commands, self._commands = self._commands, []
-        for command in commands:
-            command()
+        """Do what was asked for since the last step, and wait for it if there is no request.
+        Whether there will be more."""
+        has_work = any(_has_requests(lane.rows) for lane in self._passes())
+        with contextlib.suppress(Empty):
+            self._commands.get(block=not has_work)()
+            while not self._is_closed:
+                self._commands.get_nowait()()
         return not self._is_closed
-
-    def _has_work(self) -> bool:
-        return any(_has_requests(lane.rows) for lane in self._passes())
 
     def _step(self, lane: Lane) -> None:
         self.num_steps += 1
