@@ -173,7 +173,7 @@ class EngineThread:
                 logger.exception("a model could not be unloaded")
 
     def _next_commands(self) -> bool:
-        """Do what was asked for since the last step, and wait for it if there is no request.
+        """Do the commands that came since the last step, and wait for one if there is no request.
         Whether there will be more."""
         has_work = any(_has_requests(lane.rows) for lane in self._passes())
         with contextlib.suppress(Empty):

@@ -1,27 +1,21 @@
 // Requests to the board's own server.
 const HEADERS = { "Content-Type": "application/json", "X-Surefoot": "1" };
 
-export class Failure extends Error {
-  constructor(message, status) { super(message); this.status = status; }
-}
-
 async function answered(response) {
   const text = await response.text();
   let data = null;
   try { data = JSON.parse(text); } catch { /* said as text below */ }
-  if (!response.ok) throw new Failure(data?.error || text.trim() || `HTTP ${response.status}`, response.status);
+  if (!response.ok) throw Object.assign(new Error(data?.error || text.trim() || `HTTP ${response.status}`), { status: response.status });
   return data;
 }
 
-function address(path, query) {
-  const found = new URL(path, location.origin);
-  for (const [name, value] of Object.entries(query || {})) {
-    if (value !== null && value !== undefined) found.searchParams.set(name, value);
-  }
-  return found;
+// A path, or a page, with the words that have a value.
+export function address(path, query = {}) {
+  const words = new URLSearchParams(Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== ""));
+  return words.size ? `${path}?${words}` : path;
 }
 
-export const get = async (path, query, signal) => answered(await fetch(address(path, query), { signal }));
+export const get = async (path, query) => answered(await fetch(address(path, query)));
 
 export const post = async (path, body, query) => answered(
   await fetch(address(path, query), { method: "POST", headers: HEADERS, body: JSON.stringify(body ?? {}) }));

@@ -1,5 +1,5 @@
 // The frame: navigation, language, theme, and the page that the address names.
-import { get } from "./api.js";
+import { address, get } from "./api.js";
 import { h, redraw, replace } from "./dom.js";
 import { language, loaded, setLanguage, t } from "./i18n.js";
 
@@ -20,10 +20,7 @@ export function here() {
   return { page: PAGES[path] ? path : "runs", query: Object.fromEntries(new URLSearchParams(query || "")) };
 }
 
-export const to = (page, query = {}) => {
-  const words = new URLSearchParams(Object.entries(query).filter(([, v]) => v !== null && v !== undefined && v !== ""));
-  return `#/${page}${words.size ? `?${words}` : ""}`;
-};
+export const to = (page, query) => address(`#/${page}`, query);
 
 function frame(current) {
   const theme = document.documentElement.dataset.theme;
