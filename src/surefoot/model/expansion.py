@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..batch import Batch
 from ..errors import RecipeError, counted
+from ..parallel.collectives import local
 from .lora_targets import layer_list
 
 _KEY = "method.lora.new_tokens"
@@ -345,13 +345,13 @@ def _compare(
 ) -> None:
     given = args[0] if args else kwargs["hidden_states"]
     found = output[0] if isinstance(output, tuple | list) else output
-    if not torch.equal(_local(given), _local(found)):
+    if not torch.equal(local(given), local(found)):
         problems.append(f"a new {type(layer).__name__} does not return its input")
 
 
 def _look(problems: list[str], module: nn.Module, args: tuple[object, ...]) -> None:
     """A norm behind a branch makes of the first small update a large one."""
-    if args and isinstance(args[0], torch.Tensor) and not bool(_local(args[0]).any()):
+    if args and isinstance(args[0], torch.Tensor) and not bool(local(args[0]).any()):
         problems.append(
             f"its layers normalize what a branch adds ({type(module).__name__}), so the first step "
             "would not change a new layer a little but at once in full"
@@ -376,7 +376,3 @@ def _batch(model: PreTrainedModel, *, is_packed: bool) -> Batch:
     mask = None if is_packed else torch.ones(1, _LENGTH, dtype=torch.int64)
     bounds = torch.tensor([0, _LENGTH], dtype=torch.int32) if is_packed else None
     return Batch(ids[None], ids[None], torch.arange(_LENGTH)[None], mask, cu_seqlens=bounds)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

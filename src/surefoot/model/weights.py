@@ -1,9 +1,9 @@
 """The weights of a model as states to save and restore, under the names in its files, and the
 small files beside them: configuration, tokenizer, template.
 
-transformers 5 fuses and renames tensors at loading for some architectures. A file with module names
-could not be loaded with ``from_pretrained``, so the names are converted back before a save.
-Experts, for example, are separate in files and one tensor with three dimensions in memory, with
+transformers 5 fuses and renames tensors at loading for some architectures (experts, for example). A
+file with module names could not be loaded with ``from_pretrained``, so the names are converted back
+before a save. Experts are separate in files and one tensor with three dimensions in memory, with
 gate before up. If the model is sharded, a rank has a box of the fused tensor, and so a box of some
 of its slices. No slice is gathered to be saved or loaded.
 """
@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..errors import CheckpointError, ModelError, counted
+from ..parallel.collectives import local
 from ..parallel.sharding import Cuts, FusedSlice, local_offset_and_shape
 from .adapters import has_frozen, together
 from .config import with_old_rope
@@ -272,8 +273,7 @@ class AdapterWeights(UndividedWeights):
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same memory."""
-    here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
-    return here.data_ptr() == there.data_ptr()
+    return local(a).data_ptr() == local(b).data_ptr()
 
 
 def trained(model: nn.Module, in_files: Tensors) -> list[tuple[str, nn.Parameter]]:

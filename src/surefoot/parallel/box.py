@@ -1,4 +1,8 @@
-"""Boxes: rectangular parts of tensors, as integers. No torch here."""
+"""Boxes: rectangular parts of tensors, as integers. No torch here.
+
+A numpy slice as text, ``0, :, -3:, 0:100:10``, is parsed to the box of a tensor that it needs. New
+axes, masks and negative steps are not supported.
+"""
 
 from __future__ import annotations
 

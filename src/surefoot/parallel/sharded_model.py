@@ -190,6 +190,9 @@ def global_norm(
 ) -> torch.Tensor:
     """The Euclidean norm of all elements of all ``gradients``, which are on ``device``.
 
+    Each rank sums its own shards, then one all-reduce. DTensor would use one all-reduce per mesh
+    axis, log a warning, and spend most of the first step on planning it.
+
     Each rank sums its own shards, then ``totals`` sums over all ranks: one all-reduce, where
     DTensor would use one for each axis of the mesh, log a warning, and spend most of the first step
     on planning it. Replicated values count once. The sum is float64 on every rank,

@@ -1,6 +1,7 @@
 """Calibrate quantized weights on rows of the run's training data, one decoder layer at a time.
 
-Each layer gets the hidden states that the layers before it, already quantized, compute.
+Each layer gets the hidden states that the layers before it, already quantized, compute. One of them
+is in memory at a time.
 
 GPTQ (arXiv:2210.17323): round a weight column by column, and correct the columns that follow for
 what each has lost, so that the outputs on given inputs change least.
