@@ -34,7 +34,7 @@ from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCa
 from surefoot.methods.badam import LISA, BAdam, BAdamRatio
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.network.parameter_names import names_by_part
+from surefoot.network._parameter_names import names_by_part
 from surefoot.optim.trained import TrainedParameters
 from surefoot.optim.variants.adamw import AdamW
 

@@ -33,7 +33,7 @@ from measure import say
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from surefoot.network.parameter_names import kinds_of
+from surefoot.network._parameter_names import kinds_of
 from surefoot.optim import OPTIMIZERS
 
 DATA = Path(__file__).parent.parent / "examples" / "data" / "orders_train.jsonl"

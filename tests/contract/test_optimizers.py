@@ -13,7 +13,7 @@ from adapted import method_of
 from kept import assert_bitwise, everything
 from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
-from surefoot.network.parameter_names import kinds_of, names_by_part
+from surefoot.network._parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.bf16_weights import MASTER
 from surefoot.optim.optimizer import SCHEDULES, declared_state

@@ -9,7 +9,7 @@ import tiny
 from small import StopAt, assert_same_weights, resume, trainer, weights
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.methods.badam import BAdamRatio
-from surefoot.network.parameter_names import names_by_part
+from surefoot.network._parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim.blocks import check_entries
 from surefoot.optim.trained import TrainedParameters

@@ -13,7 +13,7 @@ from project import Project, assert_same, final_weights, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
 from surefoot.methods.badam import LISA, BAdam
 from surefoot.methods.full import Full
-from surefoot.network.parameter_names import names_by_part
+from surefoot.network._parameter_names import names_by_part
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build

@@ -13,7 +13,7 @@ import tiny
 from spread import learn, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
-from surefoot.network.parameter_names import kinds_of
+from surefoot.network._parameter_names import kinds_of
 from surefoot.optim.rules import matrices as orthogonalization
 from surefoot.optim.rules.matrices import (
     BATCH,

@@ -2,8 +2,8 @@
 
 ``open`` makes a ``draft`` ready by a list of steps, whether its tensors are in memory or on the
 meta device; ``shard_loading`` reads this rank's boxes of the files. ``method`` is what a method of
-tuning says of itself, ``heads`` and ``adapters`` what may be added, ``parameter_names`` how all of
-it is called in files. The result is a ``network``, run by an engine of ``runner``: whole, or
+tuning says of itself, ``heads`` and ``_adapters`` what may be added, ``_parameter_names`` what all
+of it is called in files. The result is a ``network``, run by an engine of ``runner``: whole, or
 ``pipelined``. ``preflight`` raises, before anything is read, what opening it would raise.
 
 ``StackedWeights`` is imported on first use: a recipe is read without torch.
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from ..lazy_exports import lazy_getattr
 
 if TYPE_CHECKING:
-    from .adapters import StackedWeights
+    from ._adapters import StackedWeights
 
 __all__ = ["StackedWeights"]
 
-__getattr__ = lazy_getattr(__name__, {".adapters": ("StackedWeights",)})
+__getattr__ = lazy_getattr(__name__, {"._adapters": ("StackedWeights",)})

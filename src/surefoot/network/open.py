@@ -41,11 +41,11 @@ from ..model.packed_attention import follow_calls, switch_to_packed, use_groups
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
-from .adapters import set_initial_values
+from ._adapters import set_initial_values
+from ._parameter_names import name_parameters
 from .draft import REAL, Draft, NetworkOptions, Tensors, check_quantization, read_heads
 from .heads import add_heads, refuse_headless, refuse_heads
 from .network import Network
-from .parameter_names import name_parameters
 from .runner import Engine, ModelForward, PipelineEngine, WholeEngine
 from .shard_loading import init_on_meta
 
