@@ -37,7 +37,7 @@ Mark = tuple[int, int]  # line and column, from 1
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data with the position of every key; ``overrides`` have precedence over ``marks``."""
+    """A recipe as it was written: plain data with the position of every key; ``overrides`` have precedence over ``marks``."""
 
     data: object
     name: str = ""

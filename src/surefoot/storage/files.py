@@ -457,7 +457,7 @@ def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result
 
 
 class Hash:
-    """Incremental xxh3-128; equal to hashing all bytes at once."""
+    """Incremental xxh3-128, the hash of all stored bytes; equal to hashing all bytes at once."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()

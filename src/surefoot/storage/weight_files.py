@@ -23,8 +23,8 @@ _MODEL = (  # of transformers, in one file or several; of a sharded checkpoint
 
 def is_adapter(folder: Path) -> bool:
     """Whether ``folder`` has the settings of an adapter, by names alone. Raises ``ModelError`` if
-    it has the weights of a model as well: that is usually a merged model whose adapter was left in
-    it."""
+    it has the weights of a model as well, and is neither: it is usually a merged model whose
+    adapter was left in it, and programs differ in what they open."""
     if not files.exists(folder / _ADAPTER):
         return False
     if model := next((name for name in _MODEL if files.exists(folder / name)), None):

@@ -140,7 +140,7 @@ def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> No
 
 
 def _whole_manifest(store: Store, name: str) -> tuple[bytes, Manifest]:
-    """The manifest of a checkpoint, whose files have the lengths that it says. Raises
+    """The manifest of a checkpoint, which must match the listed files and their lengths. Raises
     ``StoredDamageError``."""
     there, address = Contents(store.list(name)), store.address.inside(name)
     if MANIFEST not in there.inside(name):

@@ -370,7 +370,8 @@ _TAIL = 1 << 14  # bytes of a log in which its last lines are
 
 @dataclass
 class ActiveTrial:
-    """A trial that has a slot: it runs, or waits for the process of an earlier launch to end."""
+    """A trial that has a slot: ``surefoot train`` in a process of its own, and what its files
+    say. It runs, or waits for the process of an earlier launch to end."""
 
     number: int
     folder: Path
