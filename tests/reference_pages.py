@@ -26,7 +26,7 @@ from surefoot.recipe.prediction import Prediction
 from surefoot.recipe.recipe import Recipe
 from surefoot.recipe.yaml import emit
 from surefoot.schema import Setting, json_schema, markdown, settings, variant_name
-from surefoot.schema.reading import write_setting
+from surefoot.schema._reading import write_setting
 
 WIDTH = 88
 NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from surefoot.data.example import Example
 from surefoot.data.rows.formats import FORMATS
 from surefoot.errors import DataError
-from surefoot.schema.setting import documentation
+from surefoot.schema._setting import documentation
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -37,7 +37,8 @@ Mark = tuple[int, int]  # line and column, from 1
 
 @dataclass(frozen=True)
 class Document:
-    """A recipe as it was written: plain data with the position of every key; ``overrides`` have precedence over ``marks``."""
+    """A recipe as it was written: plain data with the position of every key; ``overrides``
+    have precedence over ``marks``."""
 
     data: object
     name: str = ""

@@ -5,9 +5,9 @@ declared as ``Annotated[Protocol, Variants(CHOICES)]`` and written ``name`` or
 ``{name: {settings}}``. That dict is the only registry.
 """
 
-from .problem import Problem, dotted, must
-from .reading import expand, json_schema, read, recipe_error, write, write_setting
-from .setting import (
+from ._problem import Problem, dotted, must
+from ._reading import expand, json_schema, read, recipe_error, write, write_setting
+from ._setting import (
     Keys,
     Setting,
     Unset,

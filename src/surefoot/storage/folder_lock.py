@@ -121,7 +121,8 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting for the d
 
 
 class StallWatch:
-    """Notices a process that hangs while it writes: how long the files in some folders have not changed. ``folders`` is called at each look."""
+    """Notices a process that hangs while it writes: how long the files in some folders have not
+    changed. ``folders`` is called at each look."""
 
     def __init__(self, folders: Callable[[], Sequence[Path]]) -> None:
         self._folders = folders

@@ -116,7 +116,8 @@ class Mirror:
         self._worker.send(self._task)
 
     def _answer(self, *, wait: bool) -> Answer | None:
-        """The outcome of the task in flight; an error if its process was killed. None if it is not done and ``wait`` is false."""
+        """The outcome of the task in flight; an error if its process was killed. None if it is not
+        done and ``wait`` is false."""
         assert self._worker is not None
         try:
             answer = self._worker.answer(0.0)

@@ -165,7 +165,7 @@ class ObjectStores:
         return [self._verified(address, line) for line in lines] if verified else lines
 
     def _verified(self, run: Address, line: CheckpointLine) -> CheckpointLine:
-        """The same line, every byte checked. ``run`` may be the address of the checkpoint itself."""
+        """The same line, every byte checked. ``run`` may be the address of the checkpoint."""
         if line.problem is not None:
             return line
         is_itself = run.name == line.path.name

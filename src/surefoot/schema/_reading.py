@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeVar, Union
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import RecipeError, counted
-from .locations import DatasetReference
-from .problem import Problem, explain
-from .setting import (
+from ._problem import Problem, explain
+from ._setting import (
     WORDS,
     Keys,
     Setting,
@@ -31,6 +30,7 @@ from .setting import (
     settings,
     variant_name,
 )
+from .locations import DatasetReference
 
 T = TypeVar("T")
 MAX_PROBLEMS = 100  # that are explained; similar names are looked for in each

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic_core import ErrorDetails
 
-from .setting import Keys, Setting, describe, paths, setting_at, settings
+from ._setting import Keys, Setting, describe, paths, setting_at, settings
 
 
 @dataclass(frozen=True)
