@@ -13,7 +13,7 @@ from surefoot.checkpoint.sources import source as sources
 from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError, DamagedFileError
 from surefoot.parallel.box import Box
-from surefoot.plugins.mindspore.naming import InterleavedSource, RowGroup
+from surefoot.plugins.mindspore.naming import InterleavedSource, turns_of
 
 from ..sample import Holder, num_open, same_bits
 
@@ -29,7 +29,7 @@ def parts():
 
 
 def laid_end_to_end(source, name, parts):
-    turns = tuple(RowGroup(part, source.shapes()[part][0]) for part in parts)
+    turns = turns_of(parts, [source.shapes()[part][0] for part in parts])
     return InterleavedSource(source, {name: turns})
 
 

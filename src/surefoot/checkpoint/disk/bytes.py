@@ -89,29 +89,20 @@ def write_box(file: files.File, entry: TensorEntry, box: Box, tensor: torch.Tens
     return digest.hex()
 
 
-def write_tensor(stream: ByteStream, tensor: torch.Tensor, digest: files.Hash | None = None) -> str:
-    """Add the tensor's values in row-major order; the hash of all that ``digest`` has been fed."""
+def write_tensor(
+    stream: ByteStream | None, tensor: torch.Tensor, digest: files.Hash | None = None
+) -> str:
+    """Add the tensor's values in row-major order, in blocks that fit into the core's cache; the
+    hash of all that ``digest`` has been fed. Without a ``stream`` they are hashed only."""
     digest = digest or files.Hash()
-    for block in _blocks(tensor):
-        digest.update(block)
-        stream.write(block)
-    return digest.hex()
-
-
-def hash_tensor(tensor: torch.Tensor) -> str:
-    """The hash of the tensor's values in row-major order."""
-    digest = files.Hash()
-    for block in _blocks(tensor):
-        digest.update(block)
-    return digest.hex()
-
-
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in blocks that fit into the core's cache."""
     for part in _dense_parts(tensor.detach()):
         data = raw(part)
         for at in range(0, len(data), files.BLOCK):
-            yield data[at : at + files.BLOCK]
+            block = data[at : at + files.BLOCK]
+            digest.update(block)
+            if stream is not None:
+                stream.write(block)
+    return digest.hex()
 
 
 def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

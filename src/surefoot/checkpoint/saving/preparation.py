@@ -18,7 +18,7 @@ from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
 from ..disk import strict_json
-from ..disk.bytes import describe, hash_tensor, write_box, write_file
+from ..disk.bytes import describe, write_box, write_file, write_tensor
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..disk.tensorfile import FilePlan, num_bytes, plan_save
 from ..disk.tensorfile import Tensors as Described
@@ -184,7 +184,7 @@ class LiveTensors:
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
-        return hash_tensor(self.groups[shard.role][name])
+        return write_tensor(None, self.groups[shard.role][name])
 
 
 def now() -> str:

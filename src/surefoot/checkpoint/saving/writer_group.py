@@ -6,7 +6,6 @@ if they have changed since the last save; otherwise a digest of a few bytes is e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,14 +46,6 @@ class SavePlan:
     optimizers: Mapping[str, Mapping[str, Any]]  # by role: states without tensors, of all processes
 
 
-@dataclass
-class _Memory:
-    """The last plan, and the digests of its inputs."""
-
-    digests: tuple[str, ...] = ()
-    plan: SavePlan | None = None
-
-
 @dataclass(frozen=True)
 class WriterGroup:
     """The ranks of a joint save, as one of them sees them, and how they communicate."""
@@ -65,7 +56,9 @@ class WriterGroup:
     mesh: Mapping[str, int] = field(default_factory=dict)
     exchange: Exchange = lambda said: [said]
     from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
-    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
+    _plans: dict[tuple[str, ...], SavePlan] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # the last one, by the digests of what each rank has
 
     def agree(
         self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
@@ -76,39 +69,18 @@ class WriterGroup:
         ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
         rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
-        said = _said(held, optimizers)
-        own = digest(json.dumps(said).encode())
-        answers = self.exchange((own, new_nonce(), parent))
-        digests = tuple(found for found, _, _ in answers)
-        if self._memory.plan is None or digests != self._memory.digests:
-            self._memory.plan = _plan([_heard(one) for one in self.exchange(said)], self.rank)
-            self._memory.digests = digests
+        own_state = held, optimizers
+        answers = self.exchange((digest(repr(own_state).encode()), new_nonce(), parent))
+        digests = tuple(own_digest for own_digest, _, _ in answers)
+        if digests not in self._plans:
+            plan = _plan(self.exchange(own_state), self.rank)
+            self._plans.clear()
+            self._plans[digests] = plan
         _, nonce, parent = answers[0]
-        return nonce, parent, self._memory.plan
+        return nonce, parent, self._plans[digests]
 
 
 ALONE = WriterGroup()
-
-
-def _said(held: Holding, optimizers: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """The same as plain data; equal inputs have equal digests."""
-    tensors = [
-        (role, name, one.dtype, one.shape, one.box.start, one.box.shape)
-        for role, tensors in held.items()
-        for name, one in tensors.items()
-    ]
-    return tensors, optimizers
-
-
-Heard = tuple[dict[str, dict[str, LocalTensor]], Mapping[str, Any]]
-
-
-def _heard(said: tuple[Any, Mapping[str, Any]]) -> Heard:
-    found: dict[str, dict[str, LocalTensor]] = {}
-    for role, name, dtype, shape, start, extent in said[0]:
-        box = Box(tuple(start), tuple(extent))
-        found.setdefault(role, {})[name] = LocalTensor(dtype, tuple(shape), box)
-    return found, said[1]
 
 
 def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
@@ -125,18 +97,18 @@ def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
     return shares
 
 
-def _plan(heard: list[Heard], rank: int) -> SavePlan:
-    mine = shared_out([tensors for tensors, _ in heard])[rank]
+def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -> SavePlan:
+    mine = shared_out([tensors for tensors, _ in states_of_ranks])[rank]
     whole: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     optimizers: dict[str, dict[str, Any]] = {}
-    for tensors, states in heard:
-        for role, found in tensors.items():
-            for name, one in found.items():
-                whole.setdefault(role, {}).setdefault(name, (one.dtype, one.shape))
+    for tensors, states in states_of_ranks:
+        for role, local_tensors in tensors.items():
+            for name, tensor in local_tensors.items():
+                whole.setdefault(role, {}).setdefault(name, (tensor.dtype, tensor.shape))
         for role, state in states.items():
-            for name, slots in state.items():
-                optimizers.setdefault(role, {}).setdefault(name, slots)
-    return SavePlan(whole, mine, {role: optimizers.get(role, {}) for _, s in heard for role in s})
+            merged = optimizers.setdefault(role, {})
+            merged |= {name: slots for name, slots in state.items() if name not in merged}
+    return SavePlan(whole, mine, optimizers)
 
 
 PASSES = 100  # over all groups, at most; a few suffice unless groups form a ring

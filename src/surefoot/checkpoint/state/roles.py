@@ -111,7 +111,8 @@ class Stateful(Protocol):
 
 
 class ShardedState(Stateful, Protocol):
-    """Weights or an optimizer state, of which each rank may have a part only.
+    """Weights or an optimizer state, of which each rank may have a part only. A class that inherits
+    this has every tensor in full.
 
     A pointer is the name of a tensor in the files: of weights the parameter's name, of an optimizer
     state ``name.exp_avg``.
@@ -119,10 +120,13 @@ class ShardedState(Stateful, Protocol):
 
     def cuts_of(self, pointer: str, /) -> Cuts | None:
         """The sharding of a tensor; None if it is a DTensor's own, or there is none."""
+        return None
 
     def is_copy(self, pointer: str, /) -> bool:
         """Whether another pipeline stage has the tensor as well, and writes it."""
+        return False
 
     def like(self, pointer: str, /) -> torch.Tensor | None:
         """A tensor to load into where the state has none yet, cut as it will be; on the meta device
         if it belongs to another pipeline stage; None: an unsharded one."""
+        return None

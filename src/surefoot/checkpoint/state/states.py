@@ -48,7 +48,7 @@ class FileState:
 
 
 @dataclass(frozen=True)
-class UnshardedState:
+class UnshardedState(ShardedState):
     """A state of which this process has every tensor, or DTensors with their own sharding."""
 
     own: Stateful
@@ -60,18 +60,6 @@ class UnshardedState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
         self.own.load_state_dict(state)
-
-    def cuts_of(self, pointer: str) -> Cuts | None:
-        """None is recorded."""
-        return None
-
-    def is_copy(self, pointer: str) -> bool:
-        """No other process has it."""
-        return False
-
-    def like(self, pointer: str) -> torch.Tensor | None:
-        """Unsharded."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -347,7 +335,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class PipelinedWeights:
+class PipelinedWeights(ShardedState):
     """The weights of some pipeline stages."""
 
     own: ShardedState
@@ -372,10 +360,6 @@ class PipelinedWeights:
     def is_copy(self, name: str) -> bool:
         """Whether another rank writes this tensor."""
         return name in self.copies
-
-    def like(self, name: str) -> torch.Tensor | None:
-        """None: all names are there from the beginning."""
-        return None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All names; the live tensors of this rank."""

@@ -14,9 +14,9 @@ this way, ``DeinterleavedSource`` splits them again; both read only the requeste
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -35,120 +35,88 @@ _FEW = 16  # rows of a turn; fewer are read together with those in between
 
 
 @dataclass(frozen=True)
-class RowGroup:
-    """The number of rows that a tensor contributes at a time."""
+class Turn:
+    """The rows of one tensor in a fused one, where several tensors take turns with their rows."""
 
-    name: str
-    rows: int
+    name: str  # of the tensor to read
+    first: int  # row in a period of the fused tensor
+    rows: int  # in each period
+    period: int  # rows of all of them together
+
+    def place_of(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of the fused tensor that are these ``row``s of the single one."""
+        return row // self.rows * self.period + self.first + row % self.rows
+
+    def rows_before(self, place: int) -> int:
+        """How many rows of the single tensor come before a row of the fused one."""
+        periods, inside = divmod(place, self.period)
+        return periods * self.rows + min(max(inside - self.first, 0), self.rows)
+
+
+def turns_of(names: Sequence[str], rows: Sequence[int]) -> list[Turn]:
+    """The turns of tensors that contribute so many ``rows`` each to a period."""
+    starts = accumulate(rows, initial=0)
+    return [Turn(n, first, own, sum(rows)) for n, own, first in zip(names, rows, starts)]  # noqa: B905
 
 
 @dataclass(frozen=True)
 class InterleavedSource(ReplacingSource):
     """Tensors fused along the first dimension, each contributing its rows in turn."""
 
-    turns: Mapping[str, tuple[RowGroup, ...]]  # by the name of the fused tensor
+    turns: Mapping[str, Sequence[Turn]]  # by the name of the fused tensor
 
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The fused tensors."""
         shapes = self.source.shapes()
-        return {
-            name: (
-                (sum(shapes[turn.name][0] for turn in turns), *shapes[turns[0].name][1:]),
-                [turn.name for turn in turns],
-            )
-            for name, turns in self.turns.items()
-        }
+        made: dict[str, tuple[Shape, Sequence[str]]] = {}
+        for fused, turns in self.turns.items():
+            names = [turn.name for turn in turns]
+            made[fused] = (sum(shapes[n][0] for n in names), *shapes[names[0]][1:]), names
+        return made
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
-        """From each part, only the rows that are in ``box``."""
-        turns, dtype = self.turns[name], self.dtypes()[name]
-        period = sum(turn.rows for turn in turns)
-        found = []
-        for first, last in _spans(box.start[0], box.stop[0], period):
-            if last - first >= period:  # whole groups
-                groups = (last - first) // period
-                start = first // period
-                parts = [self._rows(t, start * t.rows, groups * t.rows, box) for t in turns]
-                shaped = [
-                    part.reshape(groups, turn.rows, *box.shape[1:])
-                    for part, turn in zip(parts, turns, strict=True)
-                ]
-                found.append(torch.cat(shaped, 1).flatten(0, 1).to(dtype))
-                continue
-            group, inside = divmod(first, period)
-            for turn in turns:
-                start, stop = max(inside, 0), min(inside + last - first, turn.rows)
-                if start < stop:
-                    rows = self._rows(turn, group * turn.rows + start, stop - start, box)
-                    found.append(rows.to(dtype))
-                inside -= turn.rows
-        return torch.cat(found) if found else torch.empty(box.shape, dtype=dtype)
-
-    def _rows(self, turn: RowGroup, first: int, count: int, box: Box) -> torch.Tensor:
-        inner = Box((first, *box.start[1:]), (count, *box.shape[1:]))
-        return self.source.read(turn.name, inner)
-
-
-@dataclass(frozen=True)
-class Pick:
-    """Rows of a fused tensor at regular distances."""
-
-    name: str
-    first: int  # row of the first group
-    rows: int  # of each group
-    period: int  # rows from group to group
+        """From each part, only the rows that are in ``box``, which follow one another there."""
+        values = torch.empty(box.shape, dtype=self.dtypes()[name])
+        for turn in self.turns[name]:
+            first, last = turn.rows_before(box.start[0]), turn.rows_before(box.stop[0])
+            if first < last:
+                places = turn.place_of(torch.arange(first, last)) - box.start[0]
+                rows = _rows(self.source, turn.name, first, last - first, box)
+                values[places] = rows.to(values.dtype)
+        return values
 
 
 @dataclass(frozen=True)
 class DeinterleavedSource(ReplacingSource):
     """The tensors that were fused into another one."""
 
-    picks: Mapping[str, Pick]  # by the name of the part
+    turns: Mapping[str, Turn]  # by the name of the part
 
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The parts."""
         shapes = self.source.shapes()
         return {
-            name: ((shapes[p.name][0] // p.period * p.rows, *shapes[p.name][1:]), (p.name,))
-            for name, p in self.picks.items()
+            name: ((shapes[t.name][0] // t.period * t.rows, *shapes[t.name][1:]), (t.name,))
+            for name, t in self.turns.items()
         }
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """The requested rows of the fused tensor, and those in between if turns are short."""
-        pick, found = self.picks[name], []
-        for first, last in _spans(box.start[0], box.stop[0], pick.rows):
-            group, inside = divmod(first, pick.rows)
-            groups = (last - first) // pick.rows
-            if pick.rows < _FEW and groups > 1:
-                rows = self._rows(pick.name, group * pick.period, groups * pick.period, box)
-                shaped = rows.reshape(groups, pick.period, *rows.shape[1:])
-                found.append(shaped[:, pick.first : pick.first + pick.rows].flatten(0, 1))
-                continue
-            for start, stop in _steps(first, last, pick.rows):
-                group, inside = divmod(start, pick.rows)
-                at = group * pick.period + pick.first + inside
-                found.append(self._rows(pick.name, at, stop - start, box))
-        return torch.cat(found) if found else torch.empty(box.shape, dtype=self.dtypes()[name])
-
-    def _rows(self, name: str, first: int, count: int, box: Box) -> torch.Tensor:
-        return self.source.read(name, Box((first, *box.start[1:]), (count, *box.shape[1:])))
+        turn, values = self.turns[name], torch.empty(box.shape, dtype=self.dtypes()[name])
+        row = box.start[0]
+        while row < box.stop[0]:
+            end = (row // turn.rows + 1) * turn.rows if turn.rows >= _FEW else box.stop[0]
+            places = turn.place_of(torch.arange(row, min(end, box.stop[0])))
+            first, count = int(places[0]), int(places[-1] - places[0]) + 1
+            rows = _rows(self.source, turn.name, first, count, box)[places - first]
+            values[row - box.start[0] :][: len(places)] = rows
+            row += len(places)
+        return values
 
 
-def _spans(first: int, last: int, period: int) -> Iterator[tuple[int, int]]:
-    """A range as the rest of a group, complete groups, and a rest."""
-    inner, outer = -(-first // period) * period, last // period * period
-    whole = [inner, outer] if inner < outer else [min(inner, last)]
-    for a, b in pairwise((first, *whole, last)):
-        if a < b:
-            yield a, b
-
-
-def _steps(first: int, last: int, period: int) -> Iterator[tuple[int, int]]:
-    """A range, group by group."""
-    while first < last:
-        stop = min((first // period + 1) * period, last)
-        yield first, stop
-        first = stop
+def _rows(source: TensorSource, name: str, first: int, count: int, box: Box) -> torch.Tensor:
+    """``count`` rows of a tensor, in the columns of ``box``."""
+    return source.read(name, Box((first, *box.start[1:]), (count, *box.shape[1:])))
 
 
 KEEP = "keep"
@@ -333,9 +301,8 @@ def _named(source: TensorSource, family: Family, heads: AttentionHeads | None) -
             if fused is not None and (match := _inside(name, family, family.modules[parts[0]])):
                 own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
                 groups = _groups(found.shapes(), own, heads, family, name)
-                turns[f"{match[0]}{fused}.{match[1]}"] = tuple(
-                    RowGroup(part, found.shapes()[part][0] // groups) for part in own
-                )
+                rows = [found.shapes()[part][0] // groups for part in own]
+                turns[f"{match[0]}{fused}.{match[1]}"] = turns_of(own, rows)
         found = InterleavedSource(found, turns) if turns else found
     return found
 
@@ -343,16 +310,13 @@ def _named(source: TensorSource, family: Family, heads: AttentionHeads | None) -
 def _unnamed(source: TensorSource, family: Family, heads: AttentionHeads | None) -> TensorSource:
     found = source
     for fused, parts in _fusions(family):
-        picks: dict[str, Pick] = {}
+        turns: dict[str, Turn] = {}
         for name, shape in found.shapes().items():
             if fused is not None and (match := _inside(name, family, fused)):
                 rows = _rows_apart(parts, shape[0], heads, family, name)
-                first = 0
-                for part, count in zip(parts, rows, strict=True):
-                    own = f"{match[0]}{family.modules[part]}.{match[1]}"
-                    picks[own] = Pick(name, first, count, sum(rows))
-                    first += count
-        found = DeinterleavedSource(found, picks) if picks else found
+                own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
+                turns |= zip(own, turns_of([name] * len(own), rows), strict=True)
+        found = DeinterleavedSource(found, turns) if turns else found
     found = Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
     return found if family.experts is None else unstacked(found, family.experts)
 

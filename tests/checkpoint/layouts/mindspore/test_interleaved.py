@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.parallel.box import Box
-from surefoot.plugins.mindspore.naming import DeinterleavedSource, InterleavedSource, Pick, RowGroup
+from surefoot.plugins.mindspore.naming import DeinterleavedSource, InterleavedSource, turns_of
 
 
 @st.composite
@@ -15,14 +15,14 @@ def fused(draw):
     inner = draw(st.sampled_from([(), (3,)]))
     parts = {f"p{i}": torch.randn(groups * n, *inner) for i, n in enumerate(rows)}
     shaped = [part.reshape(groups, -1, *inner) for part in parts.values()]
-    turns = tuple(RowGroup(name, n) for name, n in zip(parts, rows, strict=True))
-    return parts, turns, torch.cat(shaped, 1).reshape(-1, *inner)
+    return parts, rows, torch.cat(shaped, 1).reshape(-1, *inner)
 
 
 @given(fused(), st.data())
 def test_any_rows_of_the_fused_tensor_are_those_of_its_parts(found, data):
-    parts, turns, whole = found
-    source = InterleavedSource(TensorsInMemory({**parts, "other": torch.ones(2)}), {"f": turns})
+    parts, rows, whole = found
+    turns = {"f": turns_of([*parts], rows)}
+    source = InterleavedSource(TensorsInMemory({**parts, "other": torch.ones(2)}), turns)
     assert source.shapes() == {"other": (2,), "f": tuple(whole.shape)}
     assert torch.equal(read_whole(source, "f"), whole)
     first = data.draw(st.integers(0, len(whole)))
@@ -34,12 +34,9 @@ def test_any_rows_of_the_fused_tensor_are_those_of_its_parts(found, data):
 
 @given(fused(), st.data())
 def test_any_rows_of_a_part_come_back(found, data):
-    parts, turns, whole = found
-    period, first, picks = sum(turn.rows for turn in turns), 0, {}
-    for turn in turns:
-        picks[turn.name] = Pick("f", first, turn.rows, period)
-        first += turn.rows
-    source = DeinterleavedSource(TensorsInMemory({"f": whole, "other": torch.ones(2)}), picks)
+    parts, rows, whole = found
+    turns = dict(zip(parts, turns_of(["f"] * len(parts), rows), strict=True))
+    source = DeinterleavedSource(TensorsInMemory({"f": whole, "other": torch.ones(2)}), turns)
     assert source.shapes() == {"other": (2,)} | {n: tuple(p.shape) for n, p in parts.items()}
     for name, part in parts.items():
         assert torch.equal(read_whole(source, name), part)
