@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,9 +190,11 @@ class ConcurrentCheck:
         num_ranks: int = 1,
     ) -> None:
         with files.raising(CheckpointError), ExitStack() as stack:
-            for folder in dict.fromkeys((*others, *folders)):
-                _check_small_files(folder)
-            found = [part for folder in dict.fromkeys(folders) for part in _weights(folder, stack)]
+            found = [
+                part
+                for folder in dict.fromkeys((*others, *folders))
+                for part in _parts_to_check(folder, stack, has_weights=folder in folders)
+            ]
             self._files = stack.pop_all()
         found.sort(key=lambda part: part[2].num_bytes, reverse=True)
         self._pool = ThreadPoolExecutor(_HASHERS)
@@ -209,40 +211,33 @@ class ConcurrentCheck:
 
     def wait(self) -> DamagedFileError | None:
         """Wait for the hashes of this rank's share; the error, if one is not the manifest's."""
-        return next((error for error in map(_error, self._running) if error is not None), None)
+        for running in self._running:
+            try:
+                running.result()
+            except DamagedFileError as error:
+                return error
+        return None
 
 
-def _check_small_files(folder: Path) -> None:
-    """Those that exist: a copy from a hub has only what a model needs."""
-    if has_manifest(folder):
-        checkpoint = open_checkpoint(folder, follow=True)
-        for name in checkpoint.manifest.files:
-            is_read = name != STATE and not is_safetensors(name)
-            if is_read and files.size_of(folder / name) is not None:
-                checkpoint.small(name)
-
-
-def _weights(folder: Path, stack: ExitStack) -> Iterator[_Part]:
-    """The pieces of all networks in a checkpoint, and their open files."""
-    if has_manifest(folder):
-        checkpoint = open_checkpoint(folder, follow=True)
-        for name, pieces in checkpoint.manifest.pieces_of_file.items():
-            if FileRole(role_of(pieces[0].tensor)).is_weights:
-                file = stack.enter_context(checkpoint.tensors(name))
-                yield from ((checkpoint, file, piece) for piece in pieces)
+def _parts_to_check(folder: Path, stack: ExitStack, *, has_weights: bool) -> Iterator[_Part]:
+    """The pieces of all networks in a checkpoint, and their open files; small files are checked
+    at once, as far as they exist: a copy from a hub has only what a model needs."""
+    if not has_manifest(folder):
+        return
+    checkpoint = open_checkpoint(folder, follow=True)
+    for name in checkpoint.manifest.files:
+        is_read = name != STATE and not is_safetensors(name)
+        if is_read and files.size_of(folder / name) is not None:
+            checkpoint.small(name)
+    for name, pieces in checkpoint.manifest.pieces_of_file.items() if has_weights else ():
+        if FileRole(role_of(pieces[0].tensor)).is_weights:
+            file = stack.enter_context(checkpoint.tensors(name))
+            yield from ((checkpoint, file, piece) for piece in pieces)
 
 
 def _check(checkpoint: CheckpointFolder, file: TensorFile, piece: Piece) -> None:
     with files.raising(CheckpointError):
         checkpoint.check_stored(file, piece)
-
-
-def _error(running: Future[None]) -> DamagedFileError | None:
-    try:
-        running.result()
-    except DamagedFileError as error:
-        return error
-    return None
 
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.saver import start_save
-from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, places
-from surefoot.checkpoint.saving.writer_process import Background, describe, take
+from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, dump_job, places
+from surefoot.checkpoint.saving.writer_process import Background, take
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 
@@ -220,7 +220,7 @@ def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_pa
     arena = SnapshotBuffer.create(size)
     images = FileImages(arena, starts, job.shards)
     take(images, live.groups)
-    message = json.dumps(describe(job, images, {})) + "\n"
+    message = json.dumps(dump_job(job, images, {})) + "\n"
     command = [
         sys.executable,
         "-m",

@@ -16,16 +16,18 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from ...parallel.box import Box
 from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
-from ..disk.tensorfile import num_bytes, ranges_of
-from .job import Shard
+from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
+from .job import Job, Shard, WriteShare
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
@@ -209,3 +211,38 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
     start = -(-end // PAGE) * PAGE + offset % PAGE
     stretches.append(ByteRange(start, offset, length))
     return start
+
+
+def dump_job(job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """A job as plain JSON; of what is large, where it lies in the buffer."""
+    plain = {field.name: getattr(job, field.name) for field in fields(Job)}
+    shards = [
+        {
+            "role": shard.role,
+            "name": shard.plan.name,
+            "start": start,
+            "file_size": shard.plan.header.file_size,
+            "share": None if shard.share is None else asdict(shard.share),
+        }
+        for shard, start in zip(job.shards, images.starts, strict=True)
+    ]
+    return {**plain, "root": str(job.root.absolute()), "shards": shards, "small": small}
+
+
+def parse_job(message: dict[str, Any], arena: SnapshotBuffer) -> tuple[Job, FileImages]:
+    """The inverse, in the writer process. Each image begins with the header of its file."""
+    shards = []
+    for shard in message["shards"]:
+        image, share = arena.view[shard["start"] :], shard["share"]
+        head = bytes(image[: 8 + int.from_bytes(image[:8], "little")])
+        plan = FilePlan(shard["name"], head, parse(head[8:], shard["file_size"], shard["name"]))
+        if share is not None:
+            boxes = {
+                key: Box(tuple(box["start"]), tuple(box["shape"]))
+                for key, box in share["boxes"].items()
+            }
+            share = WriteShare(boxes, share["has_head"])
+        shards.append(Shard(shard["role"], plan, share))
+    small = {n: bytes(arena.view[at : at + size]) for n, (at, size) in message["small"].items()}
+    job = Job(**{**message, "root": Path(message["root"]), "shards": shards, "small": small})
+    return job, FileImages(arena, [shard["start"] for shard in message["shards"]], shards)

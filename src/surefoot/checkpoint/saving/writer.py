@@ -16,14 +16,10 @@ import os
 import select
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...parallel.box import Box
-from ..disk.tensorfile import FilePlan, parse
-from .job import Job, Shard, WriteShare
-from .snapshot_buffer import FileImages, SnapshotBuffer
+from .snapshot_buffer import SnapshotBuffer, parse_job
 from .writing import write
 
 
@@ -46,8 +42,7 @@ def main(descriptor: int, size: int) -> None:
 
 
 def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
-    job = _job(told, arena)
-    images = FileImages(arena, [start for _, _, start, *_ in told["shards"]], job.shards)
+    job, images = parse_job(told, arena)
     try:
         saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:
@@ -70,32 +65,6 @@ def _is_orphaned() -> bool:
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLIN)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
-
-
-def _job(told: dict[str, Any], arena: SnapshotBuffer) -> Job:
-    def cut(start: int, length: int) -> memoryview:
-        return arena.view[start : start + length]
-
-    shards = [
-        Shard(role, _plan(name, arena.view[start:], size), _share(share))
-        for role, name, start, size, share in told["shards"]
-    ]
-    small = {name: bytes(cut(start, size)) for name, (start, size) in told["small"].items()}
-    return Job(**{**told, "root": Path(told["root"]), "shards": shards, "small": small})
-
-
-def _plan(name: str, image: memoryview, file_size: int) -> FilePlan:
-    length = 8 + int.from_bytes(image[:8], "little")
-    head = bytes(image[:length])
-    return FilePlan(name, head, parse(head[8:], file_size, name))
-
-
-def _share(told: dict[str, Any] | None) -> WriteShare | None:
-    if told is None:
-        return None
-    told_boxes = told["boxes"].items()
-    boxes = {name: Box(tuple(start), tuple(shape)) for name, (start, shape) in told_boxes}
-    return WriteShare(boxes, told["has_head"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The copy of live tensors into the snapshot buffer is all that a save costs the t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -28,9 +27,9 @@ import surefoot
 from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
-from .job import MOST_ATTEMPTS, Job, Saved, Shard
+from .job import MOST_ATTEMPTS, Job, Saved
 from .preparation import LiveTensors
-from .snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
+from .snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
 
 logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
@@ -49,7 +48,7 @@ class Background:
         self._writer: _Writer | None = None
         self.target: Path | None = None  # of the save in flight
         self.is_off = False  # after a save that could not be asynchronous
-        self._job: dict[str, object] = {}  # sent last, as ``describe`` tells it
+        self._message: dict[str, Any] = {}  # the job in flight
 
     @property
     def pid(self) -> int | None:
@@ -69,7 +68,7 @@ class Background:
         small = dict(zip(job.small, zip(starts[len(sizes) :], blobs, strict=True), strict=True))
         for name, (start, length) in small.items():
             arena.view[start : start + length] = job.small[name]
-        self._job = describe(job, images, small)
+        self._message = dump_job(job, images, small)
         self._send(arena)
         self.target = job.target
 
@@ -110,15 +109,15 @@ class Background:
         assert self._arena is not None
         if answer := self._writer.answer(target):
             told = json.loads(answer)
-            why, can_mend = str(told.get("error", "")), self._job["nonce"] is not None
+            why, can_mend = str(told.get("error", "")), self._message["nonce"] is not None
             is_done = not why and told["is_committed"]
         else:
             told, why, can_mend, is_done = {}, self._writer.death(), True, False
             clean(target.parent)
-        self.target, attempt = None, cast("int", self._job["attempt"]) + 1
+        self.target, attempt = None, self._message["attempt"] + 1
         if not is_done and can_mend and attempt < MOST_ATTEMPTS:
             logger.warning("%s; retrying once", why or f"{target.name} is not committed")
-            self._job["attempt"] = attempt
+            self._message["attempt"] = attempt
             self._send(self._arena)
             self.target = target
             return None
@@ -141,7 +140,7 @@ class Background:
             self._writer = None
         if self._writer is None:
             self._writer = _Writer(arena)
-        self._writer.send(json.dumps(self._job).encode() + b"\n")
+        self._writer.send(json.dumps(self._message).encode() + b"\n")
 
 
 class _Writer:
@@ -249,25 +248,6 @@ def _let_go(writer: _Writer | None) -> None:
     """
     if writer is not None:
         writer.let_go()
-
-
-def describe(
-    job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]
-) -> dict[str, object]:
-    """A job as JSON; large values are in the snapshot buffer."""
-    starts = zip(job.shards, images.starts, strict=True)
-    shards = [
-        (s.role, s.plan.name, start, s.plan.header.file_size, _share(s)) for s, start in starts
-    ]
-    plain = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
-    return plain | {"root": str(job.root.absolute()), "shards": shards, "small": small}
-
-
-def _share(shard: Shard) -> dict[str, object] | None:
-    if shard.share is None:
-        return None
-    boxes = {name: (box.start, box.shape) for name, box in shard.share.boxes.items()}
-    return {"boxes": boxes, "has_head": shard.share.has_head}
 
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor

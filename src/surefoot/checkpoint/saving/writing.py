@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ...errors import CheckpointError
@@ -131,19 +130,55 @@ def _forget(job: Job) -> str | None:
 def write_files(
     job: Job, content: Content, folder: Path, is_orphan: Callable[[], bool] = lambda: False
 ) -> Written:
-    """Write and flush all files except the manifest. Space for the large ones is reserved first."""
+    """Write and flush all files except the manifest. Space for the large ones is reserved first.
+
+    Of files that all ranks write, rank 0 learns from the others which ones differ from the parent's
+    (``changed``), creates those that cannot be linked, and lets the others start.
+    """
     written, parent = Written(), parent_of(job)
-    is_linked = partial(_link, parent, content, folder, written, job.most_sharing)
-    left = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
+
+    def is_linked(shard: Shard) -> bool:
+        """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
+        name = None if parent is None else equal_file(parent, shard, content)
+        if parent is None or name is None or num_names(parent.path / name) >= job.most_sharing:
+            return False  # damage to a file of many checkpoints would be damage to all of them
+        make_parent(folder, shard.plan.name)
+        if not files.share(parent.path / name, folder / shard.plan.name):
+            return False
+        _note_file(written, shard)
+        written.num_shared += shard.plan.header.file_size
+        written.pieces += [
+            replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
+            for piece in parent.manifest.pieces_of_file.get(name, ())
+        ]
+        return True
+
+    to_write = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
+    joint = job.joint_shards
     if job.is_joint and job.rank == 0:
-        left += _open_joint(job, folder, left, is_linked, is_orphan)
+        changed = read_changed(job, folder, is_orphan) if job.may_share else set()
+        joint = [s for s in joint if s.plan.name in changed or not is_linked(s)]
+        _reserve(folder, [*to_write, *joint])
+        publish_files(folder, [shard.plan.name for shard in joint])
     else:
-        _reserve(folder, left)
+        _reserve(folder, to_write)
     if job.is_joint and job.rank > 0:
-        left += _join(job, content, folder, parent)
-    for shard in left:
+        if job.may_share:
+            changed = {
+                shard.plan.name
+                for shard in joint
+                if parent is None or equal_file(parent, shard, content) is None
+            }
+            report_changed(job, folder, sorted(changed))
+        created = wait_for_files(folder)
+        joint = [shard for shard in joint if shard.plan.name in created]
+    for shard in [*to_write, *joint]:
         path = folder / shard.plan.name
-        with _opened(path, shard) as file:
+        if shard.share is None:
+            opened = files.open_file(path, follow=False, write=True)
+        else:
+            opened = files.open_to_write(path)
+        with opened as file:
             file.bypass_cache()
             note(written, shard, content.write(shard, file))
     for name, data in sorted(job.small.items()):
@@ -156,63 +191,11 @@ def write_files(
     return written
 
 
-def _opened(path: Path, shard: Shard) -> files.File:
-    if shard.share is None:
-        return files.open_file(path, follow=False, write=True)
-    return files.open_to_write(path)
-
-
 def _reserve(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         make_parent(folder, shard.plan.name)
         with files.create(folder / shard.plan.name) as file:
             file.reserve(shard.plan.header.file_size)
-
-
-def _open_joint(
-    job: Job,
-    folder: Path,
-    own: Sequence[Shard],
-    is_linked: Callable[[Shard], bool],
-    is_orphan: Callable[[], bool],
-) -> list[Shard]:
-    """Create the files that all ranks write, and let them start; returns those to write."""
-    changed = read_changed(job, folder, is_orphan) if job.may_share else set()
-    left = [s for s in job.joint_shards if s.plan.name in changed or not is_linked(s)]
-    _reserve(folder, [*own, *left])
-    publish_files(folder, [shard.plan.name for shard in left])
-    return left
-
-
-def _join(job: Job, content: Content, folder: Path, parent: CheckpointFolder | None) -> list[Shard]:
-    """Wait until the shared files exist; returns those of which this rank writes a part."""
-    joint = job.joint_shards
-    if job.may_share:
-        changed = [s for s in joint if parent is None or equal_file(parent, s, content) is None]
-        report_changed(job, folder, [shard.plan.name for shard in changed])
-    names = wait_for_files(folder)
-    return [shard for shard in joint if shard.plan.name in names]
-
-
-def _link(
-    parent: CheckpointFolder | None,
-    content: Content,
-    folder: Path,
-    written: Written,
-    most: int,
-    shard: Shard,
-) -> bool:
-    """Whether ``shard`` is equal to a file of the parent, and has been linked to it."""
-    name = None if parent is None else equal_file(parent, shard, content)
-    if parent is None or name is None:
-        return False
-    pieces = link(parent, name, shard, folder, most)
-    if pieces is None:
-        return False
-    _note_file(written, shard)
-    written.pieces += pieces
-    written.num_shared += shard.plan.header.file_size
-    return True
 
 
 def note(written: Written, shard: Shard, hashes: Mapping[str, str]) -> None:
@@ -254,11 +237,19 @@ def parent_of(job: Job) -> CheckpointFolder | None:
 
 def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str | None:
     """The parent's file with all that this rank would write of ``shard``, checked again."""
-    name = _of_same_head(parent, shard)
-    if name is None:
+    manifest = parent.manifest
+    head = files.digest(shard.plan.head), shard.plan.header.file_size
+    equal_heads = (n for n, size in manifest.files.items() if (manifest.hashes[n], size) == head)
+    if (name := next(equal_heads, None)) is None:
         return None
-    saved = _counterparts(parent.manifest.pieces_in(name), shard)
-    if saved is None or any(content.hash(shard, p.key) != p.hash for p in saved):
+    by_key = manifest.pieces_in(name)  # the same boxes as those that this rank writes
+    if shard.share is None:
+        num_wanted, saved = len(by_key), [p[0] for p in by_key.values() if len(p) == 1]
+    else:
+        boxes = shard.share.boxes
+        num_wanted = len(boxes)
+        saved = [p for key, box in boxes.items() for p in by_key[key] if p.box == box]
+    if len(saved) != num_wanted or any(content.hash(shard, p.key) != p.hash for p in saved):
         return None
     try:
         with parent.tensors(name) as file:
@@ -267,39 +258,6 @@ def equal_file(parent: CheckpointFolder, shard: Shard, content: Content) -> str 
     except (CheckpointError, OSError):
         return None
     return name
-
-
-def link(
-    parent: CheckpointFolder, name: str, shard: Shard, folder: Path, most: int
-) -> list[Piece] | None:
-    """Give ``shard`` the parent's file ``name``: its pieces, or None if the disk cannot share, or
-    if ``most`` checkpoints share the file already: damage to it would be damage to all of them."""
-    if num_names(parent.path / name) >= most:
-        return None
-    new = folder / shard.plan.name
-    make_parent(folder, shard.plan.name)
-    return list(_renamed(parent, name, shard)) if files.share(parent.path / name, new) else None
-
-
-def _renamed(parent: CheckpointFolder, name: str, shard: Shard) -> Iterator[Piece]:
-    for piece in parent.manifest.pieces_of_file.get(name, ()):
-        yield replace(piece, tensor=f"{shard.role}/{piece.key}", file=shard.plan.name)
-
-
-def _of_same_head(parent: CheckpointFolder, shard: Shard) -> str | None:
-    wanted = files.digest(shard.plan.head), shard.plan.header.file_size
-    manifest = parent.manifest
-    return next((n for n, s in manifest.files.items() if (manifest.hashes[n], s) == wanted), None)
-
-
-def _counterparts(saved: Mapping[str, tuple[Piece, ...]], shard: Shard) -> list[Piece] | None:
-    """The parent's pieces that are the same boxes as those that this rank writes."""
-    if shard.share is None:
-        found = [pieces[0] for pieces in saved.values() if len(pieces) == 1]
-        return found if len(found) == len(saved) else None
-    boxes = shard.share.boxes.items()
-    found = [piece for key, box in boxes for piece in saved[key] if piece.box == box]
-    return found if len(found) == len(boxes) else None
 
 
 def make_parent(folder: Path, name: str) -> None:
