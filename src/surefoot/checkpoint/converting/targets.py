@@ -1,11 +1,13 @@
-"""A Surefoot checkpoint: resharded, or converted from foreign weights."""
+"""What ``export`` and ``ckpt convert --to NAME`` write. To add one: write its class, add its line.
+
+Targets that need more than checkpoints, such as GGUF files, come from plugins.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ...errors import CheckpointError, ModelError
 from ...extensions import Extended
@@ -15,7 +17,7 @@ from ...storage import files
 from ...storage.weight_files import adapter_names, is_adapted
 from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
-from ..disk.manifest import Kind
+from ..disk.manifest import Kind, Layout
 from ..disk.tensorfile import plan_save
 from ..layouts.dcp import file_name
 from ..layouts.detection import detect_layout, model_near
@@ -32,7 +34,7 @@ from .resharding import ALONE, held_by, reshard, write_weights
 class SurefootCheckpoint(ModelTarget):
     """A Surefoot checkpoint: another layout or mesh, or the weights of other tools."""
 
-    layout: Literal["full", "distributed"] | None = None
+    layout: Layout | None = None
     """Layout of the Surefoot checkpoint: full (unsharded tensors), or distributed (one folder of
     shards per rank), which is the default with a mesh.
     """
@@ -44,64 +46,42 @@ class SurefootCheckpoint(ModelTarget):
         if self.mesh and self.layout == "full":
             raise OptionError("--mesh needs --layout distributed; layout full is not sharded")
 
-    @property
-    def written(self) -> Literal["full", "distributed"]:
-        """The layout that is written."""
-        return self.layout or ("distributed" if self.mesh else "full")
-
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
         """All of a Surefoot checkpoint; of other folders the weights."""
+        layout: Layout = self.layout or ("distributed" if self.mesh else "full")
         mesh = self.mesh or Mesh()
-        notes = {"layout": self.written, "mesh": mesh.axes}
-        layout = detect_layout(origin.folder)
-        if not (named(origin.folder) or (layout is not None and layout.has_manifest)):
-            setting = self._write_weights(origin, target, mesh, progress)
-            return Done(notes, f"weights only: start a run from them with model.{setting}={target}")
-        self._refuse_hints(origin)
-        reshard(
-            origin.folder,
-            target,
-            layout=self.written,
-            mesh=mesh,
-            dtype=self.dtype,
-            progress=progress,
-        )
-        return Done(notes, f"resume from it with checkpoint.resume={target}")
-
-    def _refuse_hints(self, origin: Origin) -> None:
-        given = {"base": self.base, **origin.reading, "trust_pickle": self.trust_pickle}
-        for name, value in given.items():
-            if value:
+        notes, folder = {"layout": layout, "mesh": mesh.axes}, origin.folder
+        of_folder = detect_layout(folder)
+        if named(folder) or (of_folder is not None and of_folder.has_manifest):
+            hints = {"base": self.base, **origin.reading, "trust_pickle": self.trust_pickle}
+            if useless := [name for name, value in hints.items() if value]:
                 raise OptionError(
-                    f"--{name.replace('_', '-')} cannot be used with a Surefoot checkpoint, "
+                    f"--{useless[0].replace('_', '-')} cannot be used with a Surefoot checkpoint, "
                     "which contains all that is needed"
                 )
-
-    def _write_weights(
-        self, origin: Origin, target: Path, mesh: Mesh, progress: Progress
-    ) -> Literal["adapter", "path"]:
-        kind, source, small = self._opened(origin)
+            reshard(folder, target, layout=layout, mesh=mesh, dtype=self.dtype, progress=progress)
+            return Done(notes, f"resume from it with checkpoint.resume={target}")
+        kind: Kind = "full"
+        if of_folder is not None and of_folder.is_adapter:
+            kind, source, small = "adapter", origin.weights(), adapter_files(folder)
+            source = cast(source, self.dtype)
+        else:
+            source, small = _foreign_model(origin, self)
         write_weights(
-            source,
-            target,
-            kind=kind,
-            layout=self.written,
-            mesh=mesh,
-            dtype=self.dtype,
-            small=small,
-            progress=progress,
+            source, target, kind=kind, layout=layout, mesh=mesh, small=small, progress=progress
         )
-        return "adapter" if kind == "adapter" else "path"
+        setting = "adapter" if kind == "adapter" else "path"
+        return Done(notes, f"weights only: start a run from them with model.{setting}={target}")
 
-    def _opened(self, origin: Origin) -> tuple[Kind, TensorSource, Mapping[str, bytes]]:
-        source, layout = origin.weights(), detect_layout(origin.folder)
-        if layout is not None and layout.is_adapter:
-            return "adapter", source, adapter_files(origin.folder)
-        refuse_adapter(origin.folder, source)
-        place = origin.base or model_near(origin.folder)
-        if origin.base is not None:
-            source = named_as(source, origin.base)
-        return "full", source, {} if place is None else companions(place, cast(source, self.dtype))
+
+def _foreign_model(origin: Origin, target: ModelTarget) -> tuple[TensorSource, dict[str, bytes]]:
+    """The model of another tool, and what lies beside it, if its configuration is known."""
+    source = origin.weights()
+    refuse_adapter(origin.folder, source)
+    if origin.base is not None:
+        source = named_as(source, origin.base)
+    source, place = cast(source, target.dtype), origin.base or model_near(origin.folder)
+    return source, {} if place is None else companions(place, source)
 
 
 @dataclass(frozen=True)
@@ -124,32 +104,27 @@ class HuggingFaceModel(ModelTarget):
         """A full model; weights only if there is no configuration."""
         layout = detect_layout(origin.folder)
         if named(origin.folder) or (layout is not None and layout.is_whole_model):
-            return self._write_whole(origin, target, progress)
-        return self._write_weights(origin, target, progress)
-
-    def _write_whole(self, origin: Origin, target: Path, progress: Progress) -> Done:
-        refuse_taken(target)
-        whole = origin.whole(
-            self.dtype, reward_head=self.reward_head, trust_remote_code=self.trust_remote_code
-        )
-        with new_folder(target, may_be_empty=True) as folder:
-            copy(whole.weights, folder, max_shard_size=self.max_shard_size, progress=progress)
-            write_small(folder, whole.small)
-            whole.sign(folder)
-        return Done()
-
-    def _write_weights(self, origin: Origin, target: Path, progress: Progress) -> Done:
-        source = origin.weights()
-        refuse_adapter(origin.folder, source)
-        if origin.base is not None:
-            source = named_as(source, origin.base)
-        source, place = cast(source, self.dtype), origin.base or model_near(origin.folder)
-        small = {} if place is None else companions(place, source)
-        with new_folder(target) as folder:
-            copy(source, folder, max_shard_size=self.max_shard_size, progress=progress)
+            refuse_taken(target)
+            whole = origin.whole(
+                self.dtype, reward_head=self.reward_head, trust_remote_code=self.trust_remote_code
+            )
+            weights, small, sign, words = whole.weights, whole.small, whole.sign, ""
+        else:
+            weights, small = _foreign_model(origin, self)
+            has_model = origin.base is not None or model_near(origin.folder) is not None
+            sign, words = None, "" if has_model else _WEIGHTS_ONLY
+        with new_folder(target, may_be_empty=sign is not None) as folder:
+            copy(weights, folder, max_shard_size=self.max_shard_size, progress=progress)
             write_small(folder, small)
-        words = "weights only: its config.json and tokenizer are those of the model it comes from; "
-        return Done(words="" if place else words + "--base MODEL copies them")
+            if sign is not None:
+                sign(folder)
+        return Done(words=words)
+
+
+_WEIGHTS_ONLY = (
+    "weights only: its config.json and tokenizer are those of the model it comes from; "
+    "--base MODEL copies them"
+)
 
 
 def refuse_taken(out: Path) -> None:

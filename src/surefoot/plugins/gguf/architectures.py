@@ -84,40 +84,35 @@ def _differences(config: PretrainedConfig, row: GGUFArchitecture) -> list[str]:
     act = getattr(config, "hidden_activation", None) or getattr(
         config, "hidden_act", row.activation
     )
-    found = []
+    differences = []
     if act != row.activation:
-        found.append(f"activation {row.activation}, not {act}")
+        differences.append(f"activation {row.activation}, not {act}")
     if row.name == "qwen3moe" and not config.norm_topk_prob:
-        found.append("the weights of the chosen experts are normalized (norm_topk_prob: true)")
+        differences.append(
+            "the weights of the chosen experts are normalized (norm_topk_prob: true)"
+        )
     if getattr(config, "use_bidirectional_attention", False):
-        found.append("attention is causal (use_bidirectional_attention: false)")
+        differences.append("attention is causal (use_bidirectional_attention: false)")
     if row.name == "gemma3" and getattr(config, "attn_logit_softcapping", None):
-        found.append("attn_logit_softcapping is not applied")
-    if row.name in _LARGEST and (wanted := _query_scalar(config, row)) is not None:
-        found.append(f"query_pre_attn_scalar is {wanted}, not {config.query_pre_attn_scalar}")
-    if reason := _layers(config, row):
-        found.append(reason)
-    return found
-
-
-def _query_scalar(config: PretrainedConfig, row: GGUFArchitecture) -> int | None:
-    """The one that llama.cpp takes for granted, if it is not the model's."""
-    is_largest = config.num_hidden_layers == _LARGEST[row.name]
-    whole = config.hidden_size // config.num_attention_heads
-    wanted = whole if is_largest else head_dim(config)
-    return None if config.query_pre_attn_scalar == wanted else wanted
-
-
-def _layers(config: PretrainedConfig, row: GGUFArchitecture) -> str:
-    """How the layers with a window differ from those of the row."""
-    kinds = getattr(config, "layer_types", None)
-    if not row.window_period or kinds is None:
-        return ""
-    period = row.window_period
-    wanted = ["full" if i % period == period - 1 else "sliding" for i in range(len(kinds))]
-    if [kind.removesuffix("_attention") for kind in kinds] == wanted:
-        return ""
-    return f"every {period}th layer attends to all tokens, the others to a window (layer_types)"
+        differences.append("attn_logit_softcapping is not applied")
+    if row.name in _LARGEST:
+        is_largest = config.num_hidden_layers == _LARGEST[row.name]
+        whole = config.hidden_size // config.num_attention_heads
+        wanted = whole if is_largest else head_dim(config)
+        if config.query_pre_attn_scalar != wanted:
+            differences.append(
+                f"query_pre_attn_scalar is {wanted}, not {config.query_pre_attn_scalar}"
+            )
+    kinds, period = getattr(config, "layer_types", None), row.window_period
+    if period and kinds is not None:
+        places = range(1, len(kinds) + 1)
+        usual = ["sliding_attention" if i % period else "full_attention" for i in places]
+        if list(kinds) != usual:
+            differences.append(
+                f"every {period}th layer attends to all tokens, the others to a window "
+                "(layer_types)"
+            )
+    return differences
 
 
 def window_note(config: PretrainedConfig, row: GGUFArchitecture) -> str:
@@ -153,11 +148,6 @@ def add_settings(writer: GGUFWriter, config: PretrainedConfig, row: GGUFArchitec
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    _add_windows(writer, config, row)
-    _add_rope(writer, config)
-
-
-def _add_windows(writer: GGUFWriter, config: PretrainedConfig, row: GGUFArchitecture) -> None:
     if row.window_period:
         writer.add_sliding_window(config.sliding_window)
         if cap := getattr(config, "attn_logit_softcapping", None):
@@ -166,6 +156,7 @@ def _add_windows(writer: GGUFWriter, config: PretrainedConfig, row: GGUFArchitec
             writer.add_final_logit_softcapping(cap)
     elif row.name == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)  # 0: none, as in Phi-4
+    _add_rope(writer, config)
 
 
 def _add_rope(writer: GGUFWriter, config: PretrainedConfig) -> None:

@@ -1,19 +1,15 @@
 """Export a model, its adapter merged, or the adapter alone as one GGUF file, with an Ollama
 Modelfile beside it.
 
-A LoRA adapter as a GGUF file, which llama.cpp and Ollama put on a GGUF of its base.
-
-For each adapted tensor the file has ``NAME.lora_a`` and ``NAME.lora_b``; llama.cpp adds
-alpha / r B A. Where an update is scaled in another way (rank-stabilized LoRA, alphas of their own),
-the difference is multiplied into B.
+Of an adapter, which llama.cpp puts on a GGUF of its base, the file has for each adapted tensor
+``NAME.lora_a`` and ``NAME.lora_b``; llama.cpp adds alpha / r B A. Where an update is scaled in
+another way (rank-stabilized LoRA, alphas of their own), the difference is multiplied into B.
 
 A Modelfile: from which file Ollama makes a model, with which stops and sampling.
 
 It has no ``TEMPLATE``: Ollama chooses one of the templates that it knows by the
 ``tokenizer.chat_template`` of the file. A template in Go's language would be a second one to keep
 equal to the one of training.
-
-Export a model as one GGUF file, its adapter merged, with an Ollama Modelfile beside it.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.copying import Progress
-from ...checkpoint.sources.source import Shape, TensorsInMemory, TensorSource, read_whole
+from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError, counted
 from ...model.adapter_files import attach_empty
 from ...model.lora_targets import adapted
@@ -62,122 +58,16 @@ from .gguf_file import (
 )
 from .vocabulary import add_stops, add_vocabulary, model_name, vocabulary_of
 
-_QUOTES = '"""'
-_POSITIONS = 4096  # that Ollama gives a model by itself
-
-
-@dataclass(frozen=True)
-class ModelForOllama:
-    """What a Modelfile says besides the files."""
-
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: Sequence[int]
-    num_positions: int
-    recipe: Recipe | None = None
-    generation: Mapping[str, object] | None = None
-    """Of ``generation_config.json``, for models without a recipe."""
-
-
-def modelfile_of(target: Path) -> Path:
-    """The path of the Modelfile of a GGUF file."""
-    return target.with_suffix(".Modelfile")
-
-
-def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
-    """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``)."""
-    name = lines[-1].rpartition("/")[2].removesuffix(".gguf").lower()
-    template = (
-        "Ollama recognizes the chat template only if it is one that it knows; check it with: "
-        f"ollama show --template {name}"
-    )
-    logger.info("%s", template)
-    parts = [f"# ollama create {name} -f THIS_FILE", f"# {template}", *lines]
-    system = None if model.recipe is None else model.recipe.data.default_system
-    if system is not None and _QUOTES not in system:
-        parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
-    stops = [model.tokenizer.convert_ids_to_tokens(token) for token in model.stop_token_ids]
-    parts += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    texts = () if model.recipe is None else model.recipe.generate.stop
-    parts += [f"PARAMETER stop {_QUOTES}{text}{_QUOTES}" for text in texts]  # Ollama unescapes none
-    parts += [f"PARAMETER {name} {value}" for name, value in _sampling(model).items()]
-    mark = "" if model.num_positions < _POSITIONS else "# "  # more takes more memory
-    parts.append(f"{mark}PARAMETER num_ctx {model.num_positions}")
-    return ("\n".join(parts) + "\n").encode()
-
-
-def _sampling(model: ModelForOllama) -> dict[str, object]:
-    """As ``chat`` samples from the run; Ollama's own defaults would repeat and vary otherwise."""
-    if model.recipe is not None:
-        section = model.recipe.generate
-        repeat = {"repeat_penalty": section.repetition_penalty}
-        if not section.do_sample:
-            return {"temperature": 0, **repeat}
-        chosen = {"temperature": section.temperature, "top_p": section.top_p}
-        return {**chosen, "top_k": section.top_k, "min_p": section.min_p, **repeat}
-    given = model.generation or {}
-    if given.get("do_sample") is False:
-        return {"temperature": 0}
-    names = ("temperature", "top_p", "top_k", "min_p")
-    return {name: given[name] for name in names if given.get(name) is not None}
-
-
 logger = logging.getLogger(__name__)
 _EMBEDDINGS, _OUTPUT = "token_embd.weight", "output.weight"
-
-
-@dataclass(frozen=True)
-class ModelToWrite:
-    """A complete model, ready to be written."""
-
-    source: TensorSource
-    config: PretrainedConfig
-    row: GGUFArchitecture
-    tokenizer: PreTrainedTokenizerBase
-    tensors: Mapping[str, FileTensor]
-    generation: Mapping[str, object]
-    """Its generation_config.json."""
-    where: str
 
 
 def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Progress) -> None:
     """Write the model of ``parts`` into the new file ``target``. Raises ``ModelError`` if it is no
     language model that llama.cpp runs as it was trained, ``CheckpointError`` if tensors are
     damaged or missing, or the disk fails."""
-    beside = modelfile_of(target)
+    beside, where = modelfile_of(target), str(parts.folder)
     refuse_existing(target, beside, receipt_path(target))
-    model = open_whole(parts)
-    format_ = FORMATS[quantize]
-    types = types_of(model, format_)
-    vocabulary = vocabulary_of(model.tokenizer, model.tensors[_EMBEDDINGS].shape[0], model.where)
-    stops = stop_token_ids(model.tokenizer)
-
-    name = model_name(target.stem, model.tokenizer, model.row.name, model.where)
-
-    def describe(writer: GGUFWriter) -> None:
-        writer.add_type(GGUFType.MODEL)
-        writer.add_name(name)
-        writer.add_file_type(format_.file_type)
-        add_settings(writer, model.config, model.row)
-        add_vocabulary(writer, model.tokenizer, vocabulary)
-        add_stops(writer, model.tokenizer, stops)
-
-    contents = GGUFContents(model.row.name, model.tensors, types, describe)
-    for_ollama = ModelForOllama(
-        model.tokenizer,
-        stops,
-        model.config.max_position_embeddings,
-        parts.recipe,
-        model.generation,
-    )
-    text = modelfile_text(for_ollama, [f"FROM ./{target.name}"])
-    write_files(target, contents, model.source, {beside: text}, progress)
-    count = sum(prod(tensor.shape) for tensor in model.tensors.values())
-    write_receipt(target, parts, Artefact("gguf", quantize, count), [beside.name])
-
-
-def open_whole(parts: ModelFolders) -> ModelToWrite:
-    """The model with its adapter merged, checked to be what llama.cpp computes."""
-    where = str(parts.folder)
     is_reward = parts.recipe is not None and parts.recipe.stage.spec.is_reward
     if is_reward or any(is_sequence_classification(folder) for folder in parts.all):
         raise ModelError(f"{where}: is a reward model; GGUF is for models that write text")
@@ -188,11 +78,40 @@ def open_whole(parts: ModelFolders) -> ModelToWrite:
     if note := window_note(config, row):
         logger.warning("%s: %s", where, note)
     tensors = file_tensors(source.shapes(), config, row, where)
-    check_complete(tensors, file_tensors(model_shapes(config), config, row, where), where)
-    tokenizer = load_tokenizer(parts.tokenizer)
-    _say_cut(tokenizer, tensors[_EMBEDDINGS].shape[0], where)
+    with torch.device("meta"):  # what transformers builds for that configuration
+        wanted = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    check_complete(tensors, file_tensors(shapes, config, row, where), where)
+
+    tokenizer, num_rows = load_tokenizer(parts.tokenizer), tensors[_EMBEDDINGS].shape[0]
+    if len(tokenizer) > num_rows:
+        logger.warning(
+            "%s: the tokenizer has %s, the model embeddings for %d; the others are omitted",
+            *(where, counted(len(tokenizer), "token"), num_rows),
+        )
+    format_ = FORMATS[quantize]
+    types = types_of(tensors, config, row, format_)
+    vocabulary = vocabulary_of(tokenizer, num_rows, where)
+    stops = stop_token_ids(tokenizer)
+    name = model_name(target.stem, tokenizer, row.name, where)
+
+    def describe(writer: GGUFWriter) -> None:
+        writer.add_type(GGUFType.MODEL)
+        writer.add_name(name)
+        writer.add_file_type(format_.file_type)
+        add_settings(writer, config, row)
+        add_vocabulary(writer, tokenizer, vocabulary)
+        add_stops(writer, tokenizer, stops)
+
     generation = json.loads(small.get("generation_config.json", b"{}"))
-    return ModelToWrite(source, config, row, tokenizer, tensors, generation, where)
+    for_ollama = ModelForOllama(
+        tokenizer, stops, config.max_position_embeddings, parts.recipe, generation
+    )
+    text = modelfile_text(for_ollama, [f"FROM ./{target.name}"])
+    contents = GGUFContents(row.name, tensors, types, describe)
+    write_files(target, contents, source, {beside: text}, progress)
+    count = sum(prod(tensor.shape) for tensor in tensors.values())
+    write_receipt(target, parts, Artefact("gguf", quantize, count), [beside.name])
 
 
 def config_of(small: Mapping[str, bytes], where: str) -> PretrainedConfig:
@@ -205,30 +124,27 @@ def config_of(small: Mapping[str, bytes], where: str) -> PretrainedConfig:
     return found
 
 
-def model_shapes(config: PretrainedConfig) -> dict[str, Shape]:
-    """The tensors that transformers builds for a configuration."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def types_of(model: ModelToWrite, format_: Format) -> dict[str, GGMLQuantizationType]:
+def types_of(
+    tensors: Mapping[str, FileTensor],
+    config: PretrainedConfig,
+    row: GGUFArchitecture,
+    format_: Format,
+) -> dict[str, GGMLQuantizationType]:
     """The type of every tensor; says which rows do not fit the one that the format wants."""
-    config = model.config
     heads, own = config.num_attention_heads, config.num_key_value_heads
-    is_70b = model.row.name == "llama" and config.num_hidden_layers == 80 and heads != own
+    is_70b = row.name == "llama" and config.num_hidden_layers == 80 and heads != own
     shape = LayerCounts(
         config.num_hidden_layers,
         getattr(config, "num_experts", 0) or 0,
-        _OUTPUT not in model.tensors,
+        _OUTPUT not in tensors,
         is_70b,
     )
-    wanted = {n: tensor_type(n, t.shape, format_, shape) for n, t in model.tensors.items()}
-    found = {n: fitting(kind, model.tensors[n].shape[-1]) for n, kind in wanted.items()}
+    wanted = {n: tensor_type(n, t.shape, format_, shape) for n, t in tensors.items()}
+    found = {n: fitting(kind, tensors[n].shape[-1]) for n, kind in wanted.items()}
     changed: dict[tuple[str, str, int], int] = {}
     for name, kind in wanted.items():
         if found[name] != kind:
-            key = (kind.name, found[name].name, model.tensors[name].shape[-1])
+            key = (kind.name, found[name].name, tensors[name].shape[-1])
             changed[key] = changed.get(key, 0) + 1
     for (kind_, instead, columns), count in changed.items():
         logger.warning(
@@ -236,14 +152,6 @@ def types_of(model: ModelToWrite, format_: Format) -> dict[str, GGMLQuantization
             *(counted(count, "tensor"), columns, kind_, "is" if count == 1 else "are", instead),
         )
     return found
-
-
-def _say_cut(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:
-    if len(tokenizer) > rows:
-        logger.warning(
-            "%s: the tokenizer has %s, the model embeddings for %d; the others are omitted",
-            *(where, counted(len(tokenizer), "token"), rows),
-        )
 
 
 _PREFIX = "base_model.model."
@@ -268,7 +176,12 @@ def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Pr
     if parts.adapter is None:
         raise ModelError(f"{parts.folder}: is no adapter; --to gguf writes the complete model")
     format_ = FORMATS[quantize]
-    kind = _kind(format_)
+    kind = format_.main
+    if kind.name.lower() not in _FLOATS:
+        raise ModelError(
+            f"--to gguf-adapter: an adapter is written as one of {', '.join(_FLOATS)}; its base "
+            "may have any other format"
+        )
     where = str(parts.adapter)
     model = meta_model(parts.model, trust_remote_code=False)
     row = architecture_of(model.config, str(parts.model))
@@ -300,15 +213,6 @@ def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Pr
     write_files(target, contents, source, {beside: text}, progress)
     artefact = Artefact("gguf-adapter", format_.main.name.lower(), size)
     write_receipt(target, parts, artefact, [beside.name])
-
-
-def _kind(format_: Format) -> GGMLQuantizationType:
-    if format_.main.name.lower() not in _FLOATS:
-        raise ModelError(
-            f"--to gguf-adapter: an adapter is written as one of {', '.join(_FLOATS)}; its base "
-            "may have any other format"
-        )
-    return format_.main
 
 
 def _refuse_others(settings: Mapping[str, Any], alpha: float, where: str) -> None:
@@ -380,3 +284,62 @@ def _tensors(
             moved = head_rows(name, config, row) if end == ".lora_b" else 0
             made[name + end] = FileTensor(name + end, box.shape, ((name + end, box),), moved)
     return made, TensorsInMemory(values)
+
+
+_QUOTES = '"""'
+_POSITIONS = 4096  # that Ollama gives a model by itself
+
+
+@dataclass(frozen=True)
+class ModelForOllama:
+    """What a Modelfile says besides the files."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: Sequence[int]
+    num_positions: int
+    recipe: Recipe | None = None
+    generation: Mapping[str, object] | None = None
+    """Of ``generation_config.json``, for models without a recipe."""
+
+
+def modelfile_of(target: Path) -> Path:
+    """The path of the Modelfile of a GGUF file."""
+    return target.with_suffix(".Modelfile")
+
+
+def modelfile_text(model: ModelForOllama, lines: Sequence[str]) -> bytes:
+    """The Modelfile that begins with ``lines`` (``FROM``, ``ADAPTER``)."""
+    name = lines[-1].rpartition("/")[2].removesuffix(".gguf").lower()
+    template = (
+        "Ollama recognizes the chat template only if it is one that it knows; check it with: "
+        f"ollama show --template {name}"
+    )
+    logger.info("%s", template)
+    parts = [f"# ollama create {name} -f THIS_FILE", f"# {template}", *lines]
+    system = None if model.recipe is None else model.recipe.data.default_system
+    if system is not None and _QUOTES not in system:
+        parts.append(f"SYSTEM {_QUOTES}{system}{_QUOTES}")
+    stops = [model.tokenizer.convert_ids_to_tokens(token) for token in model.stop_token_ids]
+    parts += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    texts = () if model.recipe is None else model.recipe.generate.stop
+    parts += [f"PARAMETER stop {_QUOTES}{text}{_QUOTES}" for text in texts]  # Ollama unescapes none
+    parts += [f"PARAMETER {name} {value}" for name, value in _sampling(model).items()]
+    mark = "" if model.num_positions < _POSITIONS else "# "  # more takes more memory
+    parts.append(f"{mark}PARAMETER num_ctx {model.num_positions}")
+    return ("\n".join(parts) + "\n").encode()
+
+
+def _sampling(model: ModelForOllama) -> dict[str, object]:
+    """As ``chat`` samples from the run; Ollama's own defaults would repeat and vary otherwise."""
+    if model.recipe is not None:
+        section = model.recipe.generate
+        repeat = {"repeat_penalty": section.repetition_penalty}
+        if not section.do_sample:
+            return {"temperature": 0, **repeat}
+        chosen = {"temperature": section.temperature, "top_p": section.top_p}
+        return {**chosen, "top_k": section.top_k, "min_p": section.min_p, **repeat}
+    given = model.generation or {}
+    if given.get("do_sample") is False:
+        return {"temperature": 0}
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return {name: given[name] for name in names if given.get(name) is not None}

@@ -228,11 +228,38 @@ def tensor_type(name: str, shape: tuple[int, ...], format_: Format, model: Layer
     is_kept = len(shape) < 2 or not name.endswith("weight") or "_norm.weight" in name
     if is_kept or "ffn_gate_inp.weight" in name:
         return T.F32
-    if format_.main in (T.F32, T.F16, T.BF16):
-        return format_.main
+    main = format_.main
+    if main in (T.F32, T.F16, T.BF16):
+        return main
     if name == "output.weight" or (model.is_tied and name == "token_embd.weight"):
-        return _of_output(shape, format_.main)
+        is_even = shape[-1] % GGML_QUANT_SIZES[main][0] == 0 and main != T.Q8_0
+        return T.Q6_K if is_even else T.Q8_0
     return _of_layer(name, format_, model)
+
+
+def _of_layer(name: str, format_: Format, model: LayerCounts) -> T:
+    main, mix, eighth = format_.main, format_.mix, model.num_layers // 8
+    found = _LAYER.match(name)
+    layer = int(found[1]) if found else -1
+    # With mix M, the first and last eighth of the layers, and every third between.
+    has_more_bits = mix == "M" and (
+        layer < eighth or layer >= 7 * model.num_layers // 8 or (layer - eighth) % 3 == 2
+    )
+    is_mixtral = model.num_experts == 8
+    if "attn_v.weight" in name or "attn_qkv.weight" in name:
+        kind = T.Q6_K if has_more_bits else main
+        if kind == T.Q4_K and (model.is_70b or (mix == "S" and layer < 4)):
+            kind = T.Q5_K
+        return T.Q8_0 if is_mixtral else kind
+    if "attn_k.weight" in name and is_mixtral:
+        return T.Q8_0
+    if "attn_output.weight" in name and is_mixtral and main == T.Q4_K:
+        return T.Q5_K
+    if "ffn_down" in name and has_more_bits:
+        return T.Q6_K
+    if "ffn_down" in name and mix == "S" and main == T.Q4_K and layer < eighth:
+        return T.Q5_K
+    return main
 
 
 def fitting(kind: T, columns: int) -> T:
@@ -241,42 +268,3 @@ def fitting(kind: T, columns: int) -> T:
         if columns % GGML_QUANT_SIZES[candidate][0] == 0:
             return candidate
     raise AssertionError("F16 has blocks of one")
-
-
-def _of_output(shape: tuple[int, ...], main: T) -> T:
-    if shape[-1] % GGML_QUANT_SIZES[main][0] or main == T.Q8_0:
-        return T.Q8_0
-    return T.Q6_K
-
-
-def _of_layer(name: str, format_: Format, model: LayerCounts) -> T:
-    found, main = _LAYER.match(name), format_.main
-    layer, count = int(found[1]) if found else -1, model.num_layers
-    if "attn_v.weight" in name or "attn_qkv.weight" in name:
-        return _of_values(layer, format_, model)
-    if "attn_k.weight" in name and model.num_experts == 8:
-        return T.Q8_0
-    if "attn_output.weight" in name and model.num_experts == 8 and main == T.Q4_K:
-        return T.Q5_K
-    if "ffn_down" in name:
-        if format_.mix == "M" and _has_more_bits(layer, count):
-            return T.Q6_K
-        if format_.mix == "S" and main == T.Q4_K and layer < count // 8:
-            return T.Q5_K
-    return main
-
-
-def _of_values(layer: int, format_: Format, model: LayerCounts) -> T:
-    kind = format_.main
-    if format_.mix == "M" and _has_more_bits(layer, model.num_layers):
-        kind = T.Q6_K
-    elif format_.mix == "S" and kind == T.Q4_K and layer < 4:
-        kind = T.Q5_K
-    if model.is_70b and kind == T.Q4_K:
-        kind = T.Q5_K
-    return T.Q8_0 if model.num_experts == 8 else kind
-
-
-def _has_more_bits(layer: int, count: int) -> bool:
-    """The first and last eighth of the layers, and every third between."""
-    return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
