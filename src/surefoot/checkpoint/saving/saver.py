@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ...errors import CheckpointError
 from ...storage import files
@@ -130,20 +130,19 @@ class AsyncSaver:
         self.newest = None if self.is_foreign else self._resumed_from
         self._flight = Background()
         self._num_shared = 0 if self._resumed_from is None else 1  # saves that shared, in a row
-        self._lock = None if self.has_lock or self.writers.rank else self._locked()
+        self._lock: FolderLock | None = None
+        if not (self.has_lock or self.writers.rank):
+            self._lock = lock(
+                self._root,
+                CheckpointError,
+                doing=f"cannot save to {self._root}",
+                taken=f"{self._root}: another process is saving here, or a run is training here; "
+                "stop it or choose another folder",
+            )
         self._folder = None if self.writers.rank else _opened(self._root)
         self._times = Times(self._root)
         self._replaces: Sequence[str] = ()  # names that the save in flight replaces
         self._done: list[Path] = []  # committed, and not yet returned to the caller
-
-    def _locked(self) -> FolderLock:
-        return lock(
-            self._root,
-            CheckpointError,
-            doing=f"cannot save to {self._root}",
-            taken=f"{self._root}: another process is saving here, or a run is training here; "
-            "stop it or choose another folder",
-        )
 
     @property
     def in_flight(self) -> Path | None:
@@ -165,7 +164,12 @@ class AsyncSaver:
     ) -> None:
         if error is not None and self.writers.size > 1:
             return  # another rank's part may never come; left alone, the writer ends by itself
-        end(self.close, error)
+        try:
+            self.close()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            logger.error("%s", failure)
 
     def close(self) -> None:
         """Wait for the save in flight and end the writer process. Raises as ``poll``."""
@@ -259,7 +263,17 @@ class AsyncSaver:
         except CheckpointError as error:
             self._bear(error)
             return
-        job = replace(job, forget=replaces, beside=self.beside, **self._sharing())
+        # A clone of a file has one name only, so saves that share in a row are counted as well.
+        share = self.share and self._num_shared < self._rule.most_sharing
+        self._num_shared = self._num_shared + 1 if share else 1
+        job = replace(
+            job,
+            forget=replaces,
+            beside=self.beside,
+            share=share,
+            most_sharing=self._rule.most_sharing,
+            makes_root=False,
+        )
         self._replaces = job.forget
         for listener in self.listeners:
             listener.on_save(job.forget)
@@ -345,14 +359,6 @@ class AsyncSaver:
             f"is saved. {cure.capitalize()} the same command again"
         )
 
-    def _sharing(self) -> dict[str, Any]:
-        """Whether the next save may share files, and how many checkpoints may share one. A clone
-        has one name only, so saves are counted as well."""
-        most = self._rule.most_sharing
-        share = self.share and self._num_shared < most
-        self._num_shared = self._num_shared + 1 if share else 1
-        return {"share": share, "most_sharing": most, "makes_root": False}
-
     def _note(self, ask: Callable[[], Saved | None]) -> None:
         """Call ``ask`` for the outcome of a save, and store it."""
         try:
@@ -422,16 +428,6 @@ def start_save(
         logger.warning("asynchronous saves are off (%s): training waits for every save", why)
         background.is_off = True
     return _write(job, live)
-
-
-def end(close: Callable[[], None], error: BaseException | None) -> None:
-    """Run ``close`` at the end of a block; its error is only logged if there is an ``error``."""
-    try:
-        close()
-    except CheckpointError as failure:
-        if error is None:
-            raise
-        logger.error("%s", failure)
 
 
 def _write(job: Job, live: LiveTensors) -> Saved:

@@ -253,6 +253,7 @@ def _let_go(writer: _Writer | None) -> None:
 Groups = Mapping[str, Mapping[str, torch.Tensor]]  # role -> name -> tensor
 
 
+@torch.no_grad()
 def take(images: FileImages, groups: Groups) -> None:
     """Fill the image of every file: its header, and the current values of the tensors."""
     with _overlapping(groups):
@@ -260,14 +261,10 @@ def take(images: FileImages, groups: Groups) -> None:
             image = images.of(shard)
             image[: len(shard.plan.head)] = shard.plan.head
             for name in images.names(shard):
-                _copy(groups[shard.role][name], images.tensor(shard, name))
-
-
-@torch.no_grad()
-def _copy(tensor: torch.Tensor, into: memoryview) -> None:
-    if tensor.numel():
-        place = torch.frombuffer(into, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor.detach(), non_blocking=True)
+                tensor, into = groups[shard.role][name].detach(), images.tensor(shard, name)
+                if tensor.numel():
+                    place = torch.frombuffer(into, dtype=torch.uint8).view(tensor.dtype)
+                    place.view(tensor.shape).copy_(tensor, non_blocking=True)
 
 
 @contextlib.contextmanager

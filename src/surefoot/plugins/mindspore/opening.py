@@ -68,7 +68,15 @@ def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: P
     devices = counted(size, "device")
     if not fitting:
         raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
-    if len({_boxes_by_strategy(found, opened, shapes) for found in fitting}) > 1:
+    ways = {
+        tuple(
+            (name, _boxes(layouts[name], shapes[weight_of(name)], size))
+            for layouts in strategy.stages
+            for name in sorted(layouts)
+        )
+        for strategy in fitting
+    }
+    if len(ways) > 1:
         raise CheckpointError(f"{where}: the shapes fit more than one layout on {devices}; {_ASK}")
     return fitting[0]
 
@@ -100,71 +108,51 @@ def _strategy(
         if not all(found.values()):
             return None
         stages.append(found)
-    for found in stages:
-        for name, ways in found.items():
+    for stage_layouts in stages:
+        for name, layouts in stage_layouts.items():
             whole = shapes[weight_of(name)]
-            if len({_boxes(layout, whole, size) for layout in ways}) > 1:
+            if len({_boxes(layout, whole, size) for layout in layouts}) > 1:
                 raise CheckpointError(
                     f"{where}: {name[:200]!r} of shape {list(whole)} can be sharded over {size} "
                     f"devices in several ways that give these files; {_ASK}"
                 )
-    return Strategy([{name: ways[0] for name, ways in own.items()} for own in stages], where)
+    return Strategy(
+        [{n: layouts[0] for n, layouts in stage_layouts.items()} for stage_layouts in stages], where
+    )
 
 
 def _fitting(
     name: str, whole: tuple[int, ...], files: Sequence[TensorFile], size: int, mp: int
 ) -> Iterator[TensorLayout]:
     """The layouts that give the shapes, and are consistent with the values, of these files."""
-    held = [(rank, file) for rank, file in enumerate(files) if name in file.header.entries]
-    local = {file.entry(name).shape for _, file in held}
+    holders = [(rank, file) for rank, file in enumerate(files) if name in file.header.entries]
+    shapes = {file.entry(name).shape for _, file in holders}
     for layout in _candidates(weight_of(name), whole, size, mp):
         try:
             boxes = _boxes(layout, whole, size)
+            if shapes == {boxes[0].shape}:
+                slices = [Slice(r, DcpChunk(file, whole, boxes[r])) for r, file in holders]
+                check_fit({name: slices}, Path())
+                yield layout
         except CheckpointError:
             continue
-        if local == {boxes[0].shape} and _agrees(name, layout, whole, held):
-            yield layout
 
 
 def _candidates(weight: str, whole: tuple[int, ...], size: int, mp: int) -> Iterator[TensorLayout]:
     """The ways MindSpore Transformers may lay out a tensor of this name."""
-    told = {weight: ("F32", whole)}
     for vocab_emb_dp in (True, False):
         config = ParallelConfig(size // mp, mp, vocab_emb_dp=vocab_emb_dp)
         try:
-            (plain,) = (stage[weight] for stage in config.stages(told))
+            (plain,) = (stage[weight] for stage in config.stages({weight: ("F32", whole)}))
         except CheckpointError:
             continue
         yield plain
-        for shards in range(2, size + 1):
-            if size % shards == 0:
-                yield replace(plain, num_shards=shards)
-
-
-def _agrees(
-    name: str, layout: TensorLayout, whole: tuple[int, ...], held: Sequence[tuple[int, TensorFile]]
-) -> bool:
-    slices = [Slice(rank, DcpChunk(file, whole, layout.box(whole, rank))) for rank, file in held]
-    try:
-        check_fit({name: slices}, Path())
-    except CheckpointError:
-        return False
-    return True
+        divisors = (shards for shards in range(2, size + 1) if size % shards == 0)
+        yield from (replace(plain, num_shards=shards) for shards in divisors)
 
 
 def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box, ...]:
     return tuple(layout.box(whole, device) for device in range(size))
-
-
-def _boxes_by_strategy(
-    found: Strategy, opened: Sequence[TensorFile], shapes: Shapes
-) -> tuple[object, ...]:
-    size = len(opened) // len(found.stages)
-    return tuple(
-        (name, _boxes(own[name], shapes[weight_of(name)], size))
-        for own in found.stages
-        for name in sorted(own)
-    )
 
 
 Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
@@ -182,27 +170,36 @@ def open_distributed(
     ``strategy`` are files that are not beside the ranks. Without any, slices are inferred from the
     full ``shapes``, if these leave one possible layout.
     """
-    found = rank_files(path)
-    opened = [tensorfile.open_path(file) for file in found]
+    opened = [tensorfile.open_path(file) for file in rank_files(path)]
     for file in opened:
-        _refuse_packed(file)
+        packed = (name for name, kind in file.header.metadata.items() if kind == _INT4)
+        if (name := next(packed, None)) is not None:
+            raise CheckpointError(
+                f"{file.path}: {name[:200]!r} contains two 4-bit integers in a byte, which is not "
+                "supported"
+            )
     check_step(opened)
     where = root_of(path)
-    if (found_strategy := strategy or find_strategy(where)) is not None:
-        told = open_strategy(found_strategy)
+    if (described := strategy or find_strategy(where)) is not None:
+        layouts = open_strategy(described)
     elif len(opened) == 1:
         return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
     else:
-        told = infer_strategy(opened, shapes, where)
-    if told.world_size != len(opened):
-        raise CheckpointError(_wrong_world(told, len(opened), where))
-    slices, loose = _sort(opened, told)
-    check_fit(slices, told.where)
-    boxes = {name: _joined(name, own, where) for name, own in slices.items()}
-    for name, own in loose.items():
-        first = own[0].stored
+        layouts = infer_strategy(opened, shapes, where)
+    if layouts.world_size != len(opened):
+        stages = len(layouts.stages)
+        parts = f"{stages} pipeline stages of " if stages > 1 else ""
+        raise CheckpointError(
+            f"{where}: the files of {counted(len(opened), 'rank')}, but {layouts.where} is about "
+            f"{layouts.world_size} ({parts}{counted(layouts.num_devices, 'device')})"
+        )
+    slices, loose = _sort(opened, layouts)
+    check_fit(slices, layouts.where)
+    boxes = {name: _joined(name, of_ranks, where) for name, of_ranks in slices.items()}
+    for name, replicas in loose.items():
+        first = replicas[0].stored
         if first.shape:  # a number differs by stage where it counts what a stage does
-            check_same(name, [(one.rank, one.stored.file) for one in own])
+            check_same(name, [(replica.rank, replica.stored.file) for replica in replicas])
         boxes[name] = [first]
     return boxes
 
@@ -213,15 +210,6 @@ def find_strategy(root: Path) -> Path | None:
         if files.is_folder(folder) and any(n.endswith(ENDINGS) for n in files.list_folder(folder)):
             return folder
     return None
-
-
-def _wrong_world(told: Strategy, found: int, where: Path) -> str:
-    stages = len(told.stages)
-    parts = f"{stages} pipeline stages of " if stages > 1 else ""
-    return (
-        f"{where}: the files of {counted(found, 'rank')}, but {told.where} is about "
-        f"{told.world_size} ({parts}{counted(told.num_devices, 'device')})"
-    )
 
 
 def _sort(
@@ -266,16 +254,6 @@ def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
             f"the shape {list(first.shape)}"
         )
     return boxes
-
-
-def _refuse_packed(file: tensorfile.TensorFile) -> None:
-    metadata: Mapping[str, str] = file.header.metadata
-    packed = next((name for name, kind in metadata.items() if kind == _INT4), None)
-    if packed is not None:
-        raise CheckpointError(
-            f"{file.path}: {packed[:200]!r} contains two 4-bit integers in a byte, which is not "
-            "supported"
-        )
 
 
 Form = Literal["iteration", "ranks", "full"]

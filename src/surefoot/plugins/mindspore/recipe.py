@@ -408,18 +408,6 @@ def _run_mode(value: Any) -> Found:
     raise RefusedKeyError(f"{value!r}: expected train, finetune, predict or eval")
 
 
-def _integrated(value: Any) -> Found:
-    return {"checkpoint.layout": "full" if value else "distributed"}
-
-
-def _async(value: Any) -> Found:
-    return {"checkpoint.async_save": bool(value)}
-
-
-def _seconds(value: Any) -> Found:
-    return {"checkpoint.save_minutes": value / 60} if value else {}
-
-
 def _parallel(told: Mapping[str, Any]) -> Found:
     """Ranks and batch size: data-parallel ranks shard the optimizer, or hold replicas."""
     config = told.get("parallel_config") or {}
@@ -563,7 +551,9 @@ _RULES: dict[str, KeyRule] = {
     "train_dataset.data_loader": nothing,  # read_data
     "callbacks.MFLossMonitor.per_print_times": to("train.log_steps", int),
     f"{_MONITOR}save_checkpoint_steps": to("checkpoint.save_steps", int),
-    f"{_MONITOR}save_checkpoint_seconds": _seconds,
+    f"{_MONITOR}save_checkpoint_seconds": lambda value: (
+        {"checkpoint.save_minutes": value / 60} if value else {}
+    ),
     f"{_MONITOR}keep_checkpoint_max": to("checkpoint.keep", int),
     f"{_MONITOR}keep_checkpoint_per_n_minutes": only(
         (0, None), "use checkpoint.keep_every (steps) or keep_hours instead"
@@ -573,8 +563,10 @@ _RULES: dict[str, KeyRule] = {
         ("safetensors",), f"checkpoints are safetensors; for older ones, {CONVERTER}"
     ),
     f"{_MONITOR}remove_redundancy": nothing,  # a slice is written once, always
-    f"{_MONITOR}integrated_save": _integrated,
-    f"{_MONITOR}async_save": _async,
+    f"{_MONITOR}integrated_save": lambda value: {
+        "checkpoint.layout": "full" if value else "distributed"
+    },
+    f"{_MONITOR}async_save": lambda value: {"checkpoint.async_save": bool(value)},
     f"{_MONITOR}save_network_params": only((False, None), _OWN_FILES),
     f"{_MONITOR}save_trainable_params": only((False, None), _OWN_FILES),
     f"{_MONITOR}directory": only((None, ""), "checkpoints are always in output_dir"),

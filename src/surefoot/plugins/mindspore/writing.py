@@ -94,7 +94,11 @@ def write_iteration(
         for _, file in planned:
             write_file(inner, file, source, progress)
         if stages is not None and len(held) > 1:
-            told = _metadata(tensors, stages, held, _places(planned))
+            places: dict[tuple[str, Box], list[tuple[str, int]]] = {}
+            for rank, file in planned:
+                for key in file.boxes.items():
+                    places.setdefault(key, []).append((file.plan.name, rank))
+            told = _metadata(tensors, stages, held, places)
             files.write_new(inner / METADATA, json.dumps(told, separators=(",", ":")).encode())
         files.write_new(inner / COMMON, json.dumps(common, indent=4).encode())
         files.sync_folder(inner)
@@ -126,14 +130,6 @@ def _planned(
 
 
 Places = Mapping[tuple[str, Box], Sequence[tuple[str, int]]]  # files and ranks of every slice
-
-
-def _places(planned: Sequence[tuple[int, PlannedFile]]) -> Places:
-    found: dict[tuple[str, Box], list[tuple[str, int]]] = {}
-    for rank, file in planned:
-        for key in file.boxes.items():
-            found.setdefault(key, []).append((file.plan.name, rank))
-    return found
 
 
 def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:
@@ -290,35 +286,21 @@ def write(
     progress: Progress | None = None,
 ) -> None:
     """Write ``source``, which came from ``folder`` and has MindSpore's names."""
-    if wanted.iteration:
-        write_iteration(
-            source,
-            target,
-            stages=_stages(source, wanted) if wanted.layout == "distributed" else None,
-            prefix=naming_of(folder).prefix,
-            remove_redundancy=wanted.remove_redundancy,
-            small=small,
-            progress=progress,
-        )
-        return
-    if wanted.layout == "full":
+    naming, stages = naming_of(folder), None
+    if wanted.target_strategy is not None:
+        stages = open_strategy(wanted.target_strategy).stages
+    elif wanted.layout == "distributed":
+        config = wanted.parallel_config or ParallelConfig()
+        stages = config.stages(sorted_out(source)[0])
+    if stages is None and not wanted.iteration:
         write_full(source, target, small=small, progress=progress)
         return
-    write_distributed(
-        source,
-        target,
-        stages=_stages(source, wanted),
-        naming=naming_of(folder),
-        remove_redundancy=wanted.remove_redundancy,
-        small=small,
-        progress=progress,
-    )
-
-
-def _stages(source: TensorSource, wanted: TargetFormat) -> Sequence[Layouts]:
-    if wanted.target_strategy is not None:
-        return open_strategy(wanted.target_strategy).stages
-    return (wanted.parallel_config or ParallelConfig()).stages(sorted_out(source)[0])
+    more: dict[str, Any] = {"small": small, "progress": progress, "stages": stages}
+    more["remove_redundancy"] = wanted.remove_redundancy
+    if wanted.iteration:
+        write_iteration(source, target, prefix=naming.prefix, **more)
+    else:
+        write_distributed(source, target, naming=naming, **more)
 
 
 def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
