@@ -36,7 +36,7 @@ from .sample import Holder, blank, same, sample_states
 
 def saved(root, states=None, **options):
     states = states or sample_states()
-    return save(root, 7, states, kind="full", layout="distributed", **options), states
+    return save(root, 7, states, layout="distributed", **options), states
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Pieces:
 
 def saved_by_ranks(root, states, cut):
     """As several ranks would save: ``cut(shape)`` gives the boxes of each rank."""
-    job, live = prepare(root, 7, states, kind="full", crew=WriterGroup("distributed"))
+    job, live = prepare(root, 7, states, crew=WriterGroup("distributed"))
     shards, boxes = [], {}
     for shard in job.shards:
         name = shard.plan.name.rpartition("/")[2].removesuffix(".safetensors")
@@ -263,9 +263,7 @@ def test_unchanged_weights_are_shared_between_steps(tmp_path):
     states = sample_states()
     first, _ = saved(tmp_path, states)
     states["optimizer"].state["groups"] = [{"lr": 0.5}]
-    job, live = prepare(
-        tmp_path, 8, states, kind="full", crew=WriterGroup("distributed"), parent=first.name
-    )
+    job, live = prepare(tmp_path, 8, states, crew=WriterGroup("distributed"), parent=first.name)
     result = write(job, live)
     assert result.num_shared > 0
     assert verify(result.path, full=True).ok

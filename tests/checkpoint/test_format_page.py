@@ -40,7 +40,7 @@ def test_the_reader_on_the_page_reads_a_checkpoint(tmp_path, read, limit, layout
     elif layout == "shared":
         folder = saved_by_halves(tmp_path, states)
     else:
-        folder = save(tmp_path, 1, states, kind="full", layout=layout, **options)
+        folder = save(tmp_path, 1, states, layout=layout, **options)
     tensors, state = read(folder)
     for name, tensor in states["model"].state.items():
         dtype, shape, values = tensors[f"model/{name}"]
@@ -81,7 +81,7 @@ def saved_by_halves(root, states):
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
 def test_the_reader_on_the_page_finds_damage(tmp_path, read, name):
-    folder = save(tmp_path, 1, sample_states(), kind="full")
+    folder = save(tmp_path, 1, sample_states())
     data = bytearray((folder / name).read_bytes())
     data[-40] ^= 1
     (folder / name).write_bytes(data)
@@ -91,7 +91,7 @@ def test_the_reader_on_the_page_finds_damage(tmp_path, read, name):
 
 def test_the_page_names_every_key_and_every_type(tmp_path):
     page = PAGE.read_text()
-    folder = save(tmp_path, 1, sample_states(), kind="full")
+    folder = save(tmp_path, 1, sample_states())
     manifest = json.loads((folder / "manifest.json").read_text())
     assert all(f"`{key}`" in page for key in manifest)
     assert all(f'"{key}"' in page for key in manifest["pieces"][0])

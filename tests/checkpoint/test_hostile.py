@@ -27,9 +27,7 @@ LIMIT = 1 << 30  # bytes of address space for the reader; it needs a tenth of th
 
 @pytest.fixture
 def folder(tmp_path):
-    return save(
-        tmp_path / "run", 7, sample_states(), kind="full", companions={"config.json": b"{}"}
-    )
+    return save(tmp_path / "run", 7, sample_states(), companions={"config.json": b"{}"})
 
 
 def header(text, data=b""):
@@ -130,7 +128,7 @@ def test_a_hostile_folder_is_a_problem_within_bounded_time_and_memory(folder, na
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory):
     root = tmp_path_factory.mktemp("sound")
-    return save(root, 1, sample_states(), kind="full", companions={"config.json": b"{}"})
+    return save(root, 1, sample_states(), companions={"config.json": b"{}"})
 
 
 NAMES = [

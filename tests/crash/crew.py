@@ -126,7 +126,6 @@ def jobs(root, step, ranks, layout):
             root,
             step,
             held[rank],
-            kind="full",
             companions={"config.json": b"{}"},
             parent=f"checkpoint-{step - 1}",
             max_shard_size=900,
@@ -312,7 +311,7 @@ def main(what, crew, stride, target):
     joint._LAST_CHANCE, joint._PATIENCE = 0.5, 20.0
     start = target / "start"
     for step in (1, 2):
-        save(start, step, states(step), kind="full")
+        save(start, step, states(step))
     cases = 0
     for index, event in enumerate(what):
         folder = target / event

@@ -41,7 +41,7 @@ def train(root, told):
     while True:
         os.write(told, b"%d\n" % step)
         step += 1
-        save(root, step, sample_states(step), kind="full", max_shard_size=700)
+        save(root, step, sample_states(step), max_shard_size=700)
         drop_all(committed(root)[:-2])
 
 
@@ -55,7 +55,7 @@ def train_in_the_background(root, told):
         os.write(told, b"%d\n" % step)
         step += 1
         parent = f"checkpoint-{step - 1}"
-        job, live = prepare(root, step, sample_states(step), kind="full", parent=parent)
+        job, live = prepare(root, step, sample_states(step), parent=parent)
         background.start(replace(job, forget=[f"checkpoint-{step - 2}"]), live)
         background.wait()
 

@@ -31,7 +31,7 @@ def states(step):
 def set_up(root):
     """The run before: two checkpoints."""
     for step in OLD:
-        save(root, step, states(step), kind="full", companions=COMPANIONS)
+        save(root, step, states(step), companions=COMPANIONS)
     return {step: tree_bytes(root / f"checkpoint-{step}") for step in OLD}
 
 
@@ -42,7 +42,6 @@ def act(root):
         root,
         NEW,
         states(NEW),
-        kind="full",
         companions=COMPANIONS,
         max_shard_size=900,
         parent="checkpoint-2",

@@ -22,7 +22,7 @@ def run(scratch):
     }
     root = scratch / "bits"
     for step in (1, 2):
-        folder = save(root, step, states, kind="full", companions={"config.json": b'{"a": 1}'})
+        folder = save(root, step, states, companions={"config.json": b'{"a": 1}'})
     return root, folder
 
 

@@ -29,7 +29,7 @@ def run(root, beside=(NAME,)):
     for step in STEPS:
         record = {"step": step, "loss": 1 / step}
         log.on_log(None, TrainerState(), TrainerControl(), logs=record)
-        job, live = prepare(root, step, sample_states(step), kind="full")
+        job, live = prepare(root, step, sample_states(step))
         write(replace(job, beside=beside), live)
 
 
@@ -67,7 +67,7 @@ def test_no_step_of_a_checkpoint_is_missing_in_the_log(beside, scratch):
 
 
 def test_a_file_beside_the_checkpoints_may_be_missing(tmp_path):
-    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    job, live = prepare(tmp_path, 1, sample_states(1))
     write(replace(job, beside=("never.written",)), live)
     assert find_latest(tmp_path).path == tmp_path / "checkpoint-1"
 
@@ -83,6 +83,6 @@ def test_the_files_of_a_folder_beside_the_checkpoints_are_flushed_too(tmp_path, 
         own(file)
 
     monkeypatch.setattr(files.File, "sync", sync)
-    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    job, live = prepare(tmp_path, 1, sample_states(1))
     write(replace(job, beside=("tensorboard",)), live)
     assert {("events.1", False), ("events.2", False), ("tensorboard", False)} <= set(flushed)

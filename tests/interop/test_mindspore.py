@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from folders import save_model, save_recipe
+from plugins.mindspore.real import copied, real  # noqa: F401 - fixtures
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.layouts.detection import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole

@@ -31,7 +31,7 @@ CONFIG = b'{"dtype": "float32", "model_type": "llama"}'
 def saved(root, states=None, **options):
     states = states or sample_states(scale=3)
     options = {"companions": {"config.json": CONFIG, "recipe.yaml": b"a: 1"}, **options}
-    return save(root, 7, states, kind="full", **options), states
+    return save(root, 7, states, **options), states
 
 
 def loaded(path, states):

@@ -74,7 +74,7 @@ def test_pytorch_makes_whole_tensors_of_it(tmp_path):
 
 def test_the_boxes_of_our_own_ranks_are_read_by_pytorch_as_one(tmp_path):
     """The same with the files of layout distributed, uneven and with empty ranks."""
-    path = save(tmp_path, 7, states := sample_states(), kind="full")
+    path = save(tmp_path, 7, states := sample_states())
     cut = reshard(path, tmp_path / "cut", layout="distributed", mesh=Mesh(1, 7)).path
     flat = tmp_path / "flat"  # its reader looks into one folder
     flat.mkdir()

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from surefoot.checkpoint.looking import tensor_stats
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
+from surefoot.checkpoint.looking.values import ValueChange, differences
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
 from surefoot.storage.files import digest
@@ -95,7 +96,7 @@ def test_tensors_of_one_side_only(tmp_path):
 
 
 def test_equal_hashes_spare_the_reading(tmp_path):
-    a, b = (save(tmp_path / name, 1, sample_states(), kind="full") for name in "ab")
+    a, b = (save(tmp_path / name, 1, sample_states()) for name in "ab")
     for name in ("model", "optimizer", "state"):
         path = b / f"{name}.safetensors"
         data = path.read_bytes()
@@ -105,7 +106,7 @@ def test_equal_hashes_spare_the_reading(tmp_path):
 
 
 def test_all_roles_are_compared_and_progress_is_told(tmp_path):
-    a, b = (save(tmp_path, n, sample_states(seed=n), kind="full") for n in (1, 2))
+    a, b = (save(tmp_path, n, sample_states(seed=n)) for n in (1, 2))
     told = []
     changes = list(compare_tensors(a, b, progress=told.append))
     assert {change.role for change in changes} == {"model", "optimizer", "state"}
@@ -123,7 +124,7 @@ def _tensors(states):
 
 
 def test_ours_is_compared_with_any_layout(tmp_path):
-    ours = save(tmp_path, 1, sample_states(), kind="full")
+    ours = save(tmp_path, 1, sample_states())
     theirs = folder_of(tmp_path / "hf", **sample_states()["model"].state)
     found = {change.role: change.verdict for change in compare_tensors(ours, theirs)}
     assert found == {"model": "equal", "optimizer": "only in A", "state": "only in A"}
@@ -132,11 +133,11 @@ def test_ours_is_compared_with_any_layout(tmp_path):
 
 def test_values_are_compared_by_part(tmp_path):
     states = sample_states()
-    a = save(tmp_path / "a", 1, states, kind="full", companions={"config.json": b'{"n": 1}'})
+    a = save(tmp_path / "a", 1, states, companions={"config.json": b'{"n": 1}'})
     states["optimizer"].state["groups"][0]["lr"] = 2e-4
     states["loader"] = Holder({"epoch": 2, "index": 12345, "seed": 2**63})
     del states["optimizer"].state["model.norm.weight"]
-    b = save(tmp_path / "b", 2, states, kind="full", companions={"config.json": b'{"n": 2}'})
+    b = save(tmp_path / "b", 2, states, companions={"config.json": b'{"n": 2}'})
     found = {
         part: [(change.path, change.a, change.b) for change in changes]
         for part, changes in compare_values(a, b).items()
@@ -158,7 +159,7 @@ def test_what_the_trainer_logged_is_compared(tmp_path):
 
 
 def test_what_is_damaged_is_an_error(tmp_path):
-    a, b = (save(tmp_path, n, sample_states(seed=n), kind="full") for n in (1, 2))
+    a, b = (save(tmp_path, n, sample_states(seed=n)) for n in (1, 2))
     data = bytearray((b / "model.safetensors").read_bytes())
     data[-1] ^= 2
     (b / "model.safetensors").write_bytes(data)
@@ -183,3 +184,52 @@ def test_a_state_file_that_is_no_object_is_an_error(tmp_path):
     for pair in ((sound, odd), (odd, sound)):
         with pytest.raises(CheckpointError, match=r"b/checkpoint-1/state\.json: expected a state"):
             compare_values(*pair)
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.floats() | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("xy", max_size=2), inner),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_a_tree_does_not_differ_from_itself(tree):
+    assert differences(tree, tree) == []
+
+
+@given(TREES, TREES)
+def test_what_differs_one_way_differs_the_other(a, b):
+    mirrored = {"only in A": "only in B", "only in B": "only in A", "differs": "differs"}
+    there = {(c.path, c.what) for c in differences(a, b)}
+    assert {(c.path, mirrored[c.what]) for c in differences(b, a)} == there
+    assert bool(there) == (repr(a) != repr(b) and not alike(a, b))
+
+
+def alike(a, b):
+    """Equality in the words of the module: a bool is no number, nan is nan."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a):
+        return math.isnan(b)
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def test_paths_say_where():
+    a = {"x": {"y": [1, {"z": 2}]}, "gone": None, "log": [1, 2]}
+    b = {"x": {"y": [1, {"z": 3}]}, "new": 4, "log": [1]}
+    assert differences(a, b) == [
+        ValueChange("x.y[1].z", "differs", 2, 3),
+        ValueChange("gone", "only in A", a=None),
+        ValueChange("log", "differs", "2 items", "1 item"),
+        ValueChange("new", "only in B", b=4),
+    ]
+
+
+def test_a_long_list_of_numbers_is_one_value():
+    a, b = list(range(20)), [*range(19), 7]
+    assert differences({"r": a}, {"r": b}) == [ValueChange("r", "differs", a, b)]
+    assert differences(a, list(a)) == []
+    assert len(differences([[n] for n in a], [[n + 1] for n in a])) == 20

@@ -25,7 +25,7 @@ def trainer_state(loss, best=None):
 
 def test_a_run_is_listed_oldest_first_with_what_is_wrong_last(tmp_path):
     for step, loss in ((5, 2.0), (10, 1.5), (100, 1.25)):
-        save(tmp_path, step, sample_states(), kind="full", companions=trainer_state(loss, best=10))
+        save(tmp_path, step, sample_states(), companions=trainer_state(loss, best=10))
     (tmp_path / "checkpoint-200").mkdir()
     (tmp_path / ".checkpoint-300.0a.part").mkdir()
     (tmp_path / "checkpoint-100" / "state.json").write_text("{}")
@@ -56,7 +56,7 @@ def test_a_save_in_progress_is_no_leftover(tmp_path):
 
 
 def test_a_missing_file_and_a_damaged_manifest_are_told(tmp_path):
-    one, two = (save(tmp_path, step, sample_states(), kind="full") for step in (1, 2))
+    one, two = (save(tmp_path, step, sample_states()) for step in (1, 2))
     (one / "model.safetensors").unlink()
     (two / "manifest.json").write_bytes((two / "manifest.json").read_bytes()[:-9])
     problems = [line.problem for line in list_run(tmp_path)]
@@ -68,7 +68,7 @@ def test_a_missing_file_and_a_damaged_manifest_are_told(tmp_path):
     "text", [b"{", b"[]", b'{"log_history": 1}', b'{"log_history": [{"loss": "x"}, 3]}', b"{}"]
 )
 def test_a_strange_trainer_state_is_no_problem(tmp_path, text):
-    save(tmp_path, 1, sample_states(), kind="full", companions={"trainer_state.json": text})
+    save(tmp_path, 1, sample_states(), companions={"trainer_state.json": text})
     (line,) = list_run(tmp_path)
     assert (line.loss, line.is_best, line.problem) == (None, False, None)
 
@@ -125,7 +125,7 @@ def test_pickled_weights_are_a_problem(tmp_path):
 
 
 def test_verified_says_how_thoroughly(tmp_path):
-    ours = save(tmp_path, 1, sample_states(), kind="full")
+    ours = save(tmp_path, 1, sample_states())
     theirs = trainers(tmp_path, 2)
     seen = []
     assert [verified(line, seen.append).verified for line in list_run(tmp_path)] == [
@@ -146,7 +146,7 @@ def test_verified_says_how_thoroughly(tmp_path):
 
 
 def test_shared_files_count_for_the_oldest(tmp_path):
-    one, two = (save(tmp_path, step, sample_states(), kind="full") for step in (1, 2))
+    one, two = (save(tmp_path, step, sample_states()) for step in (1, 2))
     (two / "model.safetensors").unlink()
     os.link(one / "model.safetensors", two / "model.safetensors")
     lines = list_run(tmp_path)
@@ -157,5 +157,5 @@ def test_shared_files_count_for_the_oldest(tmp_path):
 
 
 def test_the_parent_is_told(tmp_path):
-    save(tmp_path, 2, sample_states(), kind="full", parent="checkpoint-1")
+    save(tmp_path, 2, sample_states(), parent="checkpoint-1")
     assert list_run(tmp_path)[0].parent == "checkpoint-1"

@@ -21,7 +21,7 @@ def test_a_checkpoint_in_words(tmp_path):
         "wide": Holder({"x" * 99: 1}),
         "long": Holder(dict.fromkeys(range(90), "x")),
     }
-    summary = summarise(save(tmp_path, 7, states, kind="full", parent="checkpoint-3"))
+    summary = summarise(save(tmp_path, 7, states, parent="checkpoint-3"))
     assert summary.layout == "native"
     assert summary.facts["step"] == "7" and summary.facts["parent"] == "checkpoint-3"
     assert [group.role for group in summary.groups] == ["model", "optimizer", "state"]

@@ -37,7 +37,6 @@ def test_the_files_are_those_of_the_specification(tmp_path):
         tmp_path / "run",
         7,
         sample_states(),
-        kind="full",
         companions={"config.json": b"{}", "sub/x.jinja": b"y"},
     )
     assert folder == tmp_path / "run" / "checkpoint-7"
@@ -50,7 +49,7 @@ def test_the_files_are_those_of_the_specification(tmp_path):
 
 def test_the_keys_are_those_of_the_specification(tmp_path):
     states = sample_states()
-    folder = save(tmp_path, 7, states, kind="full")
+    folder = save(tmp_path, 7, states)
     model = load_file(folder / "model.safetensors")
     assert model.keys() == states["model"].state.keys()
     assert all(same_bits(model[n], t) for n, t in states["model"].state.items())
@@ -66,7 +65,6 @@ def test_the_manifest_says_what_is_there(tmp_path):
         tmp_path,
         7,
         sample_states(),
-        kind="full",
         parent="checkpoint-3",
         companions={"config.json": b"{}"},
     )
@@ -97,9 +95,7 @@ def test_a_full_checkpoint_opens_with_from_pretrained_as_it_lies(tmp_path, limit
     model = llama()
     config = model.config.to_json_string().encode()
     states = {"model": Holder(dict(model.state_dict()))}
-    folder = save(
-        tmp_path, 1, states, kind="full", companions={"config.json": config}, max_shard_size=limit
-    )
+    folder = save(tmp_path, 1, states, companions={"config.json": config}, max_shard_size=limit)
     assert (folder / "model.safetensors.index.json").exists() == (limit == 3000)
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert all(same_bits(again.state_dict()[n], t) for n, t in model.state_dict().items())
@@ -133,7 +129,7 @@ def test_an_adapter_checkpoint_opens_with_peft_as_it_lies(tmp_path):
 
 
 def test_shards_are_complete_and_the_optimizer_is_sharded_alike(tmp_path):
-    folder = save(tmp_path, 1, sample_states(scale=4), kind="full", max_shard_size=1500)
+    folder = save(tmp_path, 1, sample_states(scale=4), max_shard_size=1500)
     assert verify(folder, full=True).ok
     for stem in ("model", "optimizer"):
         index = json.loads((folder / f"{stem}.safetensors.index.json").read_text())
@@ -150,7 +146,7 @@ def test_shards_are_complete_and_the_optimizer_is_sharded_alike(tmp_path):
 def test_files_are_readable_by_whom_the_umask_says(tmp_path):
     old = os.umask(0o022)
     try:
-        folder = save(tmp_path, 1, sample_states(), kind="full", companions={"config.json": b"{}"})
+        folder = save(tmp_path, 1, sample_states(), companions={"config.json": b"{}"})
     finally:
         os.umask(old)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
@@ -158,8 +154,8 @@ def test_files_are_readable_by_whom_the_umask_says(tmp_path):
 
 
 def test_two_saves_of_the_same_states_hold_the_same_tensors(tmp_path):
-    one = tree_bytes(save(tmp_path / "a", 1, sample_states(), kind="full"))
-    two = tree_bytes(save(tmp_path / "b", 1, sample_states(), kind="full"))
+    one = tree_bytes(save(tmp_path / "a", 1, sample_states()))
+    two = tree_bytes(save(tmp_path / "b", 1, sample_states()))
     assert {n: d for n, d in one.items() if n != "manifest.json"} == {
         n: d for n, d in two.items() if n != "manifest.json"
     }
@@ -167,18 +163,18 @@ def test_two_saves_of_the_same_states_hold_the_same_tensors(tmp_path):
 
 def test_saving_changes_no_state(tmp_path):
     states, fresh = sample_states(), sample_states()
-    save(tmp_path, 1, states, kind="full")
+    save(tmp_path, 1, states)
     assert all(same_bits(states["model"].state[n], t) for n, t in fresh["model"].state.items())
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path):
-    folder = save(tmp_path, 1, sample_states(0), kind="full")
+    folder = save(tmp_path, 1, sample_states(0))
     before = tree_bytes(tmp_path)
     with pytest.raises(
         CheckpointError,
         match="checkpoint-1: it exists already, and a checkpoint is never overwritten",
     ):
-        save(tmp_path, 1, sample_states(1), kind="full")
+        save(tmp_path, 1, sample_states(1))
     assert tree_bytes(tmp_path) == before
     assert verify(folder, full=True).ok
 
@@ -192,7 +188,7 @@ def test_nothing_of_a_state_that_cannot_be_stored_is_left(tmp_path):
         {"$tensor": Holder({})},
     ):
         with pytest.raises(CheckpointError):
-            save(tmp_path, 1, states, kind="full")
+            save(tmp_path, 1, states)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -212,7 +208,7 @@ def test_nothing_of_a_state_that_cannot_be_stored_is_left(tmp_path):
 )
 def test_a_companion_of_a_name_that_is_taken_or_leads_elsewhere_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="companion"):
-        save(tmp_path, 1, sample_states(), kind="full", companions={name: b""})
+        save(tmp_path, 1, sample_states(), companions={name: b""})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,7 +218,6 @@ def test_an_index_of_shards_is_no_companion(tmp_path):
             tmp_path,
             1,
             sample_states(),
-            kind="full",
             companions={"model.safetensors.index.json": b""},
             max_shard_size=300,
         )
@@ -231,11 +226,11 @@ def test_an_index_of_shards_is_no_companion(tmp_path):
 def test_a_companion_must_be_small(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[save.__module__], "MAX_SMALL", 3)
     with pytest.raises(CheckpointError, match="4 bytes, more than the 3 allowed"):
-        save(tmp_path, 1, sample_states(), kind="full", companions={"a": b"1234"})
+        save(tmp_path, 1, sample_states(), companions={"a": b"1234"})
 
 
 def test_a_run_without_weights_or_optimizer_can_be_saved(tmp_path):
-    folder = save(tmp_path, 0, {"trainer": Holder({"global_step": 0})}, kind="full")
+    folder = save(tmp_path, 0, {"trainer": Holder({"global_step": 0})})
     assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "state.json"]
     assert verify(folder, full=True).ok
 
@@ -243,7 +238,7 @@ def test_a_run_without_weights_or_optimizer_can_be_saved(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"cannot save .*checkpoint-1: .*not a folder"):
-        save(tmp_path / "file", 1, sample_states(), kind="full")
+        save(tmp_path / "file", 1, sample_states())
 
 
 def test_versions_are_told_even_of_what_is_not_installed(monkeypatch):

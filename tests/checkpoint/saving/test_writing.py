@@ -31,12 +31,12 @@ def states(step):
 
 
 def directly(root, step, made, parent):
-    return save(root, step, made, kind="full", parent=parent)
+    return save(root, step, made, parent=parent)
 
 
 def in_the_background(root, step, made, parent):
     background = Background()
-    background.start(*prepare(root, step, made, kind="full", parent=parent))
+    background.start(*prepare(root, step, made, parent=parent))
     saved = background.wait()
     background.close()
     return saved.path
@@ -122,7 +122,7 @@ def test_where_links_are_refused_the_file_is_written(tmp_path, monkeypatch):
 
 def test_sharing_can_be_turned_off(tmp_path):
     first = directly(tmp_path, 1, states(1), None)
-    job, live = prepare(tmp_path, 2, states(2), kind="full", parent="checkpoint-1")
+    job, live = prepare(tmp_path, 2, states(2), parent="checkpoint-1")
     saved = write(replace(job, share=False), live)
     assert saved.num_shared == 0
     assert not is_shared(first, saved.path, FROZEN)
@@ -130,7 +130,7 @@ def test_sharing_can_be_turned_off(tmp_path):
 
 def test_the_bytes_that_are_shared_are_counted(tmp_path):
     directly(tmp_path, 1, states(1), None)
-    saved = write(*prepare(tmp_path, 2, states(2), kind="full", parent="checkpoint-1"))
+    saved = write(*prepare(tmp_path, 2, states(2), parent="checkpoint-1"))
     assert saved.num_shared == (saved.path / FROZEN).stat().st_size
     assert saved.num_bytes > saved.num_shared
 

@@ -74,7 +74,7 @@ def test_weights_that_are_there_are_never_overwritten(tmp_path, old):
 
 
 def test_a_damaged_source_leaves_no_copy(tmp_path):
-    folder = save(tmp_path, 1, {"model": Holder(dict(TENSORS))}, kind="full")
+    folder = save(tmp_path, 1, {"model": Holder(dict(TENSORS))})
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-2] ^= 4
     (folder / "model.safetensors").write_bytes(data)

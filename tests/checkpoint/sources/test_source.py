@@ -10,7 +10,13 @@ from parallel.test_box import boxes
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.sources import source as sources
-from surefoot.checkpoint.sources.source import CastSource, Renamed, TensorsInMemory, read_whole
+from surefoot.checkpoint.sources.source import (
+    CastSource,
+    JoinedSource,
+    Renamed,
+    TensorsInMemory,
+    read_whole,
+)
 from surefoot.errors import CheckpointError, DamagedFileError
 from surefoot.parallel.box import Box
 from surefoot.plugins.mindspore.naming import InterleavedSource, turns_of
@@ -108,9 +114,7 @@ def test_only_what_a_box_needs_is_read():
 
 @pytest.fixture
 def native(tmp_path):
-    return save(
-        tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})}, kind="full"
-    )
+    return save(tmp_path, 1, {"model": Holder({"w": torch.arange(40.0).reshape(8, 5)})})
 
 
 def damage(folder):
@@ -160,7 +164,7 @@ def test_a_box_that_is_not_the_next_is_checked_with_all_of_its_tensor(native, bo
 
 
 def test_an_empty_tensor_is_whole(tmp_path):
-    folder = save(tmp_path, 1, {"model": Holder({"none": torch.empty(0, 3)})}, kind="full")
+    folder = save(tmp_path, 1, {"model": Holder({"none": torch.empty(0, 3)})})
     assert tuple(read_whole(open_folder(folder), "none").shape) == (0, 3)
 
 
@@ -180,3 +184,14 @@ def test_a_source_needs_no_closing(tmp_path):
         open_folder(tmp_path)
     assert num_open() <= before
     assert sources.TensorSource  # a Protocol: nothing to inherit
+
+
+def test_sources_stand_beside_each_other_with_what_tells_their_names_apart():
+    one, other = torch.ones(2), torch.zeros(3, dtype=torch.int64)
+    source = JoinedSource(
+        [("", TensorsInMemory({"a": one})), ("moment.", TensorsInMemory({"a": other}))]
+    )
+    assert source.shapes() == {"a": (2,), "moment.a": (3,)}
+    assert source.dtypes() == {"a": torch.float32, "moment.a": torch.int64}
+    assert torch.equal(read_whole(source, "a"), one)
+    assert torch.equal(read_whole(source, "moment.a"), other)

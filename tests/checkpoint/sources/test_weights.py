@@ -48,7 +48,7 @@ def test_kinds_of_folders(tmp_path):
     save_file({"w": torch.ones(1)}, tmp_path / "adapter" / "adapter_model.safetensors")
     for name in ("model", "adapter_model"):
         save_file({"w": torch.ones(1)}, tmp_path / "both" / f"{name}.safetensors")
-    native = save(tmp_path, 1, sample_states(), kind="full")
+    native = save(tmp_path, 1, sample_states())
     found = {p.name: (found := detect_layout(p)) and found.name for p in tmp_path.iterdir()}
     assert found == {
         "empty": None, "whole": "huggingface", "shards": "huggingface", "adapter": "peft",
@@ -59,7 +59,7 @@ def test_kinds_of_folders(tmp_path):
 
 
 def test_a_checkpoint_without_its_manifest_is_no_model_of_others(tmp_path):
-    folder = save(tmp_path, 1, sample_states(), kind="full")
+    folder = save(tmp_path, 1, sample_states())
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="never committed: it has no manifest"):
         open_weights(folder)
@@ -127,7 +127,7 @@ def test_a_folder_without_weights_says_what_was_expected(tmp_path):
 
 def test_a_runs_folder_names_its_newest_checkpoint(tmp_path):
     for step in (1, 20, 3):
-        save(tmp_path, step, {"model": Holder({})}, kind="full")
+        save(tmp_path, step, {"model": Holder({})})
     with pytest.raises(CheckpointError, match=r"did you mean .*/checkpoint-20\?"):
         open_weights(tmp_path)
 

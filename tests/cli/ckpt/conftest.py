@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint.layouts.mindspore.real import copied, real  # noqa: F401 - fixtures
 from checkpoint.sample import sample_states
+from plugins.mindspore.real import copied, real  # noqa: F401 - fixtures
 from surefoot.checkpoint.saving.preparation import save
 
 

@@ -8,8 +8,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from checkpoint.layouts.mindspore.real import rank_file, rewrite
 from folders import save_model, save_recipe
+from plugins.mindspore.real import rank_file, rewrite
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.recipe.recipe import load

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from checkpoint.layouts.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from folders import save_adapter, save_model
+from plugins.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from spread import trainer
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError

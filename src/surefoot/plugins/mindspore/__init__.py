@@ -1,5 +1,10 @@
-"""Weights in the forms of MindSpore and MindSpore Transformers: full, by rank, and by iteration.
+"""MindSpore and MindSpore Transformers: their weights, runs and YAML files, in both directions.
 
-``strategy`` is the arithmetic of their slices and the files that describe them, ``ranks`` finds
-files that belong together, and ``opening`` opens a folder of any of the forms.
+To read: ``opening`` opens a folder in any of three forms as boxes in files. ``ranks`` finds the
+files of one step, ``strategy`` says which slice each rank has, ``iteration`` has the two forms that
+need no strategy. ``naming`` and ``experts`` give the tensors Hugging Face's names, and ``model``
+puts all of it together; ``resume`` goes on with a run, ``recipe`` converts its YAML.
+
+To write: ``writing`` is the target of ``ckpt convert``, ``parallel_config`` says how tensors are
+sliced, and ``rank_files`` writes the files.
 """

@@ -16,18 +16,18 @@ from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError, DamagedFileError
 
-from ..disk.test_manifest import sealed
-from ..sample import Holder, blank, same, same_states, sample_states
+from .disk.test_manifest import sealed
+from .sample import Holder, blank, same, same_states, sample_states
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return save(tmp_path, 7, sample_states(), kind="full", companions={"config.json": b"{}"})
+    return save(tmp_path, 7, sample_states(), companions={"config.json": b"{}"})
 
 
 @pytest.mark.parametrize("limit", [5_000_000_000, 700])
 def test_every_state_comes_back_bit_by_bit(tmp_path, limit):
-    folder = save(tmp_path, 7, sample_states(scale=3), kind="full", max_shard_size=limit)
+    folder = save(tmp_path, 7, sample_states(scale=3), max_shard_size=limit)
     states = blank(sample_states(scale=3))
     load(folder, states)
     assert same_states(sample_states(scale=3), states)

@@ -21,7 +21,7 @@ from ..sample import Holder, same_bits, sample_states
 
 @pytest.fixture
 def ours(tmp_path):
-    return save(tmp_path / "run", 7, sample_states(), kind="full")
+    return save(tmp_path / "run", 7, sample_states())
 
 
 def test_all_tensors_of_ours_are_there(ours):
@@ -59,7 +59,7 @@ def test_names_as_people_write_them(ours):
 
 def test_states_are_plain_data_without_their_tensors(tmp_path):
     states = sample_states() | {"odd": Holder({3: (1, None), (1, 2): torch.ones(1), "e": {}})}
-    folder = save(tmp_path, 1, states, kind="full")
+    folder = save(tmp_path, 1, states)
     found = plain(dict(states_of(folder)))
     assert found["optimizer"] == {"groups": [{"lr": 1e-4, "betas": [0.9, 0.999]}]}
     assert found["random"] == {"python": [3, [1, 2], None]}

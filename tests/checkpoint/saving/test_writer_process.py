@@ -38,7 +38,7 @@ def background():
 
 
 def begin(background, root, step, states=None, **options):
-    job, live = prepare(root, step, states or sample_states(step), kind="full", **options)
+    job, live = prepare(root, step, states or sample_states(step), **options)
     background.start(job, live)
 
 
@@ -46,7 +46,7 @@ def test_it_writes_what_a_synchronous_save_writes(tmp_path, background):
     options = {"companions": COMPANIONS, "max_shard_size": 700}
     begin(background, tmp_path / "a", 1, **options)
     saved = background.wait()
-    save(tmp_path / "b", 1, sample_states(1), kind="full", **options)
+    save(tmp_path / "b", 1, sample_states(1), **options)
     assert saved.path == tmp_path / "a" / "checkpoint-1"
     ours, theirs = tree_bytes(saved.path), tree_bytes(tmp_path / "b" / "checkpoint-1")
     assert saved.num_bytes == sum(len(d) for n, d in ours.items() if n != "manifest.json")
@@ -139,7 +139,7 @@ def test_a_save_whose_writer_cannot_be_started_is_synchronous(
     tmp_path, background, monkeypatch, caplog
 ):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
-    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    job, live = prepare(tmp_path, 1, sample_states(1))
     saved = start_save(background, job, live)
     assert verify(saved.path, full=True).ok
     assert background.is_off
@@ -191,7 +191,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from checkpoint.sample import sample_states
-from checkpoint.background.test_writer_process import begin
+from checkpoint.saving.test_writer_process import begin
 from surefoot.checkpoint.saving.writer_process import Background
 root, background = Path(sys.argv[1]), Background()
 begin(background, root, 1)
@@ -215,7 +215,7 @@ def test_the_save_in_flight_is_committed_even_if_the_trainer_is_killed(tmp_path)
 
 def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_path):
     """A run that was started again meanwhile would not know of it."""
-    job, live = prepare(tmp_path, 1, sample_states(1), kind="full")
+    job, live = prepare(tmp_path, 1, sample_states(1))
     starts, size = places([shard.plan.header.file_size for shard in job.shards])
     arena = SnapshotBuffer.create(size)
     images = FileImages(arena, starts, job.shards)
