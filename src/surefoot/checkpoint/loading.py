@@ -73,8 +73,12 @@ def load(
     with_files, rest = adopted({n: states[n] for n in states if only is None or n in only})
     skeleton = checkpoint.skeleton()
     with files.raising(CheckpointError, f"cannot load {folder}"):
-        jobs = [_file_job(checkpoint, n, s, skeleton) for n, s in with_files.items()]
-        jobs += [_rest_job(checkpoint, n, s, skeleton) for n, s in rest.items()]
+        jobs = [
+            _job_of(checkpoint, name, state, skeleton, has_files=name in with_files)
+            for name, state in (
+                with_files | {n: UnshardedState(s) for n, s in rest.items()}
+            ).items()
+        ]
         tensors = _read(checkpoint, jobs, is_verified=is_verified)
         trees = [
             job.tree(into, f"{folder}: {job.name}") for job, into in zip(jobs, tensors, strict=True)
@@ -83,44 +87,33 @@ def load(
         job.state.load_state_dict(tree)
 
 
-def _file_job(
-    checkpoint: CheckpointFolder, role: str, state: ShardedState, skeleton: Mapping[str, Any]
+def _job_of(
+    checkpoint: CheckpointFolder,
+    name: str,
+    state: ShardedState,
+    skeleton: Mapping[str, Any],
+    *,
+    has_files: bool,
 ) -> _Job:
-    if FileRole(role).is_weights:
-        return _weights_job(checkpoint, role, state)
-    own = _skeleton_of(checkpoint, role, skeleton)
-    current, _ = split(state.state_dict(), role)
-    pieces = _pieces(checkpoint, role, role, own)
-    for pointer in pieces.keys() - current.keys():
-        if (made := state.like(pointer)) is not None:
-            current[pointer] = made
-    _check_shapes(checkpoint, role, current, pieces)
-    return _Job(role, pieces, current, own, state)
-
-
-def _rest_job(
-    checkpoint: CheckpointFolder, name: str, state: Stateful, skeleton: Mapping[str, Any]
-) -> _Job:
-    """A state that shares its file with others."""
-    own = _skeleton_of(checkpoint, name, skeleton)
-    current, _ = split({name: state.state_dict()}, name)
-    pieces = _pieces(checkpoint, STATE, name, own)
-    return _Job(name, pieces, current, own, UnshardedState(state))
-
-
-def _skeleton_of(checkpoint: CheckpointFolder, name: str, skeleton: Mapping[str, Any]) -> Any:
+    """A state with files of its own, or one that shares its file with others."""
+    if has_files and FileRole(name).is_weights:
+        return _weights_job(checkpoint, name, state)
     if name not in skeleton:
         held = ", ".join(sorted(skeleton))
         raise CheckpointError(f"{checkpoint.path}: it contains no state {name!r}, only {held}")
-    return skeleton[name]
-
-
-def _pieces(checkpoint: CheckpointFolder, role: str, name: str, skeleton: Any) -> dict[str, Pieces]:
-    """The pieces of every tensor that a state's skeleton points at."""
-    saved = checkpoint.manifest.tensors(role)
-    if missing := [pointer for pointer in pointers(skeleton) if pointer not in saved]:
+    saved = checkpoint.manifest.tensors(name if has_files else STATE)
+    names = pointers(skeleton[name])
+    if missing := [pointer for pointer in names if pointer not in saved]:
         raise CheckpointError(f"{checkpoint.path}: {name}: tensor {missing[0][:200]!r} is missing")
-    return {pointer: saved[pointer] for pointer in pointers(skeleton)}
+    pieces = {pointer: saved[pointer] for pointer in names}
+    tree = state.state_dict() if has_files else {name: state.state_dict()}
+    current, _ = split(tree, name)
+    for pointer in pieces.keys() - current.keys():
+        if (made := state.like(pointer)) is not None:
+            current[pointer] = made
+    if has_files:
+        _check_shapes(checkpoint, name, current, pieces)
+    return _Job(name, pieces, current, skeleton[name], state)
 
 
 def _weights_job(checkpoint: CheckpointFolder, role: str, state: ShardedState) -> _Job:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -127,28 +127,14 @@ def is_safetensors(name: str) -> bool:
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest's text, sealed: sorted keys and one entry per line, for people and ``diff``."""
-    fields: dict[str, Any] = {
-        "created": manifest.created,
-        "files": dict(manifest.files),
-        "format": FORMAT,
-        "hashes": dict(manifest.hashes),
-        "kind": manifest.kind,
-        "layout": manifest.layout,
-        "mesh": dict(manifest.mesh),
-        "parent": manifest.parent,
-        "pieces": [dump_piece(p) for p in sorted(manifest.pieces, key=lambda p: (p.tensor, p.box))],
-        "seal": _SEAL,
-        "step": manifest.step,
-        "version": ".".join(map(str, VERSION)),
-        "versions": dict(manifest.versions),
-        "world_size": manifest.world_size,
+    content: dict[str, Any] = {
+        field.name: getattr(manifest, field.name) for field in fields(manifest)
     }
-    text = (
-        "{\n"
-        + ",\n".join(f"{json.dumps(k)}: {_lines(fields[k])}" for k in sorted(fields))
-        + "\n}\n"
-    )
-    data = text.encode()
+    pieces = sorted(manifest.pieces, key=lambda piece: (piece.tensor, piece.box))
+    content |= {"pieces": list(map(dump_piece, pieces)), "seal": _SEAL, "format": FORMAT}
+    content |= {"version": ".".join(map(str, VERSION))}
+    lines = (f"{json.dumps(name)}: {_lines(content[name])}" for name in sorted(content))
+    data = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return data.replace(_SEAL.encode(), files.digest(data).encode())
 
 
@@ -166,12 +152,12 @@ def dump_piece(piece: Piece) -> dict[str, Any]:
 
 
 def _lines(value: object) -> str:
-    if isinstance(value, dict) and value:
+    if isinstance(value, Mapping) and value:
         rows = (f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(value.items()))
         return "{\n" + ",\n".join(rows) + "\n}"
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(f"  {json.dumps(v, sort_keys=True)}" for v in value) + "\n]"
-    return json.dumps(value)
+    return "{}" if isinstance(value, Mapping) else json.dumps(value)
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -180,19 +166,9 @@ def parse(data: bytes, where: str) -> Manifest:
     _check_version(raw, where)
     _check_seal(data, raw.get("seal"), where)
     _check_fields(raw, where)
-    manifest = Manifest(
-        step=raw["step"],
-        kind=raw["kind"],
-        created=raw["created"],
-        versions=raw["versions"],
-        files=raw["files"],
-        hashes=raw["hashes"],
-        pieces=tuple(parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])),
-        parent=raw["parent"],
-        layout=raw["layout"],
-        world_size=raw["world_size"],
-        mesh=raw["mesh"],
-    )
+    pieces = [parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])]
+    known = {field.name: raw[field.name] for field in fields(Manifest)}
+    manifest = Manifest(**{**known, "pieces": tuple(pieces)})
     check_consistent(manifest, where)
     return manifest
 

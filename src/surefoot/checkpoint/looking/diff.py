@@ -118,19 +118,15 @@ def _are_equal(name: str, sources: tuple[FolderSource, FolderSource]) -> bool:
 def _measure(name: str, sources: tuple[FolderSource, FolderSource]) -> TensorDifference:
     total = TensorDifference(0, 0.0, 0.0, 0.0, 0.0)
     for box in blocks(sources[0].shapes()[name]):
-        a, b = (in_double(source.read(name, box)) for source in sources)
-        total = _joined(total, _figures(a, b))
+        part = _figures(*(in_double(source.read(name, box)) for source in sources))
+        total = TensorDifference(
+            total.num_different + part.num_different,
+            max(total.max_absolute, part.max_absolute),
+            math.hypot(total.norm, part.norm),
+            math.hypot(total.norm_a, part.norm_a),
+            math.hypot(total.norm_b, part.norm_b),
+        )
     return total
-
-
-def _joined(one: TensorDifference, other: TensorDifference) -> TensorDifference:
-    return TensorDifference(
-        one.num_different + other.num_different,
-        max(one.max_absolute, other.max_absolute),
-        math.hypot(one.norm, other.norm),
-        math.hypot(one.norm_a, other.norm_a),
-        math.hypot(one.norm_b, other.norm_b),
-    )
 
 
 def _figures(a: torch.Tensor, b: torch.Tensor) -> TensorDifference:

@@ -301,49 +301,48 @@ def _checked(stages: Mapping[int, Layouts], path: Path) -> Strategy:
 
 
 def _from_wire(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
-    stage, found = 0, {}
-    for number, value in fields(data, where):
-        if number == 2 and isinstance(value, bytes):
-            stage = _stage(value, where)
-        elif number == 3 and isinstance(value, bytes):
-            name, layout = _item(value, where)
-            found[name] = layout
-    return stage, found
+    """A ``ParallelStrategyMap``: its items 2 say the stage, its items 3 a tensor's layout."""
+    stage, layouts = 0, {}
+    for number, item in fields(data, where):
+        if number == 2 and isinstance(item, bytes):
+            strategy = _messages(item, where).get(2, [b""])[0]
+            stages = _messages(strategy, where).get(1, [0])
+            stage = stages[-1] if isinstance(stages[-1], int) else 0
+        elif number == 3 and isinstance(item, bytes):
+            parts = _messages(item, where)
+            name, content = (_bytes(parts.get(n, [b""])[-1], where) for n in (1, 2))
+            text = name.decode("utf-8", "replace")
+            layouts[text] = _layout_from_wire(content, where, text)
+    return stage, layouts
 
 
-def _stage(item: bytes, where: str) -> int:
-    """The stage in a ``ParallelStrategyItem``."""
-    for number, value in fields(item, where):
-        if number == 2 and isinstance(value, bytes):
-            inner = dict(fields(value, where))
-            stage = inner.get(1, 0)
-            return stage if isinstance(stage, int) else 0
-    return 0
+def _messages(data: Value, where: str) -> dict[int, list[Value]]:
+    """The values of a message by their number."""
+    found: dict[int, list[Value]] = {}
+    for number, value in fields(_bytes(data, where), where):
+        found.setdefault(number, []).append(value)
+    return found
 
 
-def _item(item: bytes, where: str) -> tuple[str, TensorLayout]:
-    """The name and layout in a ``ParallelLayoutItem``."""
-    told = dict(fields(item, where))
-    name, content = told.get(1, b""), told.get(2, b"")
-    if not isinstance(name, bytes) or not isinstance(content, bytes):
-        raise CheckpointError(f"{where}: not a strategy file of MindSpore")
-    parts: dict[int, list[Value]] = {}
-    for number, value in fields(content, where):
-        parts.setdefault(number, []).append(value)
-    repeated = {n: [_dims(value, where) for value in parts.get(n, ())] for n in (1, 2, 3, 4)}
-    single = {n: (integers(parts.get(n, [0])[-1:], where) or (0,))[0] for n in (5, 6, 7)}
-    text = name.decode("utf-8", "replace")
-    if single[5] or any(repeated[3]) or any(repeated[4]):
-        raise _uneven(where, text)
-    matrix = repeated[1][0] if repeated[1] else ()
-    return text, _layout(matrix, tuple(repeated[2]), (single[7], single[6]), f"{where}: {text}")
-
-
-def _dims(value: Value, where: str) -> tuple[int, ...]:
-    """The integers in a message whose only field they are."""
+def _bytes(value: Value, where: str) -> bytes:
     if not isinstance(value, bytes):
         raise CheckpointError(f"{where}: not a strategy file of MindSpore")
-    return integers([inner for number, inner in fields(value, where) if number == 1], where)
+    return value
+
+
+def _layout_from_wire(content: bytes, where: str, name: str) -> TensorLayout:
+    """A ``ParallelLayouts``: 1 the matrix, 2 tensor maps, 3 and 4 uneven slices, 5 field, 6 and 7
+    the optimizer's step and shards."""
+    parts = _messages(content, where)
+    lists = {
+        n: [integers(_messages(value, where).get(1, []), where) for value in parts.get(n, [])]
+        for n in (1, 2, 3, 4)
+    }
+    field, step, shards = ((integers(parts.get(n, [0])[-1:], where) or (0,))[0] for n in (5, 6, 7))
+    if field or any(lists[3]) or any(lists[4]):
+        raise _uneven(where, name)
+    matrix = lists[1][0] if lists[1] else ()
+    return _layout(matrix, tuple(lists[2]), (shards, step), f"{where}: {name}")
 
 
 def _from_json(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
