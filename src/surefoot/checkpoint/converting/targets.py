@@ -75,7 +75,7 @@ class SurefootCheckpoint(ModelTarget):
 
 
 def _foreign_model(origin: Origin, target: ModelTarget) -> tuple[TensorSource, dict[str, bytes]]:
-    """The model of another tool, and what lies beside it, if its configuration is known."""
+    """The model of another tool, and the files beside it, if its configuration is known."""
     source = origin.weights()
     refuse_adapter(origin.folder, source)
     if origin.base is not None:

@@ -214,7 +214,7 @@ def _append(stretches: list[ByteRange], end: int, offset: int, length: int) -> i
 
 
 def dump_job(job: Job, images: FileImages, small: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """A job as plain JSON; of what is large, where it lies in the buffer."""
+    """A job as plain JSON; what is large is in the buffer, and its place there in the message."""
     plain = {field.name: getattr(job, field.name) for field in fields(Job)}
     shards = [
         {
