@@ -50,7 +50,7 @@ except SystemExit as error:
     "module",
     [
         "surefoot.recipe.recipe",  # whoever has a typo in a recipe need not wait
-        "surefoot.checkpoint.saving.writer",  # a second process on every machine that trains
+        "surefoot.checkpoint.saving._writer",  # a second process on every machine that trains
         "surefoot.cli.ckpt.ls",
         "surefoot.plugins.board.command",
         "surefoot.plugins.board.app",
@@ -71,7 +71,7 @@ def test_every_name_of_ours_in_a_string_is_there():
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and re.fullmatch(DOTTED, str(node.value))
     }
-    assert "surefoot.checkpoint.saving.writer" in names
+    assert "surefoot.checkpoint.saving._writer" in names
     for name in names - NO_MODULES:
         module, _, member = name.partition(":")
         assert find_spec(module), name

@@ -70,10 +70,10 @@ def surefoot(
     layout: str, folder: Path, tensors: tuple[Tensors, Any], *, waits: bool = False
 ) -> tuple[Callable[[int], None], Callable[[], int]]:
     """What begins a save, and what waits for it: the bytes that this process has written."""
+    from surefoot.checkpoint.saving._writer_process import Background
     from surefoot.checkpoint.saving.preparation import prepare
     from surefoot.checkpoint.saving.saver import start_save
     from surefoot.checkpoint.saving.writer_group import WriterGroup
-    from surefoot.checkpoint.saving.writer_process import Background
 
     def exchange(value: object) -> list[Any]:
         found: list[Any] = [None] * dist.get_world_size()

@@ -61,6 +61,6 @@ def test_importing_it_imports_no_torch():
 
 
 def test_the_process_that_writes_imports_no_torch():
-    code = "import sys, surefoot.checkpoint.saving.writer; "
+    code = "import sys, surefoot.checkpoint.saving._writer; "
     code += "print({'torch', 'numpy'} & set(sys.modules))"
     assert python(code) == "set()\n"

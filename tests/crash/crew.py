@@ -27,10 +27,11 @@ import forks
 from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving import joint, writer_process
+from surefoot.checkpoint.saving import _writer_process as writer_process
+from surefoot.checkpoint.saving import joint
+from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writer_process import Background
 from surefoot.checkpoint.verification import find_latest, recover_latest
 from surefoot.errors import CheckpointError
 from surefoot.storage import files

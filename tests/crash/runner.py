@@ -16,8 +16,8 @@ from checkpoint.sample import blank, same_states, sample_states
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.disk.retention import drop_all
 from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.writer_process import Background
 from surefoot.checkpoint.verification import find_latest
 
 

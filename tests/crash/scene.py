@@ -9,9 +9,9 @@ from checkpoint.sample import blank, same_states, sample_states, tree_bytes
 from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.retention import drop_all
 from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, places
+from surefoot.checkpoint.saving._writer_process import take
 from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, places
-from surefoot.checkpoint.saving.writer_process import take
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import find_latest
 from surefoot.errors import CheckpointError

@@ -13,10 +13,10 @@ import ranks
 import tiny
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.saver import start_save
 from surefoot.checkpoint.saving.writer_group import SLACK, WriterGroup
-from surefoot.checkpoint.saving.writer_process import Background
 from surefoot.checkpoint.verification import verify
 from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA

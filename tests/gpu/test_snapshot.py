@@ -7,9 +7,9 @@ import torch
 
 from checkpoint.sample import Holder
 from surefoot.checkpoint.loading import load
-from surefoot.checkpoint.saving import writer_process as snapshot
+from surefoot.checkpoint.saving import _writer_process as snapshot
+from surefoot.checkpoint.saving._snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.saving.saver import AsyncSaver
-from surefoot.checkpoint.saving.snapshot_buffer import SnapshotBuffer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ import pytest
 import small
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
-from surefoot.checkpoint.saving.snapshot_buffer import SnapshotBuffer
+from surefoot.checkpoint.saving._snapshot_buffer import SnapshotBuffer
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 from surefoot.training.callback import TrainerCallback
@@ -276,7 +276,7 @@ def test_a_best_step_that_was_not_saved_has_no_path_in_trainer_state_json(tmp_pa
 def test_a_snapshot_that_will_not_fit_is_said_before_the_first_save(tmp_path, caplog, monkeypatch):
     made = small.trainer(tmp_path, max_steps=2, save_steps=2)
     size = 3 * sum(p.nbytes for p in made.policy.module.parameters())  # with two moments
-    free = "surefoot.checkpoint.saving.snapshot_buffer.free_memory"
+    free = "surefoot.checkpoint.saving._snapshot_buffer.free_memory"
     monkeypatch.setattr(free, lambda: size + (96 << 20) - 1000)
     made.fit()
     first, second = [r.message for r in caplog.records if r.levelname == "WARNING"]
@@ -288,7 +288,7 @@ def test_a_snapshot_that_will_not_fit_is_said_before_the_first_save(tmp_path, ca
 
 SMALL_SHM = """
 mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {python} -c '
-from surefoot.checkpoint.saving.snapshot_buffer import SnapshotBuffer
+from surefoot.checkpoint.saving._snapshot_buffer import SnapshotBuffer
 made = SnapshotBuffer.create(8 << 20)
 made.view[:] = bytes(made.size)
 made.close()

@@ -14,10 +14,10 @@ from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.saving import joint as shared
+from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
+from surefoot.checkpoint.saving._writer_process import take
 from surefoot.checkpoint.saving.job import Job, Shard, WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors
-from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
-from surefoot.checkpoint.saving.writer_process import take
 from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify

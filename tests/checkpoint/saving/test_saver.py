@@ -26,8 +26,13 @@ from surefoot.checkpoint import (
 )
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.disk.folder import open_checkpoint
+from surefoot.checkpoint.saving import (
+    _snapshot_buffer as snapshot_buffer,
+)
+from surefoot.checkpoint.saving import (
+    _writer_process as writer_process,
+)
 from surefoot.checkpoint.saving import saver as flight
-from surefoot.checkpoint.saving import snapshot_buffer, writer_process
 
 from ..sample import Holder, blank, same, sample_states
 
@@ -124,7 +129,7 @@ def test_a_killed_writer_costs_nothing(tmp_path):
     with AsyncSaver(tmp_path) as saver:
         saver.save(1, weights(1, size=8_000_000))
         for child in psutil.Process().children():
-            if "surefoot.checkpoint.saving.writer" in child.cmdline():
+            if "surefoot.checkpoint.saving._writer" in child.cmdline():
                 child.kill()
         assert saver.wait() == [tmp_path / "checkpoint-1"]
         saver.save(2, weights(2))
@@ -273,7 +278,7 @@ def test_in_the_foreground_a_save_is_there_when_it_returns(tmp_path):
 
 def test_without_room_for_a_snapshot_training_waits_and_is_told_once(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("surefoot.checkpoint.saving.snapshot_buffer.free_memory", lambda: 1000)
+    monkeypatch.setattr("surefoot.checkpoint.saving._snapshot_buffer.free_memory", lambda: 1000)
     with AsyncSaver(tmp_path) as saver:
         for step in (1, 2):
             saver.save(step, weights(step))

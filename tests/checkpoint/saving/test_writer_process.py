@@ -16,10 +16,10 @@ import torch
 import warm
 from surefoot.checkpoint.disk.commit import being_written, clean, committed
 from surefoot.checkpoint.loading import load
+from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, places
+from surefoot.checkpoint.saving._writer_process import Background, take
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.saver import start_save
-from surefoot.checkpoint.saving.snapshot_buffer import FileImages, SnapshotBuffer, dump_job, places
-from surefoot.checkpoint.saving.writer_process import Background, take
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 
@@ -192,7 +192,7 @@ import os, signal, sys
 from pathlib import Path
 from checkpoint.sample import sample_states
 from checkpoint.saving.test_writer_process import begin
-from surefoot.checkpoint.saving.writer_process import Background
+from surefoot.checkpoint.saving._writer_process import Background
 root, background = Path(sys.argv[1]), Background()
 begin(background, root, 1)
 background.wait()
@@ -224,7 +224,7 @@ def test_a_writer_whose_trainer_died_before_the_folder_was_there_gives_up(tmp_pa
     command = [
         sys.executable,
         "-m",
-        "surefoot.checkpoint.saving.writer",
+        "surefoot.checkpoint.saving._writer",
         str(arena.descriptor),
         str(size),
     ]

@@ -25,11 +25,11 @@ from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
 from ..disk.retention import RetentionPolicy, Times, pinned
 from ..state.roles import Stateful
+from ._snapshot_buffer import is_available, lacks_room
+from ._writer_process import Background
 from .job import MOST_ATTEMPTS, Job, Saved
 from .preparation import LiveTensors, prepare
-from .snapshot_buffer import is_available, lacks_room
 from .writer_group import ALONE, WriterGroup
-from .writer_process import Background
 from .writing import write
 
 logger = logging.getLogger(__name__)

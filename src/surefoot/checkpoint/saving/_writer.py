@@ -1,6 +1,6 @@
 """The program of the writer process.
 
-Its command is ``python -m surefoot.checkpoint.saving.writer DESCRIPTOR SIZE``.
+Its command is ``python -m surefoot.checkpoint.saving._writer DESCRIPTOR SIZE``.
 
 It reads one job per line from its standard input, writes it from the snapshot buffer at low
 priority, and answers with a line. The end of its input also means that the training process is
@@ -19,7 +19,7 @@ import traceback
 from typing import Any
 
 from ...errors import CheckpointError
-from .snapshot_buffer import SnapshotBuffer, parse_job
+from ._snapshot_buffer import SnapshotBuffer, parse_job
 from .writing import write
 
 

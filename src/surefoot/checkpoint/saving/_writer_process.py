@@ -27,9 +27,9 @@ import surefoot
 from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
+from ._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
 from .job import MOST_ATTEMPTS, Job, Saved
 from .preparation import LiveTensors
-from .snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
 
 logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
@@ -147,7 +147,7 @@ class _Writer:
     def __init__(self, arena: SnapshotBuffer) -> None:
         home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
-        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.saving.writer"]
+        command = [sys.executable, "-P", "-m", "surefoot.checkpoint.saving._writer"]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
         try:
             self.process = subprocess.Popen(
