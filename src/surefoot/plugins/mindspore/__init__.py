@@ -3,7 +3,7 @@
 To read: ``opening`` opens a folder in any of three forms as boxes in files. ``ranks`` finds the
 files of one step, ``strategy`` says which slice each rank has, ``iteration`` has the two forms that
 need no strategy. ``naming`` and ``experts`` give the tensors Hugging Face's names, and ``model``
-puts all of it together; ``resume`` goes on with a run, ``recipe`` converts its YAML.
+puts all of it together; ``resume`` resumes a run, ``recipe`` converts its YAML.
 
 To write: ``writing`` is the target of ``ckpt convert``, ``parallel_config`` says how tensors are
 sliced, and ``rank_files`` writes the files.
