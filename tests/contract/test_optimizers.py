@@ -15,9 +15,9 @@ from spread import learn, resume, save, trainer
 from surefoot.methods import METHODS
 from surefoot.network._parameter_names import kinds_of, names_by_part
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim._rules import matrices as orthogonalization
 from surefoot.optim.bf16_weights import MASTER
 from surefoot.optim.optimizer import SCHEDULES, declared_state
-from surefoot.optim.rules import matrices as orthogonalization
 from surefoot.optim.state import dtype_of
 from surefoot.optim.state_tensor import LIKE_PARAMETER
 from surefoot.optim.trained import TrainedParameters

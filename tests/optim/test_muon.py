@@ -14,8 +14,8 @@ from spread import learn, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
 from surefoot.network._parameter_names import kinds_of
-from surefoot.optim.rules import matrices as orthogonalization
-from surefoot.optim.rules.matrices import (
+from surefoot.optim._rules import matrices as orthogonalization
+from surefoot.optim._rules.matrices import (
     BATCH,
     balanced,
     cost,
@@ -23,7 +23,7 @@ from surefoot.optim.rules.matrices import (
     on_owners,
     orthogonalized,
 )
-from surefoot.optim.rules.sharded import buckets, size_of_part
+from surefoot.optim._rules.sharded import buckets, size_of_part
 from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.trained import TrainedParameters
 from surefoot.optim.variants.muon import Muon

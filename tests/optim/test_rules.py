@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from surefoot.errors import RecipeError
-from surefoot.optim.rules.few_bits import chunked, codebook, dequantized, dynamic_map, quantize
-from surefoot.optim.rules.rule_optimizer import Update
+from surefoot.optim._rules.few_bits import chunked, codebook, dequantized, dynamic_map, quantize
+from surefoot.optim._rules.rule_optimizer import Update
 from surefoot.optim.state import check_cuts
 from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.variants.adafactor import Adafactor

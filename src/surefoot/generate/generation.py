@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from . import in_batches
+from . import _in_batches as in_batches
 from .onednn import onednn_products
 from .proof import driver_of, must_be_alone
 from .responses import (

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from . import in_batches
+from . import _in_batches as in_batches
 from .generation import OpenRows, Waiting
 from .proof import driver_of, must_be_alone
 from .responses import Chooser, Decode, OpenResponse, Request, TextUntil

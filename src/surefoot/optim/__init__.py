@@ -7,7 +7,7 @@ ones those are), ``bf16_weights`` (how bfloat16 is updated), ``state`` (by names
 sharded).
 
 A step goes from ``trained`` to ``bf16_weights``, which makes float32 of some parameters at a time,
-to ``rules/rule_optimizer``, which calls the variant's ``update`` with this rank's part of each.
+to ``_rules/rule_optimizer``, which calls the variant's ``update`` with this rank's part of each.
 """
 
 from typing import Any

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ._rules.few_bits import noise_for, round_stochastically
+from ._rules.rule_optimizer import RuleOptimizer
+from ._rules.sharded import buckets, local, size_of_part
 from .optimizer import Named
-from .rules.few_bits import noise_for, round_stochastically
-from .rules.rule_optimizer import RuleOptimizer
-from .rules.sharded import buckets, local, size_of_part
 from .state_tensor import ParameterKinds
 
 if TYPE_CHECKING:

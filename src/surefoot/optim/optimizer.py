@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from ..errors import RecipeError, counted
 from ..parallel.sharding import AxisShard
 from ..schema import must
-from .rules import modules as rules
+from ._rules import modules as rules
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .rules.rule_optimizer import Points, Update
+    from ._rules.rule_optimizer import Points, Update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..errors import CheckpointError, RecipeError
 from ..parallel.sharding import AxisShard, Cuts, FusedSlice, local_offset_and_shape
+from ._rules.rule_optimizer import dtype_of
+from ._rules.sharded import sharded_as
 from .bf16_weights import MASTER
 from .blocks import ENTRIES, EntryTurns, check_entries
 from .optimizer import Optimizer, declared_state
-from .rules.rule_optimizer import dtype_of
-from .rules.sharded import sharded_as
 from .state_tensor import LIKE_PARAMETER, SCALAR, ParameterKind, Shape, StateTensor
 
 State = Mapping[str, Mapping[str, torch.Tensor]]

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError, RecipeError
 from ..parallel.sharding import Cuts
+from ._rules.sharded import local, part_of, sharded_as
 from .bf16_weights import BucketedOptimizer, build_optimizer
 from .blocks import ENTRIES, EntryTurns, check_entries
 from .optimizer import Optimizer, check_learning_rates, log_learning_rates
-from .rules.sharded import local, part_of, sharded_as
 from .state import NamedState, State, StateCuts, other_parameters, plain_cuts
 from .state_tensor import ParameterKinds
 

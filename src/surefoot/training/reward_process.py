@@ -17,7 +17,7 @@ from ..errors import RunError
 from ..storage.child import Child
 
 logger = logging.getLogger(__name__)
-WORKER = Path(__file__).with_name("reward_worker.py")  # run by its path
+WORKER = Path(__file__).with_name("_reward_worker.py")  # run by its path
 
 
 @dataclass(frozen=True)

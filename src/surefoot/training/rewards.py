@@ -203,7 +203,7 @@ class _Weighted:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule(_Weighted):
-    """What ``reward_worker`` computes by the rule of this name and all settings but the weight."""
+    """What ``_reward_worker`` computes by the rule of this name and all settings but the weight."""
 
     name: ClassVar[str]
 

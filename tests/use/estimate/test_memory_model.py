@@ -15,8 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from surefoot.model.numerics import autocast
+from surefoot.optim._rules import few_bits as chunks
 from surefoot.optim.bf16_weights import build_optimizer, update_size
-from surefoot.optim.rules import few_bits as chunks
 from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard

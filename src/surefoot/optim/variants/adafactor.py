@@ -14,7 +14,7 @@ from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 if TYPE_CHECKING:
     import torch
 
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 def _of_dims(declared: StateTensor, *, is_vector: bool) -> StateTensor:

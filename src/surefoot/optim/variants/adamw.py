@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...parallel.sharding import AxisShard
 from ...schema import must
+from .._rules import modules as rules
 from ..optimizer import Named, Optimizer
-from ..rules import modules as rules
 from ..state_tensor import LIKE_PARAMETER, SCALAR, ParameterKind, ParameterKinds, Shape, StateTensor
 
 if TYPE_CHECKING:
     import torch
 
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)

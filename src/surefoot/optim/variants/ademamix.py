@@ -12,7 +12,7 @@ from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
 from .adamw import Adam
 
 if TYPE_CHECKING:
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)

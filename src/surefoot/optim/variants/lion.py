@@ -11,7 +11,7 @@ from ..optimizer import Optimizer
 from ..state_tensor import LIKE_PARAMETER, SCALAR, StateTensor
 
 if TYPE_CHECKING:
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...schema import must
+from .._rules import modules as rules
 from ..optimizer import Optimizer
-from ..rules import modules as rules
 from ..state_tensor import (
     LIKE_PARAMETER,
     SCALAR,
@@ -28,7 +28,7 @@ from ..state_tensor import (
 if TYPE_CHECKING:
     import torch
 
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from ...schema import must
-from ..rules import modules as rules
+from .._rules import modules as rules
 from ..state_tensor import (
     SCALAR,
     StateTensor,
@@ -30,7 +30,7 @@ from .adamw import Adam
 if TYPE_CHECKING:
     import torch
 
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)

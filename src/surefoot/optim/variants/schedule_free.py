@@ -18,7 +18,7 @@ from .adamw import Adam
 if TYPE_CHECKING:
     import torch
 
-    from ..rules.rule_optimizer import Update
+    from .._rules.rule_optimizer import Update
 
 
 @dataclass(frozen=True, kw_only=True)
