@@ -20,6 +20,8 @@ Index = NDArray[np.int64]
 Description = Mapping[str, int | str | bool]  # what an order depends on, for a checkpoint
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
 MASK = 2**64 - 1
+# Interleaved orders are those of ``datasets.interleave_datasets`` for the same seed. They are
+# computed here, so that they don't change with that library's version.
 Strategy = Literal["concat", "interleave_under", "interleave_over", "interleave_once"]
 DRAWS = 1000  # that are drawn at once, as the library does it: the numbers depend on it
 

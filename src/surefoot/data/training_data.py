@@ -79,6 +79,7 @@ def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
     """Encode the datasets of a recipe, or load them from the cache. Raises ``DataError``: something
     is missing or broken, or has no trained tokens."""
     section = encoding.section
+    # All entries are checked before any is encoded.
     data = _arranged(encoding, _load_all(Catalog(section).entries, encoding))
     _warn_of_the_same_rows(section, data)
     if section.val_size == 1:

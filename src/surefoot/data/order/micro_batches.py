@@ -1,4 +1,12 @@
-"""Examples to micro-batches: what is in each, and how it is laid out."""
+"""Examples to micro-batches: what is in each, and how it is laid out.
+
+All ranks wait for the one with the largest micro-batch, and memory must suffice for the largest
+one. So the examples of a window are assigned by length to groups of about the same size, one group
+for each micro-batch of each rank. The assignment is a pure function of the lengths, in integers.
+
+W windows, N items of each, G groups of each: those of the first micro-batch of every rank, then
+those of the second one, and so on.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Readers of each kind of file: one generator of rows each.
 
-CSV is read as text by Python's own module: a reader that infers types would turn 007 into 7.
+CSV is read as text by Python's own module: a reader that infers types would turn 007 into 7. A JSON
+file has one object per line, or is one long list that is never completely in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Rows of files on a server: ``https://``, ``s3://``, ``gs://`` and other addresses.
+"""Rows of files on a server (``https://``, ``s3://``, ``gs://`` and other addresses), and of
+datasets of the Hugging Face hub and of ModelScope.
 
 Files are downloaded to the cache through fsspec, resumed and verified by their length, and read
 there. A file is downloaded again when its server says that it has changed.

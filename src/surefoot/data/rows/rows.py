@@ -193,6 +193,12 @@ def too_many_broken(name: str, broken: Sequence[BrokenRow], limit: int) -> DataE
     )
 
 
+# Rows may have any other columns, such as ids; of these, a report names those that sound as if they
+# meant something. But a row with an image is not its text alone, and a response that is marked
+# wrong must not be imitated. Such a column stops the run until its entry says what it is; null says
+# that it means nothing here.
+
+
 def check_columns(entry: DatasetEntry, index: int, row: Row) -> None:
     """Raises ``DataError``: a row has images, or functions, that its entry does not read."""
     for name in MEDIA:

@@ -361,7 +361,12 @@ class BlockHash:
 
 
 class CheckedFile:
-    """The numbers of a file, as an array of which slices without a step can be read."""
+    """The numbers of a file, as an array of which slices without a step can be read. They are
+    hashed block by block: while they are written, and again when a block is first read.
+
+    Slices are read from the disk, not mapped: a file that is truncated while it is in use is
+    noticed, where a mapping would end the process (SIGBUS).
+    """
 
     def __init__(
         self, file: files.File, path: Path, dtype: type[np.generic], sums: Sums, repair: Repair

@@ -309,7 +309,15 @@ class Known:
 
 
 class Landmarks:
-    """Some special tokens of a byte-level tokenizer."""
+    """Some special tokens of a byte-level tokenizer, which map characters to tokens without its
+    offsets; these would take a fifth of the encoding time.
+
+    A tokenizer splits a text at its special tokens before anything else, and they occur in the same
+    order in the text and in its ids: they are landmarks. After a landmark, a byte-level tokenizer
+    loses nothing: an id stands for the same bytes everywhere, so a landmark's id occurs only where
+    the text contains it. If the text from a landmark to a character, encoded alone, gives exactly
+    the ids that follow the landmark, these ids end at that character.
+    """
 
     def __init__(self, tokens: Mapping[str, int], *, normalizes: bool) -> None:
         """``normalizes``: whether the tokenizer normalizes text to NFC."""

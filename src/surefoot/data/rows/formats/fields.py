@@ -145,6 +145,12 @@ def _value(row: Row, column: str | None) -> object:
     return None if column is None else row.get(column)
 
 
+# In a column of structures every row gets the keys of all other rows, with null where it has none:
+# ``{"city": "Rome", "x": null}``. A reader of such a file marks these objects (``Struct``). A JSON
+# file that was exported from one has the same nulls, which are recognized where nobody writes any:
+# under ``properties`` of a schema, and for arguments that a function does not have.
+
+
 class Struct(dict[str, object]):
     """An object of a columnar file, in which a null may stand for a key that it does not have."""
 

@@ -248,6 +248,11 @@ def _read(path: Path) -> Bundled:
     return Bundled(path.stem, source.removesuffix("\n"), **fields)
 
 
+# Arguments, such as ``enable_thinking``, are written into a template as its defaults. So the
+# template that is saved with the weights renders as in training wherever it is used, and a caller
+# can still pass another value.
+
+
 def with_arguments(source: str, arguments: Mapping[str, object], template: str) -> str:
     """``source`` with defaults for the names in ``arguments``; ``template`` is its name.
 
