@@ -2,6 +2,9 @@
 
 transformers and PEFT read weights themselves, through a memory map. Meanwhile threads read the same
 pages, and compare the hash of every tensor with the manifest's (``ConcurrentCheck``).
+
+``recover_latest`` finds the latest valid checkpoint, after orphaned writers have ended and
+leftovers are deleted.
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 A file is 8 bytes of header length (little-endian), the header (JSON, padded with spaces), then the
 tensors' bytes without holes. Tensors of wider dtypes come first, so that each is aligned. No torch.
+
+``plan_save`` says which tensor is stored in which file at which byte: tensors are not split, files
+have a bounded size and Hugging Face's names. A file of boxes has in its header the name, full shape
+and start of each: the convention of PyTorch's distributed checkpoints in safetensors
+(``DCP_SHARDING_INFO``), so that PyTorch reads these files. A file without it contains unsharded
+tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Detect the layout of a folder, and say what is there instead if it has none. No torch."""
+"""Detect the layout of a folder, and say what is there instead if it has none. No torch.
+
+``open_contents`` has all tensors of a checkpoint under one set of names. A tensor is called
+``role/name`` internally, for example ``model/...`` or ``optimizer/...``; users may omit the
+``model/``. A foreign folder contains a model, and perhaps the log of its run.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Names and headers are read, never a tensor. What differs between layouts is a field or a method
 here, so that nobody compares a layout's name. The defaults are those of a model of another tool,
 with the log of its training perhaps.
+
+Here are also the layouts of Surefoot, where everything is in the manifest and is checked against
+its hashes; of transformers, one ``model.safetensors`` or several files and an index; and of PEFT,
+``adapter_model.safetensors`` beside ``adapter_config.json``.
 """
 
 from __future__ import annotations

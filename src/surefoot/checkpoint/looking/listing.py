@@ -1,6 +1,9 @@
 """List the checkpoints of a run: of Surefoot, and of the Hugging Face Trainer. No torch.
 
 Read from names, manifests and logs; nothing is hashed unless requested.
+
+``plan_pruning`` decides which checkpoints of a run to keep; the others are deleted while nothing
+trains (``untrained``).
 """
 
 from __future__ import annotations

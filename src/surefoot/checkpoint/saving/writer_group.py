@@ -2,6 +2,14 @@
 
 Each rank sends the boxes of its tensors, and all compute the same plan. They send them again only
 if they have changed since the last save; otherwise a digest of a few bytes is enough.
+
+``balance`` assigns every element to exactly one rank that has it, so that all ranks write the same
+number of bytes. It is pure arithmetic over the boxes that each rank has, so all ranks compute the
+same result. Replicated boxes are divided among the ranks that have them. The boxes that the same
+ranks have are one group: they are concatenated and split, so that at most one tensor per rank is
+split, along its rows. How much of its group a rank takes depends on what the other groups give it,
+so each group is divided again until nothing changes: the sum of squares of the loads falls with
+every division, and is least where the fullest rank has as little as it can.
 """
 
 from __future__ import annotations

@@ -336,7 +336,12 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class PipelinedWeights(ShardedState):
-    """The weights of some pipeline stages."""
+    """The weights of some pipeline stages, under the names of the full model.
+
+    Tensors of other stages are on the meta device: they have a name and a shape but no values, and
+    are neither written nor read here. So every rank checks all names, and rank 0 writes a record of
+    all tensors.
+    """
 
     own: ShardedState
     model: nn.Module

@@ -99,7 +99,7 @@ def _differences(config: PretrainedConfig, row: GGUFArchitecture) -> list[str]:
         is_largest = config.num_hidden_layers == _LARGEST[row.name]
         whole = config.hidden_size // config.num_attention_heads
         wanted = whole if is_largest else head_dim(config)
-        if config.query_pre_attn_scalar != wanted:
+        if config.query_pre_attn_scalar != wanted:  # which llama.cpp takes for granted
             differences.append(
                 f"query_pre_attn_scalar is {wanted}, not {config.query_pre_attn_scalar}"
             )

@@ -80,6 +80,7 @@ class InterleavedSource(ReplacingSource):
         for turn in self.turns[name]:
             first, last = turn.rows_before(box.start[0]), turn.rows_before(box.stop[0])
             if first < last:
+                # They are one range in the part, and every period has some of them.
                 places = turn.place_of(torch.arange(first, last)) - box.start[0]
                 rows = _rows(self.source, turn.name, first, last - first, box)
                 values[places] = rows.to(values.dtype)
