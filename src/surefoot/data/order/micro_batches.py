@@ -103,22 +103,22 @@ class Batching:
         Some are empty if fewer examples than ranks are left, because all ranks have the same number
         of micro-batches.
         """
-        dealt, count = self._dealt(lengths)
+        groups, count = self._groups_of(lengths)
         own = range(self.rank, count, self.world_size)
-        return [np.flatnonzero(dealt[0] == group) for group in own]
+        return [np.flatnonzero(groups[0] == group) for group in own]
 
     def most_positions(self, lengths: Index) -> int:
         """The tokens of the largest micro-batch of any rank, padding included."""
-        dealt, count = self._dealt(lengths)
-        return int(positions(lengths[None], dealt, count, packing=self.collation.packing).max())
+        groups, count = self._groups_of(lengths)
+        return int(positions(lengths[None], groups, count, packing=self.collation.packing).max())
 
-    def _dealt(self, lengths: Index) -> tuple[Index, int]:
+    def _groups_of(self, lengths: Index) -> tuple[Index, int]:
         """[1, N] the group of each example, and how many groups there are."""
         size, ranks, packing = self.micro_batch_size, self.world_size, self.collation.packing
-        dealt = balance_by_length(
+        groups = balance_by_length(
             lengths[None], micro_batch_size=size, world_size=ranks, packing=packing
         )
-        return dealt, num_passes(len(lengths), size, ranks)
+        return groups, num_passes(len(lengths), size, ranks)
 
     def window(
         self,
