@@ -159,12 +159,3 @@ def test_a_checkpoint_without_weights_is_told(tmp_path):
     dcp.save({"optimizer": {"a": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointError, match="it contains no weights"):
         open_any(tmp_path, trust_pickle=True)
-
-
-def test_any_other_folder_is_opened_as_ever(saved, tmp_path):
-    assert same(
-        by_name(load_file(saved / "whole" / "model.safetensors")),
-        by_name({n: read_whole(s, n) for s in [open_any(saved / "whole")] for n in s.shapes()}),
-    )
-    with pytest.raises(CheckpointError, match="contains no weights"):
-        open_any(tmp_path)

@@ -108,6 +108,7 @@ def _interval(given: GivenArguments, name: str) -> int:
 
 
 def _evaluations(given: GivenArguments) -> Settings:
+    """By the present name of the strategy; ``conversion`` has read the former one."""
     if given["eval_strategy"] != "steps":
         return {}
     name = "logging_steps" if given["eval_steps"] is None else "eval_steps"
@@ -205,6 +206,7 @@ _NO_SCHEDULES = {
 
 
 def _optimizer(given: GivenArguments) -> Settings:
+    """The optimizer, with the settings that all share, its own, and the schedule."""
     name = _optimizer_name(given)
     defaults = {field.name: field.default for field in fields(OPTIMIZERS[name])}
     settings: Settings = {"learning_rate": given["learning_rate"]}
@@ -305,6 +307,7 @@ _ZERO = "zero_optimization"
 
 
 def _mesh(given: GivenArguments) -> Settings:
+    """Ranks, how they hold the model, and the batch of all of them."""
     num_ranks = given.num_ranks
     sharding: Settings = {}
     if given["deepspeed"]:

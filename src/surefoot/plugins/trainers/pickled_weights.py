@@ -2,8 +2,9 @@
 
 DCP has boxes of tensors in files, and an index of them. DeepSpeed's ZeRO concatenates the trainable
 weights in flat float32 buffers and gives every rank a part of them; where each tensor begins
-follows from the order of names and shapes beside them. Objects in these files are inert records
-(``pickles``): no class is built, and nothing is executed.
+follows from the order of names and shapes beside them. Buffers are mapped from their files, and
+the parts of a tensor are loaded when it is read, so memory holds one tensor at a time. Objects in
+these files are inert records (``pickles``): no class is built, and nothing is executed.
 """
 
 from __future__ import annotations
