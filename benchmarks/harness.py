@@ -106,7 +106,7 @@ def subjects_of(folder: Path, batch_size: int) -> dict[str, Callable[[], Any]]:
     from lm_eval.models.huggingface import HFLM
 
     from surefoot.use.answer_journal import open_results
-    from surefoot.use.benchmarks.harness import HarnessModel
+    from surefoot.use.harness import HarnessModel
 
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=batch_size)
     opened = open_model(folder)

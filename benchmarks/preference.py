@@ -20,7 +20,7 @@ from measure import say
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from surefoot.batch import IGNORE_INDEX, Batch, Features, OutputSpec
-from surefoot.data.text.ranking import collate_pairs, unshared
+from surefoot.data.text.collation import collate_pairs, unshared
 from surefoot.model import outputs
 from surefoot.model.isolation import use_packed
 from surefoot.model.outputs import LogprobHead, logprob_head_of

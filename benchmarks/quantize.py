@@ -40,8 +40,7 @@ print(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split(
 
 def held_out_ids(run: Path) -> list[list[int]]:
     """The token ids of the rows that the run was not trained on."""
-    from surefoot.use.evaluation import encoded
-    from surefoot.use.held_out_set import held_out
+    from surefoot.use.evaluation import encoded, held_out
     from surefoot.use.model_loading import codec_of, find_parts
 
     parts = find_parts(run)
@@ -73,7 +72,7 @@ def quality(run: Path, group_sizes: list[int]) -> None:
     """A row for each scheme and algorithm."""
     from surefoot.plugins.quantize.target import QuantizedFolder
     from surefoot.use import export
-    from surefoot.use.receipts.verification import verify_export
+    from surefoot.use.exporting.verification import verify_export
 
     print("| weights | algorithm | CPU s | loss of fixed texts | equal tokens | divergence |")
     print("| --- | --- | --- | --- | --- | --- |")

@@ -39,7 +39,7 @@ TORCH_FREE = (
 )
 
 # Files of runs and of strangers' folders are read here, through the one door of `storage.files`.
-BEHIND_THE_DOOR = ("plugins/board", "plugins/serve", "recipe", "cli/rollouts")
+BEHIND_THE_DOOR = ("plugins/board", "plugins/serve", "recipe", "cli/reward")
 BEHIND_THE_DOOR += ("training/callbacks/launches",)
 BEHIND_THE_DOOR += ("run/training_run", "run/folder", "training/kept_rollouts")
 BEHIND_THE_DOOR += ("plugins/sweep/sweep", "plugins/mindspore/recipe")

@@ -51,7 +51,7 @@ except SystemExit as error:
     [
         "surefoot.recipe.recipe",  # whoever has a typo in a recipe need not wait
         "surefoot.checkpoint.saving._writer",  # a second process on every machine that trains
-        "surefoot.cli.ckpt.ls",
+        "surefoot.cli.ckpt.contents",
         "surefoot.plugins.board.command",
         "surefoot.plugins.board.app",
         "surefoot.plugins.cloud.mirror",

@@ -38,9 +38,7 @@ from surefoot.stages.dpo import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items
 from surefoot.use import open_model
-from surefoot.use.auxiliary_outputs import auxiliary_columns
-from surefoot.use.evaluation import adopt, measure
-from surefoot.use.held_out_set import held_out
+from surefoot.use.evaluation import adopt, auxiliary_columns, held_out, measure
 
 FOUND, ASKED = "reference log-probabilities: loaded from the cache", "examples in"
 

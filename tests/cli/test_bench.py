@@ -11,11 +11,10 @@ from surefoot.cli import bench
 from surefoot.cli.main import main
 from surefoot.recipe.recipe import load
 from surefoot.storage import child
-from surefoot.use.bench.clock import PHASES
-from surefoot.use.bench.search import Search
-from surefoot.use.bench.single_rank import SingleRankRecipe
-from surefoot.use.bench.subprocess_trial import TrialFailure
-from surefoot.use.fitting import Fit
+from surefoot.use.bench.measurement import PHASES
+from surefoot.use.bench.search import Search, SingleRankRecipe
+from surefoot.use.bench.trial import TrialFailure
+from surefoot.use.estimate.fitting import Fit
 from use.bench.made_up import figures
 
 SIZE = "train.micro_batch_size"

@@ -14,10 +14,8 @@ from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.stages.kto import KTO
-from surefoot.use.data_check.conversations import is_loop, texts_of
-from surefoot.use.data_check.duplicates import RowHashes, RowTexts, repeats, signature
-from surefoot.use.data_check.figures import DatasetFigures
-from surefoot.use.data_check.findings import findings_of
+from surefoot.use.data_check.figures import DatasetFigures, findings_of
+from surefoot.use.data_check.rows import RowHashes, RowTexts, is_loop, repeats, signature, texts_of
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."

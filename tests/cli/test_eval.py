@@ -200,7 +200,7 @@ def test_what_the_reference_computes_is_kept_for_the_next_evaluation(tmp_path, m
         opened.append(recipe.model.path)
         return open_start(recipe, **options)
 
-    monkeypatch.setattr("surefoot.use.auxiliary_outputs.open_start", counted)
+    monkeypatch.setattr("surefoot.use.evaluation.open_start", counted)
     assert "no trained model yet" in run(made.recipe).stderr
     assert not opened, "the reference was asked before a model was found"
     surefoot.train(made.recipe)

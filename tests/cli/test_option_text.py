@@ -2,7 +2,7 @@
 
 import pytest
 
-from surefoot.cli.option_text import parse_mesh
+from surefoot.cli.targets import parse_mesh
 from surefoot.errors import CheckpointError
 from surefoot.parallel.sharding import Mesh
 

@@ -14,7 +14,7 @@ from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import DatasetReference
 from surefoot.storage import files
 from surefoot.use import Conversation, open_model
-from surefoot.use.scoring import read_responses
+from surefoot.use.prediction import read_responses
 
 LIVELY = {"initializer_range": 0.3}  # prompts matter to what is said
 LAST = {"eval_steps": None}

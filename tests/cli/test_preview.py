@@ -9,10 +9,10 @@ from rich.console import Console
 
 from folders import save_data, save_recipe
 from project import Project
+from surefoot.cli.data import histogram, show
 from surefoot.cli.main import main
-from surefoot.cli.preview import histogram, show
 from surefoot.use.data_check.figures import DatasetFigures
-from surefoot.use.preview import PreviewExample, RenderedExample, TextSpan, num_limited
+from surefoot.use.data_check.preview import PreviewExample, RenderedExample, TextSpan, num_limited
 
 LONG = "long " * 40
 

@@ -21,11 +21,10 @@ from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.storage import files
 from surefoot.use import open_model, predict
-from surefoot.use.evaluation import adopt, measure
+from surefoot.use.evaluation import adopt, held_out, measure
 from surefoot.use.exporting.conversion import convert
-from surefoot.use.held_out_set import held_out
 from surefoot.use.model_loading import open_start
-from surefoot.use.responses import generations
+from surefoot.use.run_evaluation import generations
 from test_startup import begun, head
 
 LIVELY = {"initializer_range": 0.3, "num_hidden_layers": 2}  # prompts matter to what is said

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import surefoot
 from project import Project
 from surefoot.cli.main import main
-from surefoot.use.receipts.receipt import identity_of
+from surefoot.use.exporting.receipt import identity_of
 
 METHODS = {"full": "full", "lora": {"lora": {"rank": 2}}}
 

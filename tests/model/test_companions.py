@@ -10,7 +10,7 @@ from folders import CHATML, save_model, save_tokenizer, tokenizer
 from surefoot.checkpoint.disk.folder import tokenizer_of
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.model.weights import model_files, tokenizer_files
-from surefoot.use.exporting.exported import whole_model
+from surefoot.use.exporting.conversion import whole_model
 from surefoot.use.model_loading import find_parts
 from tiny import model
 from zoo.architectures import build

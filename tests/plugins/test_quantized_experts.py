@@ -17,7 +17,7 @@ from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import ModelError
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.use import export
-from surefoot.use.exporting.base_model import meta_model
+from surefoot.use.exporting.merged_model import meta_model
 from surefoot.use.model_loading import find_parts
 
 pytest.importorskip("compressed_tensors")
@@ -31,7 +31,7 @@ from surefoot.plugins.quantize.calibration import (
 )
 from surefoot.plugins.quantize.schemes import find_linear_layers
 from surefoot.plugins.quantize.target import QuantizedFolder
-from surefoot.use.receipts.verification import verify_export
+from surefoot.use.exporting.verification import verify_export
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 GROUPS = {"group_size": "32"}

@@ -12,10 +12,9 @@ from surefoot.data.example import Example, Message
 from surefoot.errors import DataError
 from surefoot.recipe.recipe import load
 from surefoot.use import Generation, evaluation, open_model
-from surefoot.use.evaluation import adopt, measure
-from surefoot.use.held_out_set import held_out
+from surefoot.use.evaluation import adopt, held_out, measure
 from surefoot.use.model_loading import open_start
-from surefoot.use.responses import generations
+from surefoot.use.run_evaluation import generations
 
 
 def example(*texts, **fields):

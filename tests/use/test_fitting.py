@@ -11,10 +11,8 @@ from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
 from surefoot.training.section import TrainSection
-from surefoot.use import fitting
-from surefoot.use.estimate.memory_estimate import make_plan
-from surefoot.use.estimate.rank_memory import Machine
-from surefoot.use.fitting import (
+from surefoot.use.estimate import fitting
+from surefoot.use.estimate.fitting import (
     RECOMPUTE,
     changed,
     choose_micro_batch_size,
@@ -22,6 +20,8 @@ from surefoot.use.fitting import (
     largest_fit,
     value,
 )
+from surefoot.use.estimate.plan import make_plan
+from surefoot.use.estimate.rank_memory import Machine
 
 GPU = Machine(1, on_gpu=True)
 

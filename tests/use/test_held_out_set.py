@@ -11,7 +11,7 @@ from surefoot.data.training_data import open_stream
 from surefoot.errors import DataError, RecipeError
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of
-from surefoot.use.held_out_set import held_out
+from surefoot.use.evaluation import held_out
 
 NO_VAL = {"val_size": 0}
 QUIET = {"eval_steps": None}
@@ -106,7 +106,7 @@ def test_eval_datasets_are_taken_whole_and_apart(tmp_path):
 def test_training_data_is_evaluated_on_only_with_a_warning(tmp_path, monkeypatch):
     recipe = load(save_recipe(tmp_path, data=NO_VAL, train=QUIET))
     said = []
-    monkeypatch.setattr("surefoot.use.held_out_set.logger.warning", lambda *a: said.append(a))
+    monkeypatch.setattr("surefoot.use.evaluation.logger.warning", lambda *a: said.append(a))
     (part,) = held_out(recipe, open_codec(recipe), dataset="sums")
     assert len(part.examples) == 24
     assert "do not measure generalization" in said[0][0]

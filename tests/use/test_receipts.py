@@ -18,10 +18,9 @@ from surefoot.errors import ModelError
 from surefoot.plugins.gguf.targets import GGUF
 from surefoot.storage import files
 from surefoot.use import export
-from surefoot.use.receipts import verification
-from surefoot.use.receipts.probes import compare_texts, logps_of
-from surefoot.use.receipts.receipt import NAME, Artefact, identity_of, read_receipt
-from surefoot.use.receipts.verification import Cost, verify_export
+from surefoot.use.exporting import verification
+from surefoot.use.exporting.receipt import NAME, Artefact, identity_of, read_receipt
+from surefoot.use.exporting.verification import Cost, compare_texts, logps_of, verify_export
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(Token|torch_dtype|deprecated).*")
 

@@ -16,8 +16,7 @@ from surefoot.data.text.templates import bundled, load_template
 from surefoot.errors import DataError, TemplateError
 from surefoot.generate.section import GenerateSection
 from surefoot.use import Conversation, open_model
-from surefoot.use.chat_requests import events
-from surefoot.use.conversation import Answer, answer_of, with_thinking
+from surefoot.use.conversation import Answer, answer_of, events, with_thinking
 
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 CALL = {"name": "add", "arguments": {"a": 2}}

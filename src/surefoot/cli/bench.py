@@ -14,14 +14,13 @@ from rich.text import Text
 
 from ..errors import counted
 from ..terminal_text import one_line
-from .loading import resolved_recipe
+from .loading import recipe_arguments, resolved_recipe
 from .table import cell, console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
-    from ..use.bench.result import BenchResult
-    from ..use.bench.search import Search, Trial
-    from ..use.bench.single_rank import SingleRankRecipe
-    from ..use.fitting import Changes
+    from ..use.bench.measurement import BenchResult
+    from ..use.bench.search import Search, SingleRankRecipe, Trial
+    from ..use.estimate.fitting import Changes
 
 PHASES = {
     "data": "the next window: examples read, packed or padded",
@@ -34,8 +33,7 @@ _NUMBERS = ("of a step", "seconds", "tokens/s", "gain", "memory")
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @click.option(
     "--steps",
     type=click.IntRange(1),
@@ -65,8 +63,7 @@ def bench(
     OVERRIDES are dotted fields such as train.micro_batch_size=8.
     """
     loaded = resolved_recipe(recipe, overrides)
-    from ..use.bench.fastest import as_data, find_fastest, settings
-    from ..use.bench.single_rank import alone
+    from ..use.bench.search import alone, as_data, find_fastest, settings
 
     one = alone(loaded)
     with Console(stderr=True).status("measuring the recipe") as status:
@@ -90,7 +87,7 @@ def bench(
 
 
 def _in_short(trial: Trial) -> str:
-    from ..use.bench.result import BenchResult
+    from ..use.bench.measurement import BenchResult
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
@@ -101,7 +98,7 @@ def _in_short(trial: Trial) -> str:
 
 def show(found: Search, one: SingleRankRecipe, command: list[str]) -> None:
     """Print facts, where the time goes, what was tried, and the fastest command."""
-    from ..use.bench.result import BenchResult
+    from ..use.bench.measurement import BenchResult
 
     screen, first = console(), found.trials[0].outcome
     if isinstance(first, BenchResult):
@@ -147,7 +144,7 @@ def _time_table(figures: BenchResult) -> Table:
 
 
 def _trials_table(found: Search) -> Table:
-    from ..use.bench.fastest import LIMIT, settings
+    from ..use.bench.search import LIMIT, settings
 
     made = table("settings", "tokens/s", "gain", "memory", "besides", numbers=_NUMBERS)
     for trial in found.trials:
@@ -161,8 +158,8 @@ def _trials_table(found: Search) -> Table:
 
 
 def _results(trial: Trial, first: Trial) -> list[str | Text]:
-    from ..use.bench.fastest import gain
-    from ..use.bench.result import BenchResult
+    from ..use.bench.measurement import BenchResult
+    from ..use.bench.search import gain
 
     figures = trial.outcome
     if not isinstance(figures, BenchResult):
@@ -179,7 +176,7 @@ def _results(trial: Trial, first: Trial) -> list[str | Text]:
 
 
 def _verdict(found: Search, command: list[str]) -> Iterator[Text]:
-    from ..use.bench.fastest import gain
+    from ..use.bench.search import gain
 
     best, first = found.best, found.trials[0]
     if not best.changes:

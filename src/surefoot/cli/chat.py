@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..terminal_text import visible
-from .loading import loading
-from .weight_options import dtype_option, trust_remote_code_option
+from .loading import dtype_option, loading, thinking_option, trust_remote_code_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,11 +44,7 @@ _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 @click.option("--adapter", help="An adapter to put on the model of PATH.")
 @click.option("--system", help="A system message.")
 @click.option("--tools", help="JSON file of function schemas that the model may call.")
-@click.option(
-    "--thinking/--no-thinking",
-    default=None,
-    help="Switch thinking, if the template has enable_thinking; else as the template does.",
-)
+@thinking_option
 @click.option("--prompt", help="Ask this once, print the response and exit.")
 @click.option("--max-new-tokens", type=click.IntRange(1), help="Longest response in tokens.")
 @click.option(
@@ -158,7 +153,7 @@ def _answer_requests(conversation: Conversation) -> None:
     """One JSON object per line, in and out; a request that is wrong gets an event ``error``."""
     import json
 
-    from ..use.chat_requests import events
+    from ..use.conversation import events
 
     def write(event: Mapping[str, object]) -> None:
         click.echo(json.dumps(event))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 import click
 
+from ..checkpoint.converting.targets import TARGETS
+from ..checkpoint.layouts import LAYOUTS
+from ..extensions import installed, problems
+from ..methods import METHODS
+from ..optim import OPTIMIZERS
 from ..run.environment import describe_environment
+from ..stages import STAGES
+from .main import COMMANDS
+from .table import JSON, console, print_json, table
 
 
 @click.command()
@@ -24,3 +33,30 @@ def env(as_json: bool) -> None:
         for name, value in facts.items():
             text = "; ".join(value) or "cpu only" if isinstance(value, list) else str(value)
             click.secho(f"  {name:<{width}} {text}", fg="red" if "does not load" in text else None)
+
+
+@click.command()
+@JSON
+def plugins(as_json: bool) -> None:
+    """List the plugins: what each adds, which package it comes from, and why something is missing.
+
+    A package adds a plugin by an entry point of the group surefoot.plugins. The documentation has a
+    page for it: docs/how-to/your-own-stage.md.
+    """
+    own: dict[str, Collection[str]] = {"commands": COMMANDS, "layouts": LAYOUTS.own}
+    own |= {"stages": STAGES.own, "methods": METHODS.own, "optimizers": OPTIMIZERS.own}
+    missing = problems({**own, "targets": TARGETS.own})
+    rows: list[tuple[str | None, ...]] = []
+    for each in installed():
+        rows += [(each.name, each.source, "", "", each.problem)] if each.problem else []
+        for kind, named in each.plugin.lists().items():
+            keys = [(each.name, kind, name) for name in named]
+            rows += [(each.name, each.source, *key[1:], missing.get(key)) for key in keys]
+    columns = ("plugin", "from", "list", "name", "problem")
+    if as_json:
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    shown = table(*columns)
+    for row in rows:
+        shown.add_row(*(cell or "" for cell in row))
+    console().print(shown)

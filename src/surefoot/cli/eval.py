@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import RecipeError, RunError
-from .loading import loading, resolved_recipe, start_ranks
-from .table import cell, progress
-from .tasks import TaskCommand, run_tasks
+from .loading import loading, recipe_arguments, resolved_recipe, start_ranks
+from .table import cell, console, progress, table
 
 if TYPE_CHECKING:
+    from ..parallel.world import World
+    from ..recipe.prediction import Prediction
     from ..use import Generation
+    from ..use.harness import TaskSettings
+    from ..use.model_loading import LoadedModel
     from ..use.run_evaluation import Compare, EvaluationReport
+
 
 UNSHOWN = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "sft_loss")
 MOST_COLUMNS = 5  # of metrics; with more, a row each
 
 
 @click.command("eval")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @click.option(
     "--model",
     help="A checkpoint (checkpoint-60 is enough), or any model; base: the recipe's model before "
@@ -43,11 +47,7 @@ MOST_COLUMNS = 5  # of metrics; with more, a row each
     type=click.Path(path_type=Path),
     help="A folder with YAML files of further tasks.",
 )
-@click.option(
-    "--similarity",
-    is_flag=True,
-    help="Also print BLEU-4, ROUGE and sacrebleu.",
-)
+@click.option("--similarity", is_flag=True, help="Also print BLEU-4, ROUGE and sacrebleu.")
 @click.option(
     "--shots", type=click.IntRange(0), help="Examples before each row of a task; unset, its own."
 )
@@ -119,7 +119,7 @@ def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str,
 def comparison() -> Compare:
     """BLEU and ROUGE. Raises ``RunError``: their packages are not installed."""
     try:
-        from ..use.benchmarks.text_similarity import similarity
+        from ..use.text_similarity import similarity
     except ImportError as error:
         raise RunError(
             f"BLEU and ROUGE need the package {error.name}; install it: "
@@ -220,3 +220,109 @@ def match_line(answers: Sequence[Generation]) -> str:
     """The line with the exact match."""
     matches = sum(found.is_match for found in answers)
     return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"
+
+
+@dataclass(frozen=True)
+class TaskCommand:
+    """The command line, without what it says of tasks."""
+
+    path: str
+    overrides: Sequence[str]
+    output: Path | None
+    force: bool
+    as_json: bool
+    limit: int | None
+
+
+def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
+    """Run the tasks, write the results of all rows and show the metrics."""
+    from ..data.text.prompts import check_output
+
+    prediction = _prediction(asked, options)
+    settings = _settings(asked, options)
+    path = asked.output or Path(f"{'-'.join(settings.names)}.jsonl")
+    check_output(path, force=asked.force)
+    start_ranks(prediction.parallel)
+    with loading():
+        from ..data.text.prompts import write_rows
+        from ..parallel.sharded_model import with_replicas
+        from ..parallel.world import joined
+        from ..use import harness
+        from ..use.answer_journal import Output
+
+    output = Output(path, asked.force)
+    with joined(with_replicas(prediction.parallel)) as world:
+        opened, size = _open(prediction, asked, world)
+        if settings.is_chat and opened.template is None:
+            raise RecipeError("--prompts chat: the model has no chat template; write text")
+        found = harness.run_tasks(opened, settings, output=output, batch_size=size)
+        if world.is_main:
+            write_rows(path, list(harness.sample_rows(found)), doing=output.on_failure)
+        world.wait()  # ranks of other machines remove their own
+        if world.is_local_main:
+            output.remove_parts()
+    if world.is_main:
+        _show_tasks(found, path, as_json=asked.as_json)
+
+
+def _prediction(asked: TaskCommand, options: Mapping[str, Any]) -> Prediction:
+    """The model to open. ``--model`` names another one than PATH; a checkpoint by its name is of
+    the run at PATH. Raises ``RecipeError``: an option has no effect here."""
+    from ..recipe.prediction import load
+
+    if options["dataset"] is not None:
+        raise RecipeError("--dataset: has no effect on tasks; remove it")
+    path, model = asked.path, options["model"]
+    if model is not None:
+        own = Path(path) / str(model)
+        path = str(own if own.is_dir() else model)
+    base = [] if options["base"] is None else [f"model.base={options['base']}"]
+    return load(path, [*asked.overrides, *base])
+
+
+def _open(prediction: Prediction, asked: TaskCommand, world: World) -> tuple[LoadedModel, int]:
+    """The model, and ``generate.batch_size`` of its run or of the command line."""
+    from ..parallel.sharded_model import with_replicas
+    from ..recipe.prediction import load
+    from ..use.model_loading import open_model
+
+    parallel = with_replicas(prediction.parallel)
+    opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+    section = load(prediction.model.path, asked.overrides, generate=opened.generate).generate
+    return opened, section.batch_size
+
+
+def _settings(asked: TaskCommand, options: Mapping[str, Any]) -> TaskSettings:
+    """The tasks of the command line. Raises ``RunError``: lm-eval is not installed."""
+    try:
+        with loading():
+            from ..use.harness import TaskSettings
+    except ImportError as error:
+        raise RunError(
+            f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"
+        ) from None
+    names = [name.strip() for name in options["tasks"].split(",") if name.strip()]
+    if not names:
+        raise RecipeError("--tasks: expected names of tasks, separated by commas")
+    return TaskSettings(
+        names, options["include_path"], options["shots"], asked.limit, options["prompts"] == "chat"
+    )
+
+
+def _show_tasks(found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
+    if as_json:
+        kept = {name: found[name] for name in ("results", "groups", "versions") if name in found}
+        click.echo(json.dumps({**kept, "samples": str(path)}, indent=2, default=str))
+        return
+    shown = table("task", "metric", "value", "error", numbers=("value", "error"))
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            name, _, kind = key.partition(",")
+            if not isinstance(value, float) or name.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{name}_stderr,{kind}")
+            spread = f"{error:.4f}" if isinstance(error, float) else ""
+            label = name if kind in ("", "none") else f"{name} ({kind})"
+            shown.add_row(cell(task), cell(label), f"{value:.4f}", spread)
+    console().print(shown)
+    click.echo(f"results: {path}")

@@ -73,7 +73,7 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
     from ..checkpoint.converting.origin import OptionError
     from ..checkpoint.converting.targets import TARGETS
     from ..use.exporting.conversion import export_as
-    from ..use.receipts.receipt import receipt_path
+    from ..use.exporting.receipt import receipt_path
 
     kind = kind or "huggingface"
     files = [name for name, one in TARGETS.items() if one.suffix == out.suffix.lower()]
@@ -100,8 +100,8 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
 
 def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
     """Verify what was written, unless that cannot be done here; delete it if it is wrong."""
-    from ..use.receipts.receipt import delete_artefact
-    from ..use.receipts.verification import UnopenedError, verification_cost
+    from ..use.exporting.receipt import delete_artefact
+    from ..use.exporting.verification import UnopenedError, verification_cost
 
     cost = verification_cost(out)
     if not cost.fits:
@@ -130,14 +130,13 @@ def _verify_now(out: Path, base: str | None, *, may_not_open: bool) -> None:
 
 def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
     """Print the result; the exit code is 1 if the artefact computes something else."""
-    from ..use.receipts.verification import verify_export
+    from ..use.exporting.verification import verify_export
 
     result = verify_export(out, checkpoint=checkpoint, base=base)
     if result.is_within:
         click.echo(f"verified: {result}")
         return
     click.echo(
-        f"error: {out} does not compute what its checkpoint does: {result}; do not use it",
-        err=True,
+        f"error: {out} does not compute what its checkpoint does: {result}; do not use it", err=True
     )
     raise click.exceptions.Exit(1)

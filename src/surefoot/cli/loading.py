@@ -1,4 +1,5 @@
-"""Import heavy packages without garbage collections, and start the ranks that need them."""
+"""What commands share before they work: arguments and options, imports of heavy packages without
+garbage collections, and the ranks that are started."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import click
 
 if TYPE_CHECKING:
     from ..parallel.section import ParallelSection
     from ..recipe.recipe import Recipe
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @contextmanager
@@ -56,3 +61,26 @@ def resolved_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     from ..run.resolving import resolved
 
     return resolved(load(path, overrides))
+
+
+def recipe_arguments(command: F) -> F:
+    """RECIPE and its OVERRIDES."""
+    path = click.argument("recipe", type=click.Path(path_type=Path))
+    return path(click.argument("overrides", nargs=-1)(command))
+
+
+thinking_option = click.option(
+    "--thinking/--no-thinking",
+    default=None,
+    help="Switch thinking, if the template has enable_thinking; else as the template does.",
+)
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Type of the weights.",
+)
+trust_remote_code_option = click.option(
+    "--trust-remote-code", is_flag=True, help="Run code that comes with the model."
+)

@@ -24,7 +24,9 @@ _ECHO = 10.0  # seconds for the process that has more to say, upon which the lau
 _OF_THE_DISK = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS, errno.EIO}
 # what the system refuses, whether it names a file or, in writing or in starting a process, none
 _OF_THE_SYSTEM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE}
-# name -> what it does, in the order of help; the command stands in the module of that name
+# name -> what it does, in the order of help; the command stands in the module of that name, or in
+_MODULES = {"preview": "data", "download": "data", "encode": "data"}
+_MODULES |= {"rollouts": "reward", "plugins": "env"}
 COMMANDS = {
     "demo": "Train a bundled model on bundled data, and show what it has learned.",
     "train": "Train a model from a recipe; run it again to resume.",
@@ -102,7 +104,7 @@ class Commands(click.Group):
             return super().get_command(ctx, cmd_name)
         if cmd_name not in COMMANDS:
             return _of_a_plugin(cmd_name)
-        module = importlib.import_module(f".{cmd_name}", __package__)
+        module = importlib.import_module(f".{_MODULES.get(cmd_name, cmd_name)}", __package__)
         values = vars(module).values()
         return next(v for v in values if isinstance(v, click.Command) and v.name == cmd_name)
 

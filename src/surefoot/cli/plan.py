@@ -14,12 +14,12 @@ from rich.text import Text
 
 from ..errors import counted
 from ..schema.named_values import ByteSize
-from .loading import loading, resolved_recipe
+from .loading import loading, recipe_arguments, resolved_recipe
 from .table import console, frame, in_bytes, print_json, table
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
-    from ..use.estimate.memory_estimate import Plan
+    from ..use.estimate.plan import Plan
     from ..use.estimate.rank_memory import Machine
 
 PARTS = {
@@ -40,8 +40,7 @@ def _size(_context: click.Context, _option: click.Parameter, text: str | None) -
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @click.option(
     "--num-processes",
     type=click.IntRange(1),
@@ -95,7 +94,7 @@ def plan(
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = resolved_recipe(recipe, overrides)
     with loading():
-        from ..use.estimate.memory_estimate import as_data, make_plan
+        from ..use.estimate.plan import as_data, make_plan
         from ..use.estimate.rank_memory import machine_for
 
     machine = machine_for(loaded, device)
@@ -117,8 +116,8 @@ def _fitted(
     """The recipe with settings that fit in ``memory``, the machine with that much, and what was
     set. Without ``memory``, only a micro-batch size of auto is chosen."""
     from ..errors import RecipeError
-    from ..use.estimate.memory_estimate import imported
-    from ..use.fitting import SIZE, changed, fastest_fit, largest_fit
+    from ..use.estimate.fitting import SIZE, changed, fastest_fit, largest_fit
+    from ..use.estimate.plan import imported
 
     taken = 0 if machine.on_gpu else imported()
     if memory is None and recipe.train.micro_batch_size != "auto":

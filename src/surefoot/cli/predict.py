@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import RecipeError, counted
-from .loading import loading, start_ranks
+from .loading import loading, start_ranks, thinking_option
 from .table import progress
 
 if TYPE_CHECKING:
@@ -44,11 +44,7 @@ TRUNCATED: dict[FinishReason, str] = {  # why a response is incomplete
     help="The file of responses, one JSON object per line.",
 )
 @click.option("--system", help="A system message for prompts without one.")
-@click.option(
-    "--thinking/--no-thinking",
-    default=None,
-    help="Switch thinking, if the template has enable_thinking; else as the template does.",
-)
+@thinking_option
 @click.option("--seed", type=int, default=42, show_default=True, help="Seed of sampling.")
 @click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 def predict(
@@ -156,7 +152,7 @@ def _score(
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
-        from ..use.scoring import read_responses, score_rows
+        from ..use.prediction import read_responses, score_rows
 
     asked = replace(asked, parallel=with_replicas(asked.parallel))
     rows = read_responses(*prompts)

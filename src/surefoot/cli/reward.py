@@ -1,21 +1,26 @@
-"""``surefoot reward``: try the rewards of a recipe."""
+"""``surefoot reward check`` before a run, and ``surefoot rollouts``: responses and rewards."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.text import Text
 
-from ..errors import counted
+from ..errors import RunError, counted
 from ..terminal_text import one_line, visible
-from .loading import loading, resolved_recipe
+from .loading import loading, recipe_arguments, resolved_recipe
 
 if TYPE_CHECKING:
+    from ..training.kept_rollouts import KeptRollout, KeptToken
     from ..use.reward_check import RewardCheck, RewardReport
+
 
 SHOWN = 4  # responses
 
@@ -26,8 +31,7 @@ def reward() -> None:
 
 
 @reward.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@recipe_arguments
 @click.option(
     "--samples", default=8, type=click.IntRange(1), help="Prompts, each with a group of responses."
 )
@@ -78,5 +82,78 @@ def _about(report: RewardReport, count: int) -> str:
     return "; ".join(part for part in parts if part)
 
 
+# how far the trained model's log-probability of a token is from the sampled one
+LEVELS = ((0.01, ""), (0.1, "yellow"), (math.inf, "bold red"))
+OF_THE_ENVIRONMENT = "dim"
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--step", type=int, help="Of the evaluation at this step; the latest one without it.")
+@click.option("-n", "count", default=8, type=click.IntRange(1), help="Rollouts to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print the lines of the file as they are.")
+def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
+    """Show what the model of RUN, a folder, answered to the first prompts of each evaluation.
+
+    Each response has its rewards and its advantage. Tokens are colored by the ratio of their
+    probabilities when they were sampled and as the trained model computes them: yellow from 1 %,
+    red from 10 % apart; {ratio} follows such a token when not on a terminal. Dim text is what the
+    environment said.
+    """
+    with loading():
+        from ..training.kept_rollouts import name_of, read, read_text, steps_of
+    steps = steps_of(run)
+    if not steps:
+        raise RunError(
+            f"{run}: has no rollouts-STEP.jsonl; they are kept with the evaluations "
+            "(train.eval_steps) of a stage that samples, such as grpo"
+        )
+    chosen = max(steps) if step is None else step
+    if chosen not in steps:
+        known = ", ".join(map(str, sorted(steps)))
+        raise RunError(f"--step {step}: {run} has rollouts of the steps {known}")
+    path = run / name_of(chosen)
+    if as_json:
+        click.echo(visible(read_text(path)), nl=False)
+        return
+    _show(read(path), chosen, count)
+
+
+def _show(found: Sequence[KeptRollout], step: int, count: int) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    asked = None
+    for one in found[:count]:
+        if (one.dataset, one.origin, one.group) != asked:
+            asked = one.dataset, one.origin, one.group
+            console.print(Text(one_line(f"── {one.origin}"), style="bold"))
+            console.print(Text(visible(one.prompt), style="dim"))
+        console.print(Text(one_line(_figures(one)), style="cyan"))
+        console.print(_colored(one.tokens, is_terminal=console.is_terminal), end="\n\n")
+    shown = f", {count} shown" if count < len(found) else ""
+    console.print(f"step {step}: {counted(len(found), 'rollout')}{shown}")
+
+
+def _figures(one: KeptRollout) -> str:
+    parts = [f"reward {_number(one.reward)}"]
+    if len(one.rewards) > 1:
+        parts += [f"{name} {_number(value)}" for name, value in one.rewards.items()]
+    left_out = one.advantage is None
+    parts.append("not trained on" if left_out else f"advantage {_number(one.advantage)}")
+    return ", ".join([*parts, f"ended by {one.stop_reason}"])
+
+
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
+
+
+def _colored(tokens: Sequence[KeptToken], *, is_terminal: bool) -> Text:
+    text = Text()
+    for token in tokens:
+        if token.sampled is None or token.trained is None:
+            text.append(visible(token.text), style=OF_THE_ENVIRONMENT)
+            continue
+        apart = token.trained - token.sampled
+        style = next(style for limit, style in LEVELS if not abs(apart) > limit)
+        ratio = "" if is_terminal or not style else f"{{{math.exp(min(apart, 99.0)):.3g}}}"
+        text.append(f"{visible(token.text)}{ratio}", style=style)
+    return text

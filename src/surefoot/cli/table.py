@@ -16,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from ..checkpoint.layouts.detection import names_save
+from ..storage.address import Address, is_address
 from ..terminal_text import one_line, plain
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -171,3 +173,36 @@ def as_dict(value: object) -> dict[str, object]:
 def print_json(value: object) -> None:
     """Strict JSON; what is not a finite number is null."""
     click.echo(json.dumps(plain(value), indent=2, default=str, allow_nan=False))
+
+
+class CheckpointPath(click.Path):
+    """An existing folder, or a URL; a file may select one save of its folder."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False, path_type=Path)
+
+    def convert(  # type: ignore[override]
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | Address:
+        """The folder, or the address."""
+        if Path(value).is_file() and names_save(Path(value)):
+            return Path(value)
+        if not is_address(value):
+            found: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+            return found
+        try:
+            return Address(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+PLACE = CheckpointPath()
+
+
+def local(checkpoint: Path | Address) -> Path:
+    """The checkpoint's folder; for a URL, that of its copy in the cache."""
+    if isinstance(checkpoint, Path):
+        return checkpoint
+    from ..checkpoint.remote import stores
+
+    return stores().fetch(checkpoint)

@@ -7,18 +7,37 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from ..errors import ModelError, installation
+from ..errors import CheckpointError, ModelError, installation
 from ..parallel.sharding import Mesh
 from ..schema import Setting, settings
-from .option_text import parse_mesh
+from ..schema.named_values import pairs
 
 if TYPE_CHECKING:
     from ..checkpoint.converting.origin import Target
+
+
+_MESH = "for example dp_shard=4,tp=2"
+
+
+def parse_mesh(text: str) -> Mesh:
+    """``dp_shard=4,dp_replicate=2`` to a mesh. Raises ``CheckpointError`` for anything else."""
+    known = [field.name for field in fields(Mesh)]
+    odd = f"a checkpoint is sharded along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
+    sizes: dict[str, int] = {}
+    for axis, size in pairs(text, known, option="mesh", odd=odd, example=_MESH):
+        if not (size.isascii() and size.isdecimal() and len(size) < 10):
+            raise CheckpointError(
+                f"mesh {text!r}: {axis} must be a whole number, got {size!r}; {_MESH}"
+            )
+        sizes[axis] = int(size)
+    return Mesh(**sizes)
+
 
 # Fields that are one text on the command line.
 _PARSERS: Mapping[Any, Callable[[str], object]] = {Mesh: parse_mesh}

@@ -162,7 +162,7 @@ def _choice(recipe: Recipe) -> SizeChoice:
         from surefoot.run.folder import no_choice
 
         return no_choice
-    from surefoot.use.fitting import choose_micro_batch_size
+    from surefoot.use.estimate.fitting import choose_micro_batch_size
 
     return choose_micro_batch_size
 

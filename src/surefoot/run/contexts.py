@@ -97,10 +97,7 @@ def precompute(
 
 
 def _joined(
-    found: Precomputation,
-    data: AnyData,
-    train: WindowSet | None,
-    held_out: Mapping[str, WindowSet],
+    found: Precomputation, data: AnyData, train: WindowSet | None, held_out: Mapping[str, WindowSet]
 ) -> RunColumns:
     if train is not None:
         held = {name: with_items(examples, found) for name, examples in data.evals.items()}

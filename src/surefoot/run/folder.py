@@ -30,14 +30,7 @@ from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, changes, dump, load
 from ..storage.address import Address, is_address
-from ..storage.files import (
-    digest,
-    is_folder,
-    raising,
-    size_of,
-    write_aside,
-    write_new,
-)
+from ..storage.files import digest, is_folder, raising, size_of, write_aside, write_new
 from ..storage.folder_lock import lock
 from ..training.callback import TrainerCallback
 from ..training.section import TrainSection

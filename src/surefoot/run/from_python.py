@@ -200,9 +200,7 @@ PLACEHOLDER = "given as an object"  # the path of a model that has none yet
 
 
 def with_model(
-    recipe: Recipe,
-    model: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    recipe: Recipe, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase | str | Path | None
 ) -> Recipe:
     """``recipe`` for this model and tokenizer; one that is None is that of the recipe, or of the
     model's folder. Raises ``RecipeError`` or ``ModelError`` if they cannot be written."""

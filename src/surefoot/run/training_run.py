@@ -86,10 +86,7 @@ def train(
     if model is not None and not isinstance(model, nn.Module):
         overrides, model = {"model": model, **overrides}, None
     given = Given(
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        model=model,
-        tokenizer=tokenizer,
+        train_dataset=train_dataset, eval_dataset=eval_dataset, model=model, tokenizer=tokenizer
     )
     loaded = given.stored(read_recipe(recipe, given.overrides(overrides)))
     return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)

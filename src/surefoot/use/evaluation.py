@@ -5,26 +5,45 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
 
 from ..batch import Features
 from ..data.example import Dropped, Example, Truncated
+from ..data.rows.catalog import Catalog
+from ..data.rows.rows import read_rows
+from ..data.section import DataSection
+from ..data.store.dataset import EncodedDataset, in_memory
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
-from ..errors import DataError
+from ..data.training_data import open_stream, prepare
+from ..errors import DataError, ModelError, RecipeError
 from ..model.isolation import PromptSharing, packed_meanwhile
+from ..model.loading import resolve
 from ..model.numerics import autocast, choose
+from ..model.section import ModelSection
 from ..network.network import Network
-from ..parallel.world import ALONE
+from ..parallel.section import ParallelSection
+from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import fitted
-from ..run.contexts import build_evaluation
+from ..recipe.recipe_data import encoding_of, fitted, open_codec
+from ..run.contexts import build_evaluation, columns_of, context_of, eval_set
+from ..run.models import heads_of, refuse_other_tokens
 from ..training.evaluation import EvaluationSet
-from ..training.precompute import NOTHING
-from ..training.stage import POLICY, Stage, longest_row
-from .model_loading import LoadedModel, refuse_reward_model
+from ..training.precompute import (
+    NOTHING,
+    Precomputation,
+    WindowSet,
+    model_of,
+    with_items,
+    with_windows,
+)
+from ..training.stage import POLICY, Stage, auxiliary_models, longest_row
+from .model_loading import PLAINLY, LoadedModel, open_start, refuse_reward_model
 
 logger = logging.getLogger(__name__)
 
@@ -106,3 +125,190 @@ def _with_columns(items: Sequence[Features], columns: Sequence[Features]) -> lis
             "them: their tokenizers differ too much to be compared"
         )
     return [{**item, **more} for item, more in zip(items, columns, strict=True)]
+
+
+def auxiliary_columns(
+    recipe: Recipe,
+    *,
+    dataset: str | None = None,
+    limit: int | None = None,
+    world: World = ALONE,
+    parallel: ParallelSection = PLAINLY,
+) -> dict[str, list[Features]]:
+    """The columns of each example to evaluate on (see ``held_out``), by the name of the dataset;
+    nothing if the stage has no auxiliary models. None of these is left in memory."""
+    if not auxiliary_models(recipe.stage, "ahead"):
+        return {}
+    with world.main_first():  # which downloads, and fills the cache
+        base = resolve(recipe.model)
+        codec = open_codec(recipe, base)
+        parts = held_out(recipe, codec, dataset=dataset, limit=limit)
+    items = {one.name: in_memory(encoded(recipe.stage, one.examples, codec)) for one in parts}
+    size = recipe.train.global_batch_size
+    sets = {name: eval_set(examples, size) for name, examples in items.items()}
+    found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
+    if not found.is_complete:
+        longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
+        longest = longest_row(recipe.stage, longest, recipe.data.longest)
+        with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
+            found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
+    return {name: _columns(one, found) for name, one in sets.items()}
+
+
+@contextmanager
+def staying(
+    recipe: Recipe, codec: Codec, world: World, parallel: ParallelSection
+) -> Iterator[dict[str, Network]]:
+    """The auxiliary models that stay beside the model that is evaluated, by role. Raises
+    ``RecipeError`` if the model is compared with one of them on several ranks, which share the
+    logits of a model."""
+    if recipe.stage.spec.divergence is not None and world.size > 1:
+        raise RecipeError(
+            f"parallel: two distributions over the vocabulary are compared on one rank, not on "
+            f"{world.size}; evaluate this run on one process"
+        )
+    longest = recipe.data.longest + recipe.stage.max_new_tokens
+    with _networks(recipe, "window", codec, world, parallel, longest) as networks:
+        yield networks
+
+
+@contextmanager
+def _networks(
+    recipe: Recipe,
+    when: Literal["ahead", "window"],
+    codec: Codec,
+    world: World,
+    parallel: ParallelSection,
+    longest: int,
+) -> Iterator[dict[str, Network]]:
+    """The auxiliary models of the stage, by role; roles of the same model share it."""
+    opened: dict[ModelSection, Network] = {}
+    needed = auxiliary_models(recipe.stage, when)
+    roles = {role: model_of(one, recipe.model) for role, one in needed.items()}
+    with ExitStack() as stack:
+        for role, model in roles.items():
+            if model not in opened:
+                heads = heads_of(needed[role], model, resolve(model))
+                other = replace(recipe, model=model)
+                start = open_start(other, world=world, parallel=parallel, heads=heads)
+                refuse_other_tokens(recipe, role, start.tokenizer, codec)
+                ready = ready_to_measure(start, recipe, longest)
+                opened[model] = stack.enter_context(ready)
+        yield {role: opened[model] for role, model in roles.items()}
+
+
+def _columns(one: WindowSet, found: Precomputation) -> list[Features]:
+    """The computed columns of each example of an evaluation, in order."""
+    items, kept = with_items(one.items, found), with_windows(one, found)
+    loaded = one.items[0]
+    columns: list[Features] = []
+    for place, group in one.windows.items():
+        added = kept.added(place, [items[int(item)] for item in group])
+        columns += [{n: v for n, v in item.items() if n not in loaded} for item in added]
+    return columns
+
+
+VAL = "held out"  # what val_size takes from the training datasets
+Rows = Mapping[str, Sequence[int]]  # dataset -> its rows, ascending
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Examples to evaluate on, under the name of their dataset."""
+
+    name: str
+    examples: Sequence[Example]
+
+
+def held_out(
+    recipe: Recipe, codec: Codec, *, dataset: str | None = None, limit: int | None = None
+) -> list[HeldOut]:
+    """The evaluation examples of a recipe, at most ``limit`` rows of each set: its
+    ``eval_datasets``, or what ``val_size`` holds out, or ``dataset`` (of a training dataset, only
+    what is held out). ``codec`` determines which rows are usable if the recipe's own model no
+    longer exists. Raises ``RecipeError`` if there is nothing, ``DataError`` if a dataset is missing
+    or broken."""
+    codec = own_codec(recipe, codec)
+    section = recipe.data
+    names = [str(name) for name in section.eval_datasets] if dataset is None else [dataset]
+    if dataset and dataset in section.datasets and dataset not in section.eval_datasets:
+        if section.val_size:
+            rows = {dataset: _split(recipe, codec)[dataset]}
+            return [HeldOut(dataset, _examples(section, _first(rows, limit)))]
+        logger.warning(
+            "dataset %r is used for training: its evaluation metrics do not measure generalization",
+            dataset,
+        )
+    if names:
+        each = ((name, {name: _rows_of(recipe, codec, name)}) for name in names)
+        return [HeldOut(name, _examples(section, _first(rows, limit))) for name, rows in each]
+    if not section.val_size:
+        raise RecipeError(
+            "nothing to evaluate on; set data.val_size or data.eval_datasets, or name a dataset "
+            "with --dataset"
+        )
+    rows = _split(recipe, codec)
+    return [HeldOut(VAL, _examples(section, _first(rows, limit)))]
+
+
+def own_codec(recipe: Recipe, fallback: Codec) -> Codec:
+    """The recipe's own encoding: another model must not change what is held out."""
+    try:
+        folder = resolve(recipe.model)
+    except ModelError:
+        return fallback
+    codec = open_codec(recipe, folder)
+    if recipe.stage.uses_template:
+        codec.tokenizer.chat_template = codec.template.source
+    return codec
+
+
+def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
+    """The rows of a dataset with trained tokens."""
+    reference = recipe.data.reference(name)
+    section = replace(
+        recipe.data,
+        datasets=(reference,),
+        eval_datasets=(),
+        val_size=0.0,
+        mix_strategy="concat",
+        interleave_probs=None,
+    )
+    (rows,) = _rows(prepare(encoding_of(recipe, codec, section)).train)
+    return rows
+
+
+def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
+    """The rows that ``val_size`` holds out, by dataset."""
+    if recipe.data.streaming:
+        found = open_stream(encoding_of(recipe, codec))
+        numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
+        return dict(found.train.rows_by_dataset(numbers))
+    rows = _rows(prepare(encoding_of(recipe, codec)).evals[""])
+    return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
+
+
+def _rows(dataset: EncodedDataset) -> list[list[int]]:
+    """The rows of each store that the dataset uses."""
+    starts = np.cumsum([0, *(len(store) for store in dataset.stores)])
+    found = []
+    for store, start in zip(dataset.stores, starts, strict=False):
+        inside = (dataset.index >= start) & (dataset.index < start + len(store))
+        found.append(np.unique(store.rows[dataset.index[inside] - start]).tolist())
+    return found
+
+
+def _first(rows: Rows, limit: int | None) -> dict[str, list[int]]:
+    """The first ``limit`` rows over all datasets."""
+    pairs = [(name, row) for name, of_it in rows.items() for row in of_it][:limit]
+    return {name: [row for found, row in pairs if found == name] for name in rows}
+
+
+def _examples(section: DataSection, rows: Rows) -> list[Example]:
+    catalog = Catalog(section)
+    found: list[Example] = []
+    for name, wanted in rows.items():
+        if wanted:
+            rows_of_it = read_rows(catalog.entry(name), section, np.array(wanted))
+            found += [row for row in rows_of_it if isinstance(row, Example)]
+    return found

@@ -79,9 +79,7 @@ class LoadedModel:
     @property
     def is_reward_model(self) -> bool:
         """Whether it gives rewards and no responses; a head of values alone does not say so."""
-        if self.recipe is not None:
-            return self.recipe.stage.spec.is_reward
-        return any(is_sequence_classification(folder) for folder in self.folders)
+        return gives_rewards(self.recipe, self.folders)
 
     @property
     def generate(self) -> GenerateSection:
@@ -142,13 +140,8 @@ def open_model(
         CheckpointError: a damaged checkpoint, or a run that has none.
         RecipeError: the model cannot be sharded by ``parallel``.
     """
-
-    def find(damaged: Damaged) -> ModelFolders:
-        with world.main_first():  # which downloads what is elsewhere
-            return find_parts(path, adapter=adapter, base=base, weights=weights, damaged=damaged)
-
     section = ModelSection(path="", dtype=dtype, trust_remote_code=trust_remote_code)
-    return _found(find, section, world, parallel)
+    return _opened(section, world, parallel, (), path, adapter=adapter, base=base, weights=weights)
 
 
 def open_to_measure(
@@ -161,29 +154,28 @@ def open_to_measure(
 ) -> LoadedModel:
     """The same to be measured as ``recipe`` says: with the heads of its stage, which start at 0 if
     the model has none."""
-
-    def find(damaged: Damaged) -> ModelFolders:
-        with world.main_first():
-            return find_parts(path, base=base, damaged=damaged)
-
-    plain = recipe.model.dtype, recipe.model.trust_remote_code
-    section = ModelSection(path="", dtype=plain[0], trust_remote_code=plain[1])
-    return _found(find, section, world, parallel, recipe.stage.heads)
+    dtype, is_trusted = recipe.model.dtype, recipe.model.trust_remote_code
+    section = ModelSection(path="", dtype=dtype, trust_remote_code=is_trusted)
+    return _opened(section, world, parallel, recipe.stage.heads, path, base=base)
 
 
-def _found(
-    find: Callable[[Damaged], ModelFolders],
+def _opened(
     settings: ModelSection,
     world: World,
     parallel: ParallelSection,
-    heads: Sequence[str] = (),
+    heads: Sequence[str],
+    path: str | Path,
+    **named: str | Path | None,
 ) -> LoadedModel:
-    """The model in the folders that ``find`` finds."""
+    """The model at ``path``; ``named`` are the folders of its parts that the user named."""
+
+    def find(damaged: Damaged) -> ModelFolders:
+        with world.main_first():  # which downloads what is elsewhere
+            return find_parts(path, damaged=damaged, **named)
 
     def load(parts: ModelFolders) -> LoadedModel:
         section = replace(settings, path=str(parts.model))
-        tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=section.trust_remote_code)
-        template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
+        tokenizer, template = _tokens_of(parts, trust_remote_code=section.trust_remote_code)
         network = _open(parts, section, tokenizer, world, parallel, heads)
         return LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
 
@@ -241,10 +233,9 @@ def _open(
 
 def _heads(parts: ModelFolders) -> Sequence[str]:
     """The heads of a reward model; none are needed to generate."""
-    if parts.recipe is not None and parts.recipe.stage.spec.is_reward:
-        return parts.recipe.stage.heads
-    is_one = parts.recipe is None and is_sequence_classification(parts.model)
-    return ("values",) if is_one else ()
+    if not gives_rewards(parts.recipe, (parts.model,)):
+        return ()
+    return ("values",) if parts.recipe is None else parts.recipe.stage.heads
 
 
 def refuse_reward_model(opened: LoadedModel) -> None:
@@ -277,20 +268,30 @@ class ModelFolders:
         """The folders of all weights."""
         return tuple(one for one in (self.model, self.adapter, self.weights) if one is not None)
 
+    @property
+    def is_reward(self) -> bool:
+        """Whether the model was trained to give rewards; see ``LoadedModel.is_reward_model``."""
+        return gives_rewards(self.recipe, self.all)
+
 
 def codec_of(parts: ModelFolders) -> Codec:
     """The encoding that the tokenizer and the recipe of ``parts`` define; no model is opened."""
-    tokenizer = load_tokenizer(parts.tokenizer)
-    template = load_template("auto", tokenizer) if saved_source(tokenizer) else None
     section = parts.recipe.data if parts.recipe else without_datasets()
-    return Codec(tokenizer, template, section)
+    return Codec(*_tokens_of(parts), section)
 
 
-def is_reward(parts: ModelFolders) -> bool:
-    """Whether the model was trained to give rewards; see ``LoadedModel.is_reward_model``."""
-    if parts.recipe is not None:
-        return parts.recipe.stage.spec.is_reward
-    return any(is_sequence_classification(folder) for folder in parts.all)
+def _tokens_of(
+    parts: ModelFolders, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerBase, Template | None]:
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    return tokenizer, load_template("auto", tokenizer) if saved_source(tokenizer) else None
+
+
+def gives_rewards(recipe: Recipe | None, folders: Sequence[Path]) -> bool:
+    """Whether a model in ``folders``, by the ``recipe`` of its run, gives rewards."""
+    if recipe is not None:
+        return recipe.stage.spec.is_reward
+    return any(is_sequence_classification(folder) for folder in folders)
 
 
 T = TypeVar("T")

@@ -20,8 +20,7 @@ from ..run.contexts import context_of
 from ..training.advantages import is_flat
 from ..training.kept_rollouts import Recorded
 from ..training.stage import POLICY
-from .auxiliary_outputs import staying
-from .evaluation import encoded, ready_to_measure
+from .evaluation import encoded, ready_to_measure, staying
 from .model_loading import PLAINLY, open_start
 
 MOST_ROWS = 1000  # that are looked at for so many prompts

@@ -1,6 +1,6 @@
 """Figures of steps that nobody ran."""
 
-from surefoot.use.bench.result import BenchResult
+from surefoot.use.bench.measurement import BenchResult
 
 
 def figures(speed, *, compiling=0.0, run_steps=1000):

@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.errors import DataError, RunError
 from surefoot.recipe.recipe import read
-from surefoot.use.bench.single_rank import alone
+from surefoot.use.bench.search import alone
 
 
 def recipe(**parallel):

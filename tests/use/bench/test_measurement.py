@@ -8,8 +8,7 @@ import pytest
 import surefoot
 from project import Project, metrics
 from surefoot.recipe.recipe import load
-from surefoot.use.bench.clock import PHASES
-from surefoot.use.bench.measurement import ENOUGH, Meter, measure
+from surefoot.use.bench.measurement import ENOUGH, PHASES, Meter, measure
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from surefoot.recipe.recipe import read
 from surefoot.use.bench.search import Search
-from surefoot.use.bench.subprocess_trial import TrialFailure
-from surefoot.use.fitting import Fit
+from surefoot.use.bench.trial import TrialFailure
+from surefoot.use.estimate.fitting import Fit
 from use.bench.made_up import figures
 
 SIZE, PACKING = "train.micro_batch_size", "data.packing"

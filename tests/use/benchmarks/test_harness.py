@@ -21,7 +21,7 @@ import folders
 from project import start
 from project import surefoot as cli
 from surefoot.cli.main import main
-from surefoot.use.benchmarks import harness
+from surefoot.use import harness
 
 TASKS = {
     "local_choice": {

@@ -12,7 +12,7 @@ from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.use.estimate import rank_memory
 from surefoot.use.estimate.dry_run import NotRehearsedError
-from surefoot.use.estimate.memory_estimate import make_plan, measured_speed
+from surefoot.use.estimate.plan import make_plan, measured_speed
 from surefoot.use.estimate.rank_memory import Machine
 
 REWARD = Path(__file__).parents[2] / "stage_rewards.py"
@@ -54,11 +54,11 @@ def test_a_plan_needs_no_weights_and_leaves_nothing_behind(project):
 
 
 def test_a_sample_stands_for_all_rows(project, monkeypatch):
-    monkeypatch.setattr("surefoot.use.estimate.examples.ROWS", 5)
+    monkeypatch.setattr("surefoot.use.estimate.batches.ROWS", 5)
     found = plan(project)
     assert found.rows_read == 5
     assert found.examples == 24
-    monkeypatch.setattr("surefoot.use.estimate.examples.ROWS", 1000)
+    monkeypatch.setattr("surefoot.use.estimate.batches.ROWS", 1000)
     assert found.course.tokens == pytest.approx(plan(project).course.tokens, rel=0.1)
 
 

@@ -6,9 +6,9 @@ import surefoot
 from project import Project
 from surefoot.checkpoint.disk.retention import RetentionPolicy
 from surefoot.recipe.recipe import load
-from surefoot.use.estimate.memory_estimate import make_plan
+from surefoot.use.estimate.plan import make_plan
 from surefoot.use.estimate.rank_memory import Machine
-from surefoot.use.estimate.size import (
+from surefoot.use.estimate.saving import (
     CheckpointSize,
     disk_needed,
     most_at_once,

@@ -15,8 +15,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.tensor_parallel import widened
 from surefoot.parallel.vocab_parallel import cut_vocabulary
-from surefoot.use.estimate.dry_run import describe, dry_run_batch
-from surefoot.use.estimate.live_bytes import LiveBytes
+from surefoot.use.estimate.dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate.memory_model import MeshShape, memory
 
 from .scene import batch, policy, recipe, skeleton

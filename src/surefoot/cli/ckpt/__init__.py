@@ -5,15 +5,10 @@ Modules that need torch are imported by the command that needs them, so that ``l
 
 import click
 
-from .cat import cat
-from .convert import convert
+from .contents import cat, ls, show
+from .convert import convert, plan
 from .diff import diff
-from .ls import ls
-from .pin import pin_command
-from .plan import plan
-from .prune import prune
-from .show import show
-from .verify import verify_command
+from .keeping import pin_command, prune, verify_command
 
 
 @click.group()

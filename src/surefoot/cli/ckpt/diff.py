@@ -21,18 +21,19 @@ from ...recipe.yaml import parse
 from ...storage.address import Address
 from ..table import (
     JSON,
+    PLACE,
     as_dict,
     cell,
     console,
     dims,
     fitted,
+    local,
     mark,
     number,
     print_json,
     reading,
     table,
 )
-from .checkpoint_path import PLACE, local
 
 if TYPE_CHECKING:
     from ...checkpoint.looking.diff import Comparison, TensorChange, TensorDifference, Verdict

@@ -38,11 +38,10 @@ from ...model.tokenizer import load_tokenizer
 from ...parallel.box import Box
 from ...recipe.files import ADAPTER, read_text
 from ...recipe.recipe import Recipe
-from ...use.exporting.base_model import meta_model
-from ...use.exporting.exported import whole_model
-from ...use.exporting.merged_model import stop_token_ids
+from ...use.exporting.conversion import whole_model
+from ...use.exporting.merged_model import meta_model, stop_token_ids
+from ...use.exporting.receipt import Artefact, receipt_path, write_receipt
 from ...use.model_loading import ModelFolders
-from ...use.receipts.receipt import Artefact, receipt_path, write_receipt
 from .architectures import GGUFArchitecture, add_settings, architecture_of, check_rope, window_note
 from .formats import FORMATS, Format, LayerCounts, fitting, tensor_type
 from .gguf_file import (

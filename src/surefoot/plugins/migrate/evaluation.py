@@ -25,11 +25,9 @@ from ...parallel.world import joined
 from ...recipe.recipe import Recipe
 from ...storage.files import make_folder, raising, write_aside
 from ...use.answer_journal import Output
-from ...use.evaluation import adopt, encoded, measure, num_batches, ready_to_measure
-from ...use.held_out_set import held_out
+from ...use.evaluation import adopt, encoded, held_out, measure, num_batches, ready_to_measure
 from ...use.model_loading import LoadedModel
-from ...use.responses import Generation, generations
-from ...use.run_evaluation import evaluated_path, open_evaluated
+from ...use.run_evaluation import Generation, evaluated_path, generations, open_evaluated
 from .run_extras import AfterTraining
 
 PREDICTIONS = "generated_predictions.jsonl"

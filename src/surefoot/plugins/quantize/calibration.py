@@ -57,7 +57,7 @@ from ...model.lora_targets import layer_list
 from ...model.weights import FullWeights, FusedPlacement, names_in_files, place, places
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encoding_of
-from ...use.held_out_set import own_codec
+from ...use.evaluation import own_codec
 from ...use.model_loading import ModelFolders, codec_of
 from .schemes import LinearLayers, QuantizedSource, WeightScheme
 

@@ -14,10 +14,10 @@ from ...checkpoint.sources.copying import DtypeName, Progress, copy
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError
 from ...storage import files
-from ...use.exporting.base_model import meta_model
-from ...use.exporting.exported import num_weights, whole_model
-from ...use.model_loading import ModelFolders, is_reward
-from ...use.receipts.receipt import Artefact, write_receipt
+from ...use.exporting.conversion import num_weights, whole_model
+from ...use.exporting.merged_model import meta_model
+from ...use.exporting.receipt import Artefact, write_receipt
+from ...use.model_loading import ModelFolders
 from .calibration import Calibrator, calibration_rows, open_layerwise
 from .schemes import LinearLayers, QuantizedSource, WeightScheme, find_linear_layers, scheme_of
 from .target import QuantizedFolder
@@ -62,7 +62,7 @@ def _quantized(
 ) -> tuple[QuantizedSource, dict[str, bytes], LinearLayers]:
     """The tensors to write, the small files beside them, and the layers that are quantized."""
     where = str(parts.folder)
-    if is_reward(parts):
+    if parts.is_reward:
         raise ModelError(f"{where}: is a reward model; only models that write text are quantized")
     whole, small = whole_model(parts, dtype=dtype)
     layers = find_linear_layers(meta_model(parts.model, False), whole.shapes(), where)

@@ -7,8 +7,7 @@ import secrets
 
 import click
 
-from ...cli.loading import loading
-from ...cli.weight_options import dtype_option, trust_remote_code_option
+from ...cli.loading import dtype_option, loading, trust_remote_code_option
 from ...errors import RunError
 
 _SECONDS_TO_FINISH = 30  # for requests that have begun when the server is stopped

@@ -27,7 +27,6 @@ from ...use.model_loading import (
     LoadedModel,
     ModelFolders,
     find_parts,
-    is_reward,
     open_model,
 )
 from .body import ApiError
@@ -366,7 +365,7 @@ class Models:
 def _find_writer(path: str, base: str | Path | None) -> ModelFolders:
     """The folders of a model. Raises ``ModelError`` if it gives rewards, not responses."""
     parts = find_parts(path, base=base)
-    if is_reward(parts):
+    if parts.is_reward:
         raise ModelError(
             f"{parts.folder}: a reward model writes no responses; score those of a file with "
             "`surefoot predict`"

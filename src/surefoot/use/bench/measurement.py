@@ -7,18 +7,23 @@ the same examples whatever the settings.
 
 from __future__ import annotations
 
+import contextlib
+import platform
+import resource
 import signal
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...batch import Window
+from ...batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
 from ...data.order.loader import Loader
 from ...errors import STOP_SIGNALS
 from ...model.layers import count_fused
@@ -32,9 +37,6 @@ from ...training.callback import Context, TrainerCallback, TrainerControl, Train
 from ...training.trainer import Trainer
 from ...training.windows import num_steps
 from ..estimate.batches import heaviest
-from .clock import Clock, timed
-from .hardware import forget_peak, gemm_flops, name_of, peak_memory
-from .result import BenchResult
 
 WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
@@ -179,3 +181,192 @@ def _dtypes(module: nn.Module) -> str:
         "frozen": {str(p.dtype)[6:] for p in module.parameters() if not p.requires_grad},
     }
     return "; ".join(f"{kind}: {', '.join(sorted(of))}" for kind, of in kinds.items() if of)
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Of some optimizer steps; sums are over all of them."""
+
+    device: str
+    precision: str
+    run_steps: int  # of the whole run
+    steps: int  # that were timed
+    tokens: int  # padding not counted
+    trained_tokens: int
+    positions: int  # tokens, padding counted
+    flops: float  # of the model, as ``total_flos`` counts them
+    gemm_flops: float  # a second: what a product of matrices of this type reaches here
+    peak_memory: int  # bytes
+    compiling_seconds: float  # by which the first step was longer, if ``model.compile`` is on
+    phases: Mapping[str, float]  # seconds
+    used: Mapping[str, str] = field(default_factory=dict)  # kernels, dtypes, what a check decided
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return sum(self.phases.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step, in the mean."""
+        return self.seconds / self.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Read."""
+        return self.tokens / self.seconds
+
+    @property
+    def trained_tokens_per_second(self) -> float:
+        """Learnt."""
+        return self.trained_tokens / self.seconds
+
+    @property
+    def padding(self) -> float:
+        """Share of the positions that hold no token."""
+        return 1 - self.tokens / self.positions
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs a second, as a share of what the hardware reaches."""
+        return self.flops / self.seconds / self.gemm_flops
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the time, by phase."""
+        return {name: spent / self.seconds for name, spent in self.phases.items()}
+
+
+PHASES = ("data", "forward", "backward", "optimizer", "rest")  # a step begins with its data
+
+Mark = float | torch.cuda.Event  # seconds, or a place in the queue of a GPU
+
+
+@dataclass
+class Clock:
+    """Records when phases begin."""
+
+    device: torch.device
+    _begun: list[tuple[str, Mark]] = field(default_factory=list)
+
+    def turn(self, phase: str) -> None:
+        """``phase`` begins, and the one before ends."""
+        if self.device.type != "cuda":
+            self._begun.append((phase, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._begun.append((phase, event))
+
+    def steps(self) -> list[dict[str, float]]:
+        """Seconds of each phase, step by step; the last phase is not complete and not counted."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        first = self._begun[0][1]
+        return split([(phase, _since(first, mark)) for phase, mark in self._begun])
+
+
+def _since(first: Mark, mark: Mark) -> float:
+    if isinstance(first, float) and isinstance(mark, float):
+        return mark - first
+    assert not isinstance(first, float)
+    assert not isinstance(mark, float)
+    return float(first.elapsed_time(mark)) / 1000
+
+
+def split(begun: Sequence[tuple[str, float]]) -> list[dict[str, float]]:
+    """Seconds of each phase, step by step, of the times at which phases began."""
+    steps: list[dict[str, float]] = []
+    for (phase, start), (_, end) in pairwise(begun):
+        if phase == "data":
+            steps.append(dict.fromkeys(PHASES, 0.0))
+        steps[-1][phase] += end - start
+    return steps
+
+
+def timed(
+    run_window: StepRunner, turn: Callable[[str], None], note: Callable[[Window], None]
+) -> StepRunner:
+    """``run_window`` that records when forward and backward begin. A forward pass ends with its
+    loss, a backward pass with its micro-batch; what follows the window, normalizing and clipping
+    the gradient, belongs to the optimizer."""
+
+    def run(window: Window, loss_of: LossFunction, *, before: Hook, after: Hook) -> list[Loss]:
+        def begin(index: int) -> None:
+            before(index)
+            turn("forward")
+
+        def timed_loss(outputs: Outputs, batch: Batch) -> Loss:
+            loss = loss_of(outputs, batch)
+            turn("backward")
+            return loss
+
+        def end(index: int) -> None:
+            turn("rest")
+            after(index)
+
+        note(window)
+        losses = run_window(window, timed_loss, before=begin, after=end)
+        turn("optimizer")
+        return losses
+
+    return run
+
+
+_SIZES = {"cpu": 1024, "cuda": 8192}  # of square matrices: large enough to keep all units busy
+_SECONDS = 0.5
+_FEWEST = 3  # products
+_PROCESS = Path("/proc/self")
+
+
+def gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """The most operations per second that a product of two matrices reaches on this device. Values
+    are random, as a GPU multiplies ones faster than it ever multiplies weights."""
+    size, draws = _SIZES[device.type], torch.Generator(device).manual_seed(0)  # not the run's own
+    a, b = (torch.randn(size, size, generator=draws, dtype=dtype, device=device) for _ in range(2))
+    a @ b  # loads the kernel
+    best, began, count = float("inf"), time.perf_counter(), 0
+    while count < _FEWEST or time.perf_counter() - began < _SECONDS:
+        best, count = min(best, _product(a, b)), count + 1
+    return 2.0 * size**3 / best
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Seconds of one product."""
+    is_gpu = a.device.type == "cuda"
+    if is_gpu:
+        torch.cuda.synchronize(a.device)
+    start = time.perf_counter()
+    a @ b
+    if is_gpu:
+        torch.cuda.synchronize(a.device)
+    return time.perf_counter() - start
+
+
+def forget_peak(device: torch.device) -> None:
+    """Start to measure the peak memory, where the system supports it (Linux, GPUs)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        (_PROCESS / "clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory of this process in bytes: on the GPU, that of its allocator; otherwise RSS."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    with contextlib.suppress(OSError):
+        for line in (_PROCESS / "status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def name_of(device: torch.device) -> str:
+    """The name of the device, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"

@@ -20,9 +20,22 @@ from ...model.section import Recomputation
 from ...optim.bf16_weights import offloaded_size, update_size
 from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import find_base
+from ...run.code_files import code_of
 from ...run.data_loading import collation_of
+from ...run.policy import build_codec
 from ...training.context import blank_examples
-from .batches import heaviest, loader_of, shares_prompts
+from .batches import (
+    ExampleLengths,
+    RunLength,
+    course_of,
+    examples_of,
+    heaviest,
+    loader_of,
+    shares_prompts,
+    token_counts,
+    trained_counts,
+)
 from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
 from .fake_tensors import HoldingOptions, held_dtype
 from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
@@ -41,15 +54,34 @@ class Machine:
 
 @dataclass(frozen=True)
 class PlanBase:
-    """What the recipe and its variants have in common."""
+    """What is the same whatever the size of a micro-batch and the policy of recomputation."""
 
     base: Path
     codec: Codec
     machine: Machine
-    dataset: EncodedDataset
-    lengths: Index
+    examples: ExampleLengths
+    lengths: Index  # with the responses that the stage adds; in a run they may be shorter
     trained: Index
-    windows: int
+    course: RunLength
+
+    @property
+    def dataset(self) -> EncodedDataset:
+        """The training examples."""
+        return self.examples.dataset
+
+
+def plan_base(recipe: Recipe, machine: Machine) -> PlanBase:
+    """The data and the length of a run. Raises as ``plan.make_plan``."""
+    code_of(recipe)  # a function that is missing is an error here, not when the run begins
+    base = find_base(recipe, weights=False)
+    codec = build_codec(recipe, base)
+    examples = examples_of(recipe, codec)
+    added = recipe.stage.max_new_tokens
+    lengths = token_counts(recipe, examples.dataset) + added
+    trained = trained_counts(examples.dataset) + added
+    loader = loader_of(recipe, examples.dataset, mesh_of(recipe, machine).num_data_ranks)
+    course = course_of(recipe, loader, lengths, trained)
+    return PlanBase(base, codec, machine, examples, lengths, trained, course)
 
 
 def first_rank(recipe: Recipe, ground: PlanBase) -> DryRunModel:
@@ -58,7 +90,7 @@ def first_rank(recipe: Recipe, ground: PlanBase) -> DryRunModel:
 
 
 def _build(recipe: Recipe, ground: PlanBase, setting: HoldingOptions) -> DryRunModel:
-    steps = ground.windows * recipe.stage.passes * recipe.stage.mini_batches
+    steps = ground.course.windows * recipe.stage.passes * recipe.stage.mini_batches
     return build(recipe, ground.base, ground.codec.tokenizer, setting, steps)
 
 
@@ -158,7 +190,7 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
     stage, collation = recipe.stage, collation_of(recipe)
     items = heaviest(
         loader,
-        ground.windows,
+        ground.course.windows,
         ground.lengths,
         ground.trained,
         logit_weight=logit_weight,

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...checkpoint.disk.manifest import dump
+from ...checkpoint.disk.retention import RetentionPolicy, decide
+from ...checkpoint.saving.job import Job
+from ...checkpoint.saving.joint import Written
 from ...checkpoint.saving.preparation import prepare
+from ...checkpoint.saving.writing import manifest_of, note
+from ...checkpoint.state.roles import FileRole
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
 from ...model.base_identity import BaseModel
 from ...run.assembly import build_saver
 from ...training.callback import TrainerState
 from .dry_run import DryRunModel, optimizer_state
-from .size import CheckpointSize, checkpoint_size
 
 RECORD = {  # a line of the history that every checkpoint carries, of a usual length
     "step": 1000,
@@ -75,3 +80,90 @@ def size_of_checkpoint(
     frozen = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
     record = len(json.dumps(RECORD)) + len(json.dumps(RECORD, indent=2))  # in two files
     return checkpoint_size(job, frozen, log=num_logs * record)
+
+
+NO_HASH = "0" * 32
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of one checkpoint."""
+
+    weights: int
+    optimizer: int
+    rest: int  # other states, tokenizer, configuration, manifest
+    unchanging: int  # of files that checkpoints share
+
+    @property
+    def total(self) -> int:
+        """All of its files."""
+        return self.weights + self.optimizer + self.rest
+
+
+def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> CheckpointSize:
+    """The size of the checkpoint that ``job`` would write; ``frozen`` are the weights that no
+    optimizer updates, ``log`` the bytes of the history of the run at its end."""
+    weights, optimizer, rest = 0, 0, 0
+    still, unchanging = set(frozen), 0
+    for shard in job.shards:
+        role, num_bytes = FileRole(shard.role), shard.plan.header.file_size
+        weights += num_bytes if role.is_weights else 0
+        optimizer += num_bytes if role.is_optimizer else 0
+        rest += num_bytes if role.is_of_rank_0 else 0
+        if role.is_weights and shard.plan.header.entries.keys() <= still:
+            unchanging += num_bytes
+    small = sum(map(len, job.small.values())) + len(_manifest(job)) + log
+    return CheckpointSize(weights, optimizer, rest + small, unchanging if job.share else 0)
+
+
+def _manifest(job: Job) -> bytes:
+    """The manifest as it will be, but for the values of hashes."""
+    written = Written()
+    for shard in job.shards:
+        note(written, shard, dict.fromkeys(shard.plan.header.entries, NO_HASH))
+    written.files |= {name: len(data) for name, data in job.small.items()}
+    written.hashes |= dict.fromkeys(job.small, NO_HASH)
+    return dump(manifest_of(job, written))
+
+
+def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool) -> int:
+    """Shared memory of the rank with the largest snapshot: its own part of an asynchronous save.
+    Rank 0 writes a complete adapter, and all small files."""
+    share = size.optimizer + (0 if is_adapter else size.weights)
+    return -(-share // num_processes) + (size.weights if is_adapter else 0)
+
+
+def saved_steps(
+    *, steps: int, steps_per_epoch: int, save_steps: int | None, save_epoch: bool
+) -> list[int]:
+    """The steps at which a run saves, including the last one, without saves by time."""
+    found = {steps}
+    if save_steps:
+        found |= set(range(save_steps, steps, save_steps))
+    if save_epoch:
+        found |= set(range(steps_per_epoch, steps, steps_per_epoch))
+    return sorted(found)
+
+
+def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> int:
+    """The number of checkpoints on the disk at the worst moment, including the one being written.
+    The best ones (``num_best``) may be older than those that are kept for another reason. Ages
+    (``keep_hours``) are not known: all count as young."""
+    if rule.keep is None:
+        return len(saves)
+    kept: Mapping[int, float | None] = {}
+    most = 0
+    for step in saves:
+        coming = {**kept, step: None}
+        most = max(most, len(coming))
+        kept = {v.step: None for v in decide(coming, rule, now=0.0) if v.stays}
+    return min(most + num_best, len(saves))
+
+
+def disk_needed(size: CheckpointSize, count: int, saves: int, most_sharing: int) -> int:
+    """Bytes of ``count`` of ``saves`` checkpoints on the disk. One copy of the unchanging files is
+    shared by up to ``most_sharing`` in a row."""
+    copies = -(-saves // most_sharing)
+    if count < saves:  # they may begin in the middle of those that share one
+        copies = min(copies, 1 - (1 - count) // most_sharing)
+    return size.unchanging * copies + (size.total - size.unchanging) * count

@@ -7,21 +7,29 @@ is written appears when all of it is there.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
+from ...checkpoint.converting.model_files import configs, read_config
 from ...checkpoint.converting.origin import Done, Hints, Origin, RewardHead, Target, WholeModel
 from ...checkpoint.converting.targets import HuggingFaceModel
+from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.layouts.opening import has_opener, open_any, open_named
-from ...checkpoint.sources.copying import DtypeName, Progress, silent
+from ...checkpoint.sources.copying import DtypeName, Progress, cast, silent
 from ...checkpoint.sources.source import TensorSource
+from ...model.config import ROPE, old_layers, old_rope
+from ...model.tokenizer import load_tokenizer
 from ...recipe.run_recipe import Damaged
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ..model_location import locate
-from ..receipts.receipt import write_receipt
-from .exported import artefact_of, whole_model
+from .merged_model import MergedModel, merged_weights, meta_model, stop_token_ids
+from .receipt import Artefact, write_receipt
+from .reward_model import as_sequence_classification, head_of, v_head_file
 
 USUAL = "surefoot"  # where only a layout or mesh is named
 
@@ -137,3 +145,74 @@ def convert(
     mean nothing for this folder. ``reading`` has options of the folder's layout."""
     given = replace(to.hints, reading=reading or {})
     return to.write(FolderToConvert(folder, given), target, progress)
+
+
+logger = logging.getLogger(__name__)
+
+
+def num_weights(source: TensorSource) -> int:
+    """The number of all values."""
+    return sum(prod(shape) for shape in source.shapes().values())
+
+
+def artefact_of(
+    parts: ModelFolders,
+    source: TensorSource,
+    small: Mapping[str, bytes],
+    dtype: DtypeName | None,
+    reward_head: RewardHead,
+) -> Artefact:
+    """What the receipt says of a Hugging Face folder. Whatever has other bits than the checkpoint
+    was rounded: a merged adapter, another dtype, dequantized weights."""
+    stored = read_config(parts.model / "config.json")
+    is_rounded = parts.adapter is not None or dtype is not None or "quantization_config" in stored
+    to = "huggingface" if head_of(parts, reward_head) is None else "reward"
+    written = str(json.loads(small["config.json"]).get("dtype"))
+    return Artefact(to, written, num_weights(source), is_rounded)
+
+
+def whole_model(
+    parts: ModelFolders,
+    *,
+    dtype: DtypeName | None = None,
+    trust_remote_code: bool = False,
+    reward_head: RewardHead = "score",
+) -> tuple[TensorSource, dict[str, bytes]]:
+    """The weights of a model, with an adapter merged into them, and their companion files."""
+    whole = merged_weights(parts, trust_remote_code)
+    files: Mapping[str, bytes] = {}
+    if (head := head_of(parts, reward_head)) is not None and reward_head == "v_head":
+        files = v_head_file(head)
+    elif head is not None:
+        whole = _scored(parts, whole, head, trust_remote_code)
+    source = cast(whole.source, dtype)
+    stored = read_config(parts.model / "config.json")
+    old = {**old_rope(stored.get(ROPE), str(stored.get("model_type"))), **old_layers(stored)}
+    small = {
+        **companions_of(parts.model, parts.tokenizer),
+        **configs(parts.model, source, {**old, **whole.changes}, whole.stop_token_ids),
+        **files,
+    }
+    return source, small
+
+
+def _scored(
+    parts: ModelFolders, whole: MergedModel, head: TensorSource, trust_remote_code: bool
+) -> MergedModel:
+    """A reward model as sequence classification, which pads with a token that ends nothing."""
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    stops = stop_token_ids(tokenizer)
+    pad = tokenizer.pad_token_id
+    if pad is None or pad in stops:
+        logger.warning(
+            "%s: its tokenizer pads with %s, which transformers could not tell from the end token "
+            "of a response, so config.json names no pad token: transformers scores one response at "
+            "a time",
+            parts.tokenizer,
+            "nothing" if pad is None else repr(tokenizer.pad_token),
+        )
+        pad = None
+    model = meta_model(parts.model, trust_remote_code)
+    source, changes = as_sequence_classification(whole.source, head, model)
+    changes = {**whole.changes, **changes, "pad_token_id": pad}
+    return MergedModel(source, changes, whole.stop_token_ids)

@@ -8,27 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...checkpoint.converting.model_files import read_config
 from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, AsLoRA, Updated, merged
-from ...checkpoint.layouts.opening import open_folder
+from ...checkpoint.layouts.detection import is_sequence_classification
+from ...checkpoint.layouts.opening import open_folder, open_named
 from ...checkpoint.sources.lora import ExpertSlice, same_values
 from ...checkpoint.sources.source import Renamed, Shape, TensorSource
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
 from ...data.text.templates import load_template, saved_source
-from ...errors import CheckpointError, ModelError
+from ...errors import CheckpointError, ModelError, first_line
 from ...methods import METHODS
 from ...methods.adapter import AdapterMethod
 from ...model.adapter_files import attach_empty, config_value
-from ...model.config import changed_config, extension_of
+from ...model.config import CONFIG, changed_config, extension_of
 from ...model.lora_targets import adapted
+from ...model.quantization import FORMS
 from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
 from ...model.weights import FullWeights, names_in_files, names_unless_split, places
+from ...network.shard_loading import check_fits, open_base
 from ...parallel.box import Box
 from ..model_loading import ModelFolders
-from .base_model import base_weights, meta_model
 
 
 @dataclass(frozen=True)
@@ -210,3 +213,37 @@ class Grown:
                 total += self.source.read(name, box).double().sum(0)
             self._means[name] = (total / shape[0]).float()
         return self._means[name]
+
+
+def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Mapping[str, object]]:
+    """The weights in ``folder``, and the changes of its ``config.json`` that they need. Raises
+    ``ModelError`` if they are not those of the model that ``config.json`` describes."""
+    source, changes = _stored_weights(folder, section)
+    try:
+        is_scored = is_sequence_classification(folder)  # its head has another name
+        check_fits(folder, section, open_named(folder) if is_scored else source)
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None
+    return source, changes
+
+
+def _stored_weights(
+    folder: Path, section: ModelSection
+) -> tuple[TensorSource, Mapping[str, object]]:
+    stored = read_config(folder / CONFIG).get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
+        return open_folder(folder), {}
+    return open_base(folder, section), {"quantization_config": None}
+
+
+def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model in ``folder`` without its values."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    return model

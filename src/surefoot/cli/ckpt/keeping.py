@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
 from rich.table import Table
 from rich.text import Text
 
-from ...checkpoint.looking.listing import PrunePlan, plan_pruning, untrained
+from ...checkpoint.disk.commit import step_of
+from ...checkpoint.disk.retention import pin
+from ...checkpoint.looking.listing import PrunePlan, list_run, plan_pruning, untrained
+from ...checkpoint.verification import Report, verify
+from ...errors import CheckpointError
 from ...recipe.run_recipe import prune_options
-from ..table import FOLDER, JSON, as_dict, cell, console, in_bytes, mark, number, print_json, table
+from ...storage.address import Address
+from ..table import (
+    FOLDER,
+    JSON,
+    PLACE,
+    as_dict,
+    cell,
+    console,
+    in_bytes,
+    mark,
+    number,
+    print_json,
+    reading,
+    table,
+)
 from ..table import time as local_time
 
 
@@ -107,3 +126,67 @@ def _table(plan: PrunePlan, metric: str) -> Table:
 
 def _count(number: int) -> str:
     return f"{number:,} checkpoint{'s' if number != 1 else ''}"
+
+
+@click.command("verify")
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
+@click.option(
+    "--full/--quick",
+    default=True,
+    help="Check every byte (default), or lengths, headers and small files only.",
+)
+@JSON
+def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> None:
+    """Verify CHECKPOINT, a folder or a URL, against its manifest. The exit code is 1 if it
+    fails.
+    """
+    began = time.perf_counter()
+    if isinstance(checkpoint, Address):
+        from ...checkpoint.remote import stores
+
+        report = stores().verify(checkpoint, full=full)
+    else:
+        with reading("verifying", _total(checkpoint) if full else 0) as advance:
+            report = verify(checkpoint, full=full, progress=advance)
+    if as_json:
+        print_json({**as_dict(report), "ok": report.ok})
+    else:
+        _print(report, time.perf_counter() - began)
+    if not report.ok:
+        raise click.exceptions.Exit(1)
+
+
+def _total(checkpoint: Path) -> int | None:
+    """Bytes to hash; None if the folder does not say."""
+    found = list_run(checkpoint)
+    return found[0].num_bytes if len(found) == 1 else None
+
+
+def _print(report: Report, seconds: float) -> None:
+    screen = console()
+    for problem in report.problems:
+        screen.print(mark("✗", "bold red", problem), soft_wrap=True)
+    for note in report.notes:
+        screen.print(Text.assemble(("· ", "dim"), cell(note)), soft_wrap=True, style="dim")
+    if report.ok:
+        text = f"{report.folder}: verified ({report.checked}, {seconds:.1f} s)"
+        screen.print(mark("✓", "bold green", text), soft_wrap=True)
+
+
+@click.command("pin")
+@click.argument("checkpoint", metavar="CHECKPOINT", type=FOLDER)
+@click.option("--remove", is_flag=True, help="Pin it no longer.")
+@JSON
+def pin_command(checkpoint: Path, remove: bool, as_json: bool) -> None:
+    """Keep CHECKPOINT, a folder such as RUN/checkpoint-400, whatever the retention policy says.
+
+    The steps are in RUN/pinned.json. Training and `surefoot ckpt prune` do not delete them.
+    """
+    folder = checkpoint.absolute()
+    if step_of(folder) < 0:
+        raise CheckpointError(f"{checkpoint}: expected a checkpoint such as RUN/checkpoint-400")
+    steps = sorted(pin(folder.parent, step_of(folder), is_pinned=not remove))
+    if as_json:
+        print_json({"pinned": steps})
+    else:
+        click.echo(f"pinned: {', '.join(map(str, steps)) or 'none'}")

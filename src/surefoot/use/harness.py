@@ -29,18 +29,12 @@ from lm_eval.models.utils import (
 )
 from lm_eval.tasks import TaskManager
 
-from ...errors import RunError, counted
-from ...generate.likelihood import (
-    Likelihood,
-    LikelihoodStore,
-    Question,
-    likelihoods,
-    share_of,
-)
-from ...generate.section import GenerateSection
-from ...network.network import Network
-from ..answer_journal import Output, ResultJournal, Samples, open_results
-from ..model_loading import LoadedModel, refuse_reward_model
+from ..errors import RunError, counted
+from ..generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
+from ..generate.section import GenerateSection
+from ..network.network import Network
+from .answer_journal import Output, ResultJournal, Samples, open_results
+from .model_loading import LoadedModel, refuse_reward_model
 
 logger = logging.getLogger(__name__)
 _SEED = 1234  # lm-eval's own
@@ -55,13 +49,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     """Answers lm-eval's requests with a ``LoadedModel``. Each rank answers all of them: the
     network divides them among its replicas."""
 
-    def __init__(
-        self,
-        opened: LoadedModel,
-        journal: ResultJournal,
-        *,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, opened: LoadedModel, journal: ResultJournal, *, batch_size: int) -> None:
         super().__init__()
         refuse_reward_model(opened)
         self.opened, self.journal = opened, journal

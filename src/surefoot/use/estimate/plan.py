@@ -8,18 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ...data.text.codec import Codec
 from ...model.config import check_alone
 from ...model.numerics import PrecisionName
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
-from ...recipe.recipe_data import find_base
-from ...run.code_files import code_of
-from ...run.policy import build_codec
 from ...training.callbacks.jsonl import NAME as METRICS
-from .batches import RunLength, course_of, loader_of, token_counts, trained_counts
+from .batches import RunLength
 from .dry_run import DryRunModel
-from .examples import examples_of
 from .memory_model import Memory, MeshShape
 from .rank_memory import (
     Machine,
@@ -27,12 +22,19 @@ from .rank_memory import (
     first_rank,
     memory_of,
     mesh_of,
+    plan_base,
     precision_of,
     rehearsed,
     whole,
 )
-from .saving import size_of_checkpoint
-from .size import CheckpointSize, disk_needed, most_at_once, saved_steps, snapshot_size
+from .saving import (
+    CheckpointSize,
+    disk_needed,
+    most_at_once,
+    saved_steps,
+    size_of_checkpoint,
+    snapshot_size,
+)
 
 _SPEEDS = 20  # of the last logs
 
@@ -102,20 +104,12 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
     ``RunError`` if a function that the recipe names cannot be loaded."""
     imports = 0 if machine.on_gpu else imported()
     check_alone(recipe.model, machine.num_processes)
-    code_of(recipe)  # a function that is missing is an error here, not when the run begins
     mesh = mesh_of(recipe, machine)
     recipe, note = with_batch_sizes(recipe, mesh.num_data_ranks)
     if note is not None:
         logger.info("%s", note)
-    base = find_base(recipe, weights=False)
-    codec = build_codec(recipe, base)
-    examples = examples_of(recipe, codec)
-    added = recipe.stage.max_new_tokens  # to each example; in a run they may be fewer
-    lengths = token_counts(recipe, examples.dataset) + added
-    trained = trained_counts(examples.dataset) + added
-    loader = loader_of(recipe, examples.dataset, mesh.num_data_ranks)
-    course = course_of(recipe, loader, lengths, trained)
-    ground = PlanBase(base, codec, machine, examples.dataset, lengths, trained, course.windows)
+    ground = plan_base(recipe, machine)
+    examples, course = ground.examples, ground.course
     held = first_rank(recipe, ground)
     alone = whole(recipe, ground) if mesh.tp > 1 else held
     found = rehearsed(recipe, ground, held)
@@ -134,7 +128,7 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
         memory=memory_of(recipe, machine, held, found.memory),
         not_known=found.not_known,
-        saving=saving_of(alone, codec, base, course, machine),
+        saving=saving_of(alone, ground),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         imports=imports,
     )
@@ -148,13 +142,12 @@ def imported() -> int:
     return found
 
 
-def saving_of(
-    skeleton: DryRunModel, codec: Codec, base: Path, course: RunLength, machine: Machine
-) -> Saving:
+def saving_of(skeleton: DryRunModel, ground: PlanBase) -> Saving:
     """What the checkpoints of a run take."""
+    course = ground.course
     section, train = skeleton.recipe.checkpoint, skeleton.recipe.train
     num_logs = course.steps // train.log_steps if train.log_steps else 0
-    size = size_of_checkpoint(skeleton, codec, base, num_logs=num_logs)
+    size = size_of_checkpoint(skeleton, ground.codec, ground.base, num_logs=num_logs)
     saves = saved_steps(
         steps=course.steps,
         steps_per_epoch=course.steps_per_epoch,
@@ -164,7 +157,7 @@ def saving_of(
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
     is_adapter = not skeleton.recipe.method.saves_base_model
-    copy = snapshot_size(size, machine.num_processes, is_adapter=is_adapter)
+    copy = snapshot_size(size, ground.machine.num_processes, is_adapter=is_adapter)
     return Saving(
         size=size,
         saves=len(saves),
@@ -215,11 +208,7 @@ def as_data(found: Plan) -> dict[str, object]:
         "seconds": found.seconds,
         "heaviest_pass": vars(found.heaviest),
         "memory": vars(found.memory),
-        "process": {
-            "imports": found.imports,
-            "snapshot": found.snapshot,
-            "total": found.total,
-        },
+        "process": {"imports": found.imports, "snapshot": found.snapshot, "total": found.total},
         "not_known": found.not_known,
         "checkpoint": {
             "total": saving.size.total,

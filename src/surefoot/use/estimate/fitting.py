@@ -14,26 +14,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..errors import RecipeError
-from ..model.section import Recomputation
-from ..parallel.world import World
-from ..recipe.batch_sizes import with_batch_sizes
-from ..recipe.recipe import Recipe
-from ..recipe.recipe_data import find_base
-from ..run.code_files import code_of
-from ..run.policy import build_codec
-from ..storage.memory import free_memory
-from .estimate.batches import course_of, loader_of, token_counts, trained_counts
-from .estimate.dry_run import DryRunModel
-from .estimate.examples import examples_of
-from .estimate.memory_estimate import saving_of
-from .estimate.rank_memory import (
+from ...errors import RecipeError
+from ...model.section import Recomputation
+from ...parallel.world import World
+from ...recipe.batch_sizes import with_batch_sizes
+from ...recipe.recipe import Recipe
+from ...storage.memory import free_memory
+from .dry_run import DryRunModel
+from .plan import saving_of
+from .rank_memory import (
     Machine,
     PlanBase,
     first_rank,
     machine_for,
     memory_of,
     mesh_of,
+    plan_base,
     recomputes_on,
     rehearsed,
     whole,
@@ -163,22 +159,16 @@ class _Trial:
     @classmethod
     def of(cls, recipe: Recipe, machine: Machine, policy: Recomputation) -> _Trial:
         """The trial of ``policy``. Raises as ``make_plan``."""
-        code_of(recipe)
         ranks = mesh_of(recipe, machine).num_data_ranks
         recipe = changed(with_batch_sizes(recipe, ranks)[0], {SIZE: 1, RECOMPUTE: policy})
         per_rank = max(1, recipe.train.global_batch_size // ranks)
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        base = find_base(recipe, weights=False)
-        codec = build_codec(recipe, base)
-        dataset = examples_of(recipe, codec).dataset
-        lengths, trained = token_counts(recipe, dataset), trained_counts(dataset)
-        course = course_of(recipe, loader_of(recipe, dataset, ranks), lengths, trained)
-        ground = PlanBase(base, codec, machine, dataset, lengths, trained, course.steps)
+        ground = plan_base(recipe, machine)
         held = first_rank(recipe, ground)
         snapshot = 0
         if not machine.on_gpu:
             alone = whole(recipe, ground) if recipe.parallel.tp > 1 else held
-            snapshot = saving_of(alone, codec, base, course, machine).shared_memory
+            snapshot = saving_of(alone, ground).shared_memory
         return cls(recipe, sizes, ground, held, snapshot)
 
     def peak(self, size: int) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 from ...errors import RunError
 from ...storage.files import make_folder, raising, write_aside
 from ...terminal_text import visible
-from ..data_check.figures import DatasetFigures
-from ..preview import PreviewExample, RenderedExample
-from .length_histogram import length_bins
+from .figures import DatasetFigures
+from .preview import PreviewExample, RenderedExample, length_bins
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --trained: #1a7f3722; --edge: #1a7f37;

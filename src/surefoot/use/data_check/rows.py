@@ -1,22 +1,114 @@
-"""Equal and similar rows among many, by hashes: 24 bytes a row in memory, 64 in a temporary file.
-
-Similar rows are found by MinHash over the sequences of 8 characters of a text (Broder 1997), so it
-needs no words and works for any language. Two signatures of 32 numbers agree in as many places as
-the texts share sequences, on average. Rows are compared where one of 8 bands is equal.
-"""
+"""What is odd about a single row: the order of its turns, and the text of its response."""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
+import zlib
 from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from ...data.data_order import Index
+from ...data.example import Example, Message
+
+MEDIA = ("<image>", "<video>", "<audio>")
+LOOP_LENGTH, LOOP_RATIO = 400, 0.08  # bytes of a response, and its compressed size at most
+NO_END = "conversations that do not end with a response"
+FIRST = "conversations that begin with a response"
+TWICE = "conversations with two turns of one role in a row"
+LATE = "system messages after the first turn"
+ALONE = "results of functions without a call before"
+PLACEHOLDER = "placeholders of pictures or sounds in the text"
+CONTROL = "special tokens of the model in the text"
+LOOP = "responses that repeat themselves"
+ECHO = "responses equal to the prompt"
+
+
+def texts_of(example: Example) -> RowTexts:
+    """The texts of a row to compare with those of others."""
+    if example.text is not None:
+        return RowTexts(example.text, example.text, "", example.text)
+    messages = example.messages
+    response = response_of(example)
+    before = messages if example.chosen or not _ends(messages) else messages[:-1]
+    tools = json.dumps(example.tools, sort_keys=True, default=str) if example.tools else ""
+    prompt = "\0".join([tools, *map(_written, before)])
+    rejected = _written(example.rejected) if example.rejected else ""
+    whole = f"{prompt}\1{_written(response) if response else ''}\1{rejected}\1{example.label}"
+    said = [message.content for message in before if message.role != "system"]
+    content = "\n".join([*said, response.content if response else ""])
+    return RowTexts(whole, prompt, response.content if response else "", content)
+
+
+def response_of(example: Example) -> Message | None:
+    """The response of a row; of a pair, the chosen one."""
+    if example.chosen is not None:
+        return example.chosen
+    return example.messages[-1] if _ends(example.messages) else None
+
+
+def oddities(example: Example, specials: Sequence[str], *, needs_response: bool) -> Iterator[str]:
+    """What is odd about a row. ``specials`` are the special tokens of the model."""
+    messages = example.messages
+    contents = [message.content for message in messages] if messages else [example.text or ""]
+    if any(mark in content for content in contents for mark in MEDIA):
+        yield PLACEHOLDER
+    if any(mark in content for content in contents for mark in specials):
+        yield CONTROL
+    if example.text is not None:
+        return
+    if needs_response and example.chosen is None and not _ends(messages):
+        yield NO_END
+    yield from _order(messages)
+    response = response_of(example)
+    if response is None:
+        return
+    if is_loop(response.content):
+        yield LOOP
+    prompts = [message.content.strip() for message in messages if message.role == "user"]
+    if response.content.strip() and prompts and prompts[-1] == response.content.strip():
+        yield ECHO
+
+
+def is_loop(text: str) -> bool:
+    """Whether a text says the same again and again: it is long, and compresses to next to
+    nothing."""
+    data = text.encode(errors="replace")
+    return len(data) >= LOOP_LENGTH and len(zlib.compress(data, 1)) < LOOP_RATIO * len(data)
+
+
+def _order(messages: Sequence[Message]) -> Iterator[str]:
+    roles = [message.role for message in messages]
+    turns = [role for role in roles if role != "system"]
+    if turns and turns[0] == "assistant":
+        yield FIRST
+    if "system" in roles[1:]:
+        yield LATE
+    if any(one == other and one != "tool" for one, other in pairwise(turns)):
+        yield TWICE
+    if any(
+        message.role == "tool" and before.role not in ("assistant", "tool")
+        for before, message in pairwise(messages)
+    ):
+        yield ALONE
+
+
+def _ends(messages: Sequence[Message]) -> bool:
+    return bool(messages) and messages[-1].role == "assistant"
+
+
+def _written(message: Message) -> str:
+    pairs = [(call["name"], call["arguments"]) for call in message.tool_calls]  # ids may differ
+    calls = json.dumps(pairs, sort_keys=True, default=str)
+    return f"{message.role}:{message.content}{calls if message.tool_calls else ''}"
+
 
 LENGTH = 8  # characters of a sequence
 SHORTEST, LONGEST = 50, 20_000  # characters of a text that is compared, and that are looked at

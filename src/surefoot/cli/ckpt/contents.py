@@ -1,0 +1,390 @@
+"""``surefoot ckpt ls``, ``show`` and ``cat``: checkpoints of a run, what is in one, values."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...checkpoint.layouts import LAYOUTS
+from ...checkpoint.layouts.detection import find_tensor, open_contents, shown, states_of
+from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
+from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
+from ...errors import CheckpointError
+from ...parallel.box import select
+from ...storage.address import Address
+from ...terminal_text import one_line
+from ..table import (
+    JSON,
+    PLACE,
+    as_dict,
+    cell,
+    console,
+    dims,
+    fitted,
+    frame,
+    in_bytes,
+    local,
+    mark,
+    number,
+    print_json,
+    reading,
+    table,
+    time,
+    when,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...checkpoint.looking.tensor_stats import Excerpt, Norms
+
+
+_NUMBERS: tuple[str, ...] = ("step", "size", "on disk", "loss", "eval loss", "parent")
+_NUMBERS += ("tensors", "elements", "L2 norm", "min", "max", "mean", "NaN", "inf")
+_OPTIONAL = ("parent", "kind", "layout", "step", "on disk")  # goes where there is no room
+_SHARED = 0.99  # below this share of a checkpoint's size, it shares files with older ones
+
+
+@click.command()
+@click.argument("folder", metavar="RUN", type=PLACE)
+@click.option("--verify", is_flag=True, help="Verify every byte of each checkpoint.")
+@JSON
+def ls(folder: Path | Address, verify: bool, as_json: bool) -> None:
+    """List the checkpoints of RUN, a run's folder or its URL, oldest first.
+
+    RUN may also be a folder of the Hugging Face Trainer or MindSpore. All files must exist at full
+    length. Loss is the last that was logged, eval loss that of the same step. If checkpoints share
+    files, a column "on disk" shows what each adds to the older ones. The exit code is 1 if --verify
+    finds a damaged one.
+    """
+    if isinstance(folder, Address):
+        from ...checkpoint.remote import stores
+
+        lines = stores().lines(folder, verified=verify)
+    else:
+        lines = list_run(folder)
+        if verify:
+            with reading("verifying", sum(line.num_bytes or 0 for line in lines)) as advance:
+                lines = [verified(line, advance) for line in lines]
+    if as_json:
+        print_json([as_dict(line) for line in lines])
+    elif not lines:
+        click.echo(f"{folder}: no checkpoints")
+    else:
+        _print(lines)
+    if verify and any(line.step is not None and line.problem is not None for line in lines):
+        raise click.exceptions.Exit(1)
+
+
+def _print(lines: list[CheckpointLine]) -> None:
+    screen = console()
+    screen.print(_table(lines, screen))
+    for line in lines:
+        if line.problem is not None:
+            screen.print(mark("✗", "bold red", f"{line.path.name}: {line.problem}"), soft_wrap=True)
+
+
+def _table(lines: list[CheckpointLine], screen: Console) -> Table:
+    usable = [line for line in lines if line.problem is None and line.step is not None]
+    newest = usable[-1] if usable else None
+    columns = {name: cells for name, cells in _columns(lines, newest).items() if any(cells)}
+    styles = ["bold" if line is newest else "" for line in lines]
+    return fitted(screen, columns, numbers=_NUMBERS, optional=_OPTIONAL, styles=styles)
+
+
+def _columns(lines: list[CheckpointLine], newest: CheckpointLine | None) -> dict[str, list[Text]]:
+    shares = any(_shares(line) for line in lines)
+    cells = {
+        "checkpoint": [line.path.name for line in lines],
+        "step": ["" if line.step is None else f"{line.step:,}" for line in lines],
+        "saved": [time(line.created) for line in lines],
+        "size": [in_bytes(line.num_bytes) for line in lines],
+        "on disk": [in_bytes(line.disk_bytes) if shares and line.step else "" for line in lines],
+        "kind": [line.kind or "" for line in lines],
+        "layout": [_written_by(line.layout) for line in lines],
+        "loss": [number(line.loss) for line in lines],
+        "eval loss": [number(line.eval_loss) for line in lines],
+        "parent": [(line.parent or "").removeprefix("checkpoint-") for line in lines],
+    }
+    found = {name: [cell(text) for text in texts] for name, texts in cells.items()}
+    return found | {"state": [_line_state(line, newest) for line in lines]}
+
+
+def _written_by(layout: str | None) -> str:
+    """Who writes runs of this layout, if not we."""
+    return "" if layout is None else LAYOUTS[layout].written_by
+
+
+def _shares(line: CheckpointLine) -> bool:
+    known = line.num_bytes is not None and line.disk_bytes is not None
+    return known and (line.disk_bytes or 0) < _SHARED * (line.num_bytes or 0)
+
+
+def _line_state(line: CheckpointLine, newest: CheckpointLine | None) -> Text:
+    if line.is_being_written:
+        return Text("being saved", style="yellow")
+    if line.problem is not None:
+        return Text("damaged" if line.step is not None else "leftover", style="red")
+    words = {
+        "latest": line is newest,
+        "best": line.is_best,
+        "verified": line.verified == "every byte",
+        "no hashes": line.verified == "structure",
+    }
+    said = ", ".join(word for word, holds in words.items() if holds)
+    return Text(said or "complete", style="green")
+
+
+AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
+@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option(
+    "--norms", is_flag=True, help="List them with L2 norm, minimum, maximum, mean, NaN, inf."
+)
+@click.option("--state", metavar="NAME", help="Print a state in full, as it is stored.")
+@JSON
+def show(
+    checkpoint: Path | Address, tensors: bool, norms: bool, state: str | None, as_json: bool
+) -> None:
+    """Show the contents of CHECKPOINT: of Surefoot, Hugging Face, its Trainer, PEFT or MindSpore.
+
+    Norms are those of the finite values, in 64 bits, and need little memory. Pickled files are
+    listed, but never read.
+    """
+    checkpoint = local(checkpoint)
+    if state is not None:
+        print_json(_state(checkpoint, state))
+        return
+    summary = summarise(checkpoint)
+    found = _norms(checkpoint) if norms else {}
+    if as_json:
+        print_json(_as_json(summary, found))
+        return
+    screen = console()
+    screen.print(frame(summary.path, _facts(summary)))
+    screen.print(_groups_table(summary.groups))
+    if summary.states:
+        screen.print(_pairs("states", summary.states.items()))
+    sizes = ((name, in_bytes(count)) for name, count in summary.files.items())
+    screen.print(_pairs("files", sizes))
+    if summary.pickles:
+        names = ", ".join(summary.pickles)
+        screen.print(cell(f"pickled, and not read: {names}"), style="dim", soft_wrap=True)
+    if tensors or norms:
+        screen.print(_tensors_table(summary.groups, found, screen))
+
+
+def _state(checkpoint: Path, name: str) -> object:
+    states = states_of(checkpoint)
+    if name in states:
+        return states[name]
+    if not states:
+        raise CheckpointError(f"{checkpoint}: it contains no states, so no {name!r}")
+    near = difflib.get_close_matches(name, states, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(states))}"
+    raise CheckpointError(f"{checkpoint}: it contains no state {name!r}; {hint}")
+
+
+def _norms(checkpoint: Path) -> AllNorms:
+    from ...checkpoint.looking.tensor_stats import norms
+    from ...checkpoint.sources.source import FolderSource
+
+    contents = open_contents(checkpoint)
+    total = sum(place.entry.num_bytes for place in contents.tensors.values())
+    source, found = FolderSource(contents), {}
+    with reading("reading", total) as advance:
+        for name, place in contents.tensors.items():
+            found[name] = norms(source, name)
+            advance(place.entry.num_bytes)
+    return found
+
+
+def _as_json(summary: Summary, found: AllNorms) -> dict[str, object]:
+    def norms(group: Group, tensor: Tensor) -> dict[str, object]:
+        own = found.get(f"{group.role}/{tensor.name}")
+        return {"norms": as_dict(own)} if own else {}
+
+    groups = [
+        {
+            "role": group.role,
+            "tensors": [as_dict(tensor) | norms(group, tensor) for tensor in group.tensors],
+        }
+        for group in summary.groups
+    ]
+    return {**as_dict(summary), "groups": groups, "pickles": summary.pickles}
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, object]]:
+    layout = LAYOUTS[summary.layout].title + ", by the Trainer" * (
+        "trainer_state" in summary.states
+    )
+    for name, value in {"layout": layout, **summary.facts}.items():
+        yield name, when(value) if name == "saved" else value
+    yield "tensors", in_bytes(sum(group.num_bytes for group in summary.groups))
+
+
+def _groups_table(groups: Iterable[Group]) -> Table:
+    made = table("", "tensors", "elements", "size", "types", numbers=_NUMBERS)
+    for group in groups:
+        types = ", ".join(f"{name} ({count:,})" for name, count in group.dtypes.items())
+        made.add_row(
+            cell(group.role),
+            f"{len(group.tensors):,}",
+            f"{group.num_elements:,}",
+            in_bytes(group.num_bytes),
+            types,
+        )
+    return made
+
+
+def _tensors_table(groups: Iterable[Group], found: AllNorms, screen: Console) -> Table:
+    known = [(group.role, tensor) for group in groups for tensor in group.tensors]
+    columns = {
+        "tensor": [cell(shown(f"{role}/{tensor.name}")) for role, tensor in known],
+        "type": [Text(tensor.dtype) for _, tensor in known],
+        "shape": [Text(dims(tensor.shape)) for _, tensor in known],
+    }
+    if found:
+        columns |= _figures([found[f"{role}/{tensor.name}"] for role, tensor in known])
+    else:
+        columns["size"] = [Text(in_bytes(tensor.num_bytes)) for _, tensor in known]
+        columns["file"] = [cell(tensor.file) for _, tensor in known]
+    return fitted(screen, columns, numbers=_NUMBERS, optional=("file", "size", "type"))
+
+
+def _figures(all_norms: Sequence[Norms]) -> dict[str, list[Text]]:
+    found = {
+        "L2 norm": [Text(number(norms.l2)) for norms in all_norms],
+        "min": [Text(number(norms.minimum)) for norms in all_norms],
+        "max": [Text(number(norms.maximum)) for norms in all_norms],
+        "mean": [Text(number(norms.mean)) for norms in all_norms],
+        "NaN": [_alarm(norms.num_nan) for norms in all_norms],
+        "inf": [_alarm(norms.num_inf) for norms in all_norms],
+    }
+    return {name: cells for name, cells in found.items() if any(cells)}
+
+
+def _alarm(count: int) -> Text:
+    return Text(f"{count:,}" if count else "", style="bold red")
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    made = table(title, "")
+    for name, value in pairs:
+        made.add_row(cell(name), Text(one_line(value), style="dim"))
+    return made
+
+
+_SHOWN = 1000  # values; of more, only the edges are shown
+_MOST = 1_000_000  # values that --all and --json print
+
+
+@click.command(context_settings={"ignore_unknown_options": True})  # a SLICE may be -1
+@click.argument("checkpoint", metavar="CHECKPOINT", type=PLACE)
+@click.argument("tensor")
+@click.argument("where", metavar="[SLICE]", default="")
+@click.option("--all", "whole", is_flag=True, help="Print every value, not just the edges.")
+@JSON
+def cat(checkpoint: Path | Address, tensor: str, where: str, whole: bool, as_json: bool) -> None:
+    """Print the values of TENSOR in CHECKPOINT, or a SLICE of them such as '0:8' or '0, :, ::2'.
+
+    Tensor names are those of `show --tensors`, for example optimizer/NAME.exp_avg. A SLICE has
+    numpy's syntax: indices, start:stop:step and ...; negative numbers count from the end, a step
+    must be positive. No other part of the file is read.
+    """
+    from ...checkpoint.looking.tensor_stats import excerpt
+    from ...checkpoint.sources.source import FolderSource
+
+    contents = open_contents(local(checkpoint))
+    name = find_tensor(contents, tensor)
+    entry = contents.tensors[name].entry
+    selection = select(where, entry.shape)
+    count = math.prod(selection.shape)
+    if (whole or as_json) and count > _MOST:
+        raise CheckpointError(
+            f"{tensor}: {count:,} values are too many to print, at most {_MOST:,}; add a slice"
+        )
+    found = excerpt(FolderSource(contents), name, selection, _MOST if whole or as_json else _SHOWN)
+    if as_json:
+        facts = {"tensor": shown(name), "dtype": entry.dtype, "shape": entry.shape}
+        print_json(facts | {"slice": where, "values": _plain(found.values)})
+        return
+    what = f"{shown(name)}  {entry.dtype} {dims(entry.shape)}"
+    if where:
+        what = f"{shown(name)}[{where}]  {entry.dtype} {dims(selection.shape)}"
+    console().print(cell(what), style="dim", soft_wrap=True)
+    click.echo(render(found))
+
+
+def _plain(values: torch.Tensor) -> object:
+    """Nested lists of numbers; non-finite values are text, a complex number is a pair."""
+    import torch
+
+    if not values.numel():  # the other dimensions may be of any length
+        return []
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    found = values.to(torch.float64) if values.is_floating_point() else values
+    return _spelled(found.tolist())
+
+
+def _spelled(value: object) -> object:
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def render(found: Excerpt) -> str:
+    """The values in rows, as torch prints them; ``…`` where some are omitted."""
+    import torch
+
+    values = found.values
+    if not values.numel():
+        return "[]"
+    if values.is_floating_point():
+        values = values.to(torch.float64)
+    texts = [_text(value) for value in values.reshape(-1).tolist()]
+    width = max(map(len, texts), default=0)
+    cells = iter([text.rjust(width) for text in texts])
+
+    def nested(dim: int) -> str:
+        if dim == values.ndim:
+            return next(cells)
+        parts = [nested(dim + 1) for _ in range(values.shape[dim])]
+        if found.is_cut[dim]:
+            parts.insert(len(parts) // 2, "…")
+        deeper = values.ndim - dim - 1
+        between = ", " if not deeper else "," + "\n" * deeper + " " * (dim + 1)
+        return f"[{_wrapped(parts, dim) if not deeper else between.join(parts)}]"
+
+    return nested(0)
+
+
+_COLUMNS = 100
+
+
+def _wrapped(parts: list[str], dim: int) -> str:
+    """A row of values, on several lines if it is long."""
+    width = max(map(len, parts), default=0) + 2
+    per_line = max(1, (_COLUMNS - dim - 2) // width)
+    lines = [parts[i : i + per_line] for i in range(0, len(parts), per_line)]
+    return (",\n" + " " * (dim + 1)).join(", ".join(line) for line in lines)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, complex):
+        return f"{value.real:.6g}{value.imag:+.6g}j"
+    return str(value)

@@ -1,0 +1,278 @@
+"""The data of a recipe before a run: ``preview``, ``data check``, ``encode`` and ``download``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from ..errors import DataError, counted
+from ..terminal_text import one_line, visible
+from .loading import loading, recipe_arguments, resolved_recipe
+
+if TYPE_CHECKING:
+    from ..data.text.codec import Codec
+    from ..recipe.recipe import Recipe
+    from ..use.data_check.figures import DataCheck, DatasetFigures, Finding
+    from ..use.data_check.preview import PreviewExample
+
+ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
+LEARNT, REJECTED = "bold green", "bold red"
+WIDTH = 40  # characters of the longest bar of the histogram
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def _with_codec(recipe: Path, overrides: tuple[str, ...]) -> tuple[Recipe, Codec]:
+    """The recipe, and how it encodes; no weights are read."""
+    loaded = resolved_recipe(recipe, overrides)
+    with loading():
+        from ..recipe.recipe_data import find_base
+        from ..run.policy import build_codec
+    return loaded, build_codec(loaded, find_base(loaded, weights=False))
+
+
+@click.command()
+@recipe_arguments
+@click.option(
+    "-n",
+    "count",
+    default=3,
+    type=click.IntRange(0),
+    help="Number of examples to show of each dataset.",
+)
+@click.option("--dataset", help="Only this dataset.")
+@click.option("--all", "all_rows", is_flag=True, help=f"Read all rows, not the first {ROWS:,}.")
+@_JSON
+@click.option(
+    "--html",
+    "page",
+    type=click.Path(path_type=Path),
+    help="Write the examples, with colored masks, and the statistics to this file.",
+)
+def preview(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    *,
+    count: int,
+    dataset: str | None,
+    all_rows: bool,
+    as_json: bool,
+    page: Path | None,
+) -> None:
+    """Show the tokenized data of RECIPE as the model reads it, and which tokens are trained on.
+
+    Prints the first examples of each dataset as they are rendered. Trained tokens are green ([[ ]]
+    when not on a terminal), masked tokens are dim. Then statistics: lengths, and what is truncated
+    or dropped and why. Nothing is trained, and no weights are read.
+
+    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    """
+    loaded, codec = _with_codec(recipe, overrides)
+    with loading():
+        from ..use.data_check.check import preview_data
+        from ..use.data_check.preview_page import preview_page, write_page
+
+    limit, cutoff_len = None if all_rows else ROWS, codec.section.longest
+    found = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
+    if page is not None:
+        write_page(page, preview_page(found, str(recipe), cutoff_len))
+        click.echo(f"written to {page}", err=True)
+    if as_json:
+        _print_json({"cutoff_len": cutoff_len, "datasets": [one.as_data() for one in found]})
+    if page is not None or as_json:
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    for figures in found:
+        show(console, figures, cutoff_len)
+    if empty := [figures.name for figures in found if figures.rows and not figures.items]:
+        raise DataError(f"{', '.join(empty)}: none of the rows above has trained tokens")
+
+
+@click.group()
+def data() -> None:
+    """Check the rows of a recipe before training."""
+
+
+@data.command()
+@recipe_arguments
+@click.option("--dataset", help="Only this dataset.")
+@click.option("--rows", type=click.IntRange(1), help="Read at most so many rows of each dataset.")
+@_JSON
+def check(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    *,
+    dataset: str | None,
+    rows: int | None,
+    as_json: bool,
+) -> None:
+    """Check the rows of RECIPE before training.
+
+    Reports lengths in tokens and what is truncated or dropped, the share of trained tokens, equal
+    and similar rows, rows of the evaluation data that are in the training data, responses that are
+    empty or repeated, and conversations with an odd order of turns. Nothing is trained, and no
+    weights are read.
+
+    The exit code is 0 without problems, 1 with problems, and 2 if the data cannot be read.
+
+    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    """
+    loaded, codec = _with_codec(recipe, overrides)
+    with loading():
+        from ..use.data_check.check import check_data
+
+    found = check_data(loaded, codec, dataset=dataset, limit=rows)
+    if as_json:
+        _print_json(found.as_data())
+    else:
+        _show_check(Console(soft_wrap=True, highlight=False), found)
+    if found.has_problems:
+        raise click.exceptions.Exit(1)
+
+
+@click.command()
+@recipe_arguments
+def encode(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Encode the datasets of RECIPE into the cache, where training finds them.
+
+    Use it, for example, on a machine with cheap processors before you rent one with a GPU;
+    data.cache_dir is then a folder that both can read. With data.streaming, training can start
+    before the encoding has ended. Datasets that are already in the cache are not encoded again.
+
+    OVERRIDES are dotted fields such as data.cutoff_len=512.
+    """
+    from ..recipe.recipe_data import encode_datasets
+
+    for line in encode_datasets(*_with_codec(recipe, overrides)).lines():
+        click.echo(visible(line))
+
+
+@click.command()
+@recipe_arguments
+def download(recipe: Path, overrides: tuple[str, ...]) -> None:
+    """Download the model and the datasets of RECIPE, so that it also runs without a network.
+
+    What is on this machine already is only checked. An interrupted download is resumed by the same
+    command. Every file is verified by the hash that its hub announces. Afterwards, HF_HUB_OFFLINE=1
+    forbids any further request.
+
+    OVERRIDES are dotted fields such as model.hub=modelscope.
+    """
+    loaded = resolved_recipe(recipe, overrides)
+    with loading():
+        from ..data.rows.catalog import Catalog
+        from ..recipe.recipe_data import find_base
+
+    click.echo(visible(f"model: {find_base(loaded)}"))
+    for entry in Catalog(loaded.data).entries:
+        entry.source.stamp()
+        click.echo(visible(f"{entry.name}: {entry.source}"))
+
+
+def _print_json(value: object) -> None:
+    click.echo(visible(json.dumps(value, ensure_ascii=False, indent=2)))
+
+
+def show(console: Console, figures: DatasetFigures, cutoff_len: int) -> None:
+    """Print examples, a legend and statistics."""
+    for shown in figures.shown:
+        _show_example(console, shown)
+    if any(shown.items for shown in figures.shown):
+        legend = Text.assemble(("trained", LEARNT), "  ", ("masked", "dim"))
+        if not console.is_terminal:
+            legend = Text("[[ ]]: trained; everything else is masked")
+        console.print(legend, end="\n\n")
+    _show_lines(console, figures, [", ".join(figures.totals), *figures.warnings()], cutoff_len)
+
+
+def _show_lines(
+    console: Console, figures: DatasetFigures, lines: Iterable[str], cutoff_len: int
+) -> None:
+    console.print(Text(one_line(figures.name), style="bold"))
+    for line in (*lines, *histogram(figures.lengths, cutoff_len)):
+        console.print(f"  {one_line(line)}", markup=False)
+    console.print()
+
+
+def _show_example(console: Console, shown: PreviewExample) -> None:
+    console.print(Text(one_line(f"── {shown.origin}: {shown.outcome}"), style="bold"))
+    for item in shown.items:
+        text, answer = Text(), None
+        for part in item.parts:
+            if part.answer != answer:
+                newline = "" if text.plain.endswith("\n") else "\n"
+                text.append(f"{newline}{part.answer}: ", style="bold")
+            answer = part.answer
+            style = REJECTED if answer == "rejected" else LEARNT
+            is_marked = part.learnt and not console.is_terminal
+            words = visible(part.text)
+            words = f"[[{words}]]" if is_marked else words
+            text.append(words, style=style if part.learnt else "dim")
+        console.print(text)
+    console.print()
+
+
+def histogram(lengths: Iterable[int], cutoff_len: int) -> Iterator[str]:
+    """Lines with bars, and the position of ``cutoff_len`` among the lengths, or counts of them."""
+    from ..use.data_check.preview import length_bins, quantile
+
+    counts = Counter(lengths)
+    bins = length_bins(counts, cutoff_len)
+    if not bins:
+        return
+    total, longest = counts.total(), max(counts)
+    yield (
+        f"tokens of a sequence before truncation: median {quantile(counts, total // 2):,}, 95 % "
+        f"up to {quantile(counts, (total * 95 - 1) // 100):,}, longest {longest:,}"
+    )
+    most = max(each.count for each in bins)
+    for each in bins:
+        bar = "█" * -(-each.count * WIDTH // most)
+        yield f"{f'{each.above + 1:,} to {each.most:,}':>20} {bar} {each.count:,}"
+        if each.most == cutoff_len < longest:
+            yield f"{'':>20} {'─' * 6} data.cutoff_len {cutoff_len:,} {'─' * 6}"
+    if longest <= cutoff_len:
+        yield f"no sequence is longer than data.cutoff_len {cutoff_len:,}"
+
+
+def _show_check(console: Console, found: DataCheck) -> None:
+    for figures in found.datasets:
+        _show_lines(console, figures, _checked(figures), found.cutoff_len)
+    for overlap in found.overlaps:
+        console.print(Text(one_line(f"evaluation data: {overlap.evaluation}"), style="bold"))
+        of = f"of {counted(overlap.rows, 'row')}"
+        console.print(f"  {overlap.same.count:,} {of} are in the training data", markup=False)
+        console.print(f"  {overlap.prompt.count:,} have a prompt of it", markup=False)
+        console.print(f"  {overlap.similar.count:,} resemble a row of it\n", markup=False)
+    for finding in found.findings:
+        console.print(_finding(finding))
+    problems = sum(finding.level == "problem" for finding in found.findings)
+    console.print(counted(problems, "problem") if problems else "no problems", style="bold")
+
+
+def _finding(finding: Finding) -> Text:
+    is_problem = finding.level == "problem"
+    mark = ("✗ ", "bold red") if is_problem else ("· ", "dim")
+    words = f"{finding.dataset}: {finding.what}: {finding.count:,}"
+    rows = f" ({'; '.join(finding.rows)})" if finding.rows else ""
+    advice = f". {finding.advice[:1].upper()}{finding.advice[1:]}" if finding.advice else ""
+    return Text.assemble(mark, one_line(words), (one_line(rows), "dim"), one_line(advice))
+
+
+def _checked(figures: DatasetFigures) -> Iterator[str]:
+    first = "" if figures.all_rows else "the first "
+    rows, sequences = counted(figures.rows, "row"), counted(figures.items, "sequence")
+    share = f"{100 * figures.share_trained:.1f} % trained"
+    yield f"{first}{rows}, {sequences}, {counted(figures.tokens, 'token')}, {share}"
+    yield (
+        f"equal to an earlier row: {figures.equal.count:,}; similar: {figures.similar.count:,}; "
+        f"truncated: {figures.cut.count:,}"
+    )
+    if figures.labels:
+        yield f"marked good: {figures.labels[True]:,}; marked bad: {figures.labels[False]:,}"

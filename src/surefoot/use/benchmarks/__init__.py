@@ -1,1 +1,0 @@
-"""Benchmarks: multiple choice by likelihood, tasks of lm-eval, and similarity to references."""

@@ -1,1 +1,0 @@
-"""Pages of HTML that are written for people, and the figures in them."""

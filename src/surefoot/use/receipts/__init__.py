@@ -1,1 +1,0 @@
-"""Receipts of exports: what an artefact was made from, and proof that it computes the same."""
