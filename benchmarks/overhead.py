@@ -20,8 +20,8 @@ import torch
 from measure import say
 
 from surefoot.recipe.recipe import read
+from surefoot.use.bench._trial import measured
 from surefoot.use.bench.measurement import BenchResult
-from surefoot.use.bench.trial import measured
 
 SIZES = {"hidden": 768, "layers": 12, "vocabulary": 32_000}
 METHODS = {"full": "full", "lora": {"lora": {"rank": 8}}}

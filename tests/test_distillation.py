@@ -16,8 +16,8 @@ from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.use.estimate import dry_run
-from surefoot.use.estimate.fake_tensors import HoldingOptions
+from surefoot.use.estimate import _dry_run as dry_run
+from surefoot.use.estimate._fake_tensors import HoldingOptions
 from surefoot.use.evaluation import staying
 from surefoot.use.model_loading import PLAINLY
 from surefoot.use.run_evaluation import evaluate_run

@@ -11,9 +11,9 @@ from surefoot.cli import bench
 from surefoot.cli.main import main
 from surefoot.recipe.recipe import load
 from surefoot.storage import child
+from surefoot.use.bench._trial import TrialFailure
 from surefoot.use.bench.measurement import PHASES
 from surefoot.use.bench.search import Search, SingleRankRecipe
-from surefoot.use.bench.trial import TrialFailure
 from surefoot.use.estimate.fitting import Fit
 from use.bench.made_up import figures
 

@@ -14,8 +14,8 @@ from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.stages.kto import KTO
+from surefoot.use.data_check._rows import RowHashes, RowTexts, is_loop, repeats, signature, texts_of
 from surefoot.use.data_check.figures import DatasetFigures, findings_of
-from surefoot.use.data_check.rows import RowHashes, RowTexts, is_loop, repeats, signature, texts_of
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
 PHRASE = "I am sorry, but I cannot help you with that question."

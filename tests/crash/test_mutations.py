@@ -21,7 +21,7 @@ from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import dump, load, read
 from surefoot.run.resolving import with_adapter_settings
-from surefoot.use.model_location import locate
+from surefoot.use._model_location import locate
 
 WORDS = ["", "auto", "full", "lora", "all", "q_proj", "/", "..", "~", "é", "\0", "s3://b/r", "1e3"]
 VALUES = st.recursive(

@@ -21,8 +21,8 @@ from surefoot.run.assembly import build
 from surefoot.run.resolving import resolved
 from surefoot.training.rewards import by_name
 from surefoot.training.rollout import DatasetRow, Rollout
-from surefoot.use.estimate.dry_run import build as dry_run
-from surefoot.use.estimate.fake_tensors import HoldingOptions
+from surefoot.use.estimate._dry_run import build as dry_run
+from surefoot.use.estimate._fake_tensors import HoldingOptions
 from surefoot.use.estimate.rank_memory import initial_values_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,7 +15,7 @@ from surefoot.errors import ModelError, RecipeError
 from surefoot.model import layers, loading, packed_attention
 from surefoot.parallel import sharded_model
 from surefoot.recipe.recipe import load
-from surefoot.use.estimate.dry_run import LiveBytes, dry_run_batch
+from surefoot.use.estimate._dry_run import LiveBytes, dry_run_batch
 from use.estimate import scene
 
 ROOT = Path(__file__).parents[2]

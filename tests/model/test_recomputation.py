@@ -9,7 +9,7 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.layers import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.recipe.recipe import read
-from surefoot.use.estimate.dry_run import LiveBytes
+from surefoot.use.estimate._dry_run import LiveBytes
 
 POLICIES = ("none", "selective", "full", "offload")
 IDS = torch.arange(2, 62).reshape(2, 30)

@@ -11,7 +11,7 @@ from surefoot.errors import ModelError
 from surefoot.model import outputs
 from surefoot.model.outputs import logprob_head_of
 from surefoot.network.heads import add_heads
-from surefoot.use.exporting.reward_model import as_sequence_classification
+from surefoot.use.exporting._reward_model import as_sequence_classification
 from zoo.architectures import SETTINGS, build
 
 SOME = {"llama": "equal", "gpt2": "equal", "minicpm3": "changes its last hidden states"}

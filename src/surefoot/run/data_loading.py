@@ -24,7 +24,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import encoding_of
 from ..training.stage import longest_row
 from ..training.windows import num_steps
-from .encoder_worker import POLL_SECONDS, EncoderWorker
+from ._encoder_worker import POLL_SECONDS, EncoderWorker
 
 logger = logging.getLogger(__name__)
 

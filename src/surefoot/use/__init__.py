@@ -10,10 +10,10 @@ what it needs by a step on fake tensors, and ``bench`` how fast it is by a few r
 """
 
 from ..checkpoint.converting.targets import HuggingFaceModel
+from ._model_location import ModelLocation, locate
 from .conversation import Answer, Conversation
 from .exporting.conversion import export
 from .model_loading import LoadedModel, open_model
-from .model_location import ModelLocation, locate
 from .prediction import predict
 from .run_evaluation import Generation
 

@@ -37,7 +37,7 @@ from ..recipe.recipe_data import find_base, open_codec
 from ..recipe.run_recipe import NONE_DAMAGED, Damaged
 from ..run.resolving import resolved
 from ..storage.weight_files import is_adapter
-from .model_location import ModelLocation, locate
+from ._model_location import ModelLocation, locate
 
 logger = logging.getLogger(__name__)
 PLAINLY = ParallelSection()

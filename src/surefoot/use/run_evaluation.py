@@ -26,10 +26,10 @@ from ..recipe.recipe import Recipe
 from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
+from ._model_location import locate
 from .answer_journal import Output, open_journal
 from .evaluation import HeldOut, adopt, auxiliary_columns, held_out, measure, num_batches, staying
 from .model_loading import LoadedModel, open_start, open_to_measure
-from .model_location import locate
 from .prediction import Progress
 
 BASE = "base"

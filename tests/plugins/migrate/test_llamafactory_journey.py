@@ -11,7 +11,7 @@ from project import assert_same, final_weights, marked, metrics, model_folder, p
 from project import surefoot as cli
 from surefoot.recipe.importers import convert
 from surefoot.recipe.yaml import emit
-from surefoot.use.model_location import locate
+from surefoot.use._model_location import locate
 
 EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
 COMMAND = (

@@ -9,7 +9,7 @@ import pytest
 from folders import save_model
 from surefoot.plugins.migrate.run_files import LOG, TrainerLog, place_model, write_results
 from surefoot.training.callback import TrainerControl, TrainerState
-from surefoot.use.model_location import locate
+from surefoot.use._model_location import locate
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoints" / "0.1.0" / "full"
 

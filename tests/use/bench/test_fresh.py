@@ -7,8 +7,8 @@ from project import Project
 from surefoot.errors import DataError, RunError
 from surefoot.recipe.recipe import load
 from surefoot.storage import child
+from surefoot.use.bench._trial import TrialFailure, measured
 from surefoot.use.bench.measurement import BenchResult
-from surefoot.use.bench.trial import TrialFailure, measured
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 
 from surefoot.recipe.recipe import read
+from surefoot.use.bench._trial import TrialFailure
 from surefoot.use.bench.search import Search
-from surefoot.use.bench.trial import TrialFailure
 from surefoot.use.estimate.fitting import Fit
 from use.bench.made_up import figures
 

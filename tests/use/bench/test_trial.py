@@ -7,7 +7,7 @@ import torch
 
 from project import Project
 from surefoot.recipe.recipe import load
-from surefoot.use.bench import trial
+from surefoot.use.bench import _trial as trial
 
 
 @pytest.fixture

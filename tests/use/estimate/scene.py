@@ -14,8 +14,8 @@ from surefoot.model.outputs import logprob_head_of
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.recipe.recipe import read
 from surefoot.run.policy import open_policy
-from surefoot.use.estimate.dry_run import build
-from surefoot.use.estimate.fake_tensors import HoldingOptions
+from surefoot.use.estimate._dry_run import build
+from surefoot.use.estimate._fake_tensors import HoldingOptions
 
 CPU = torch.device("cpu")
 

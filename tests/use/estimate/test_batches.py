@@ -12,7 +12,7 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import DataError
 from surefoot.recipe.recipe import read
-from surefoot.use.estimate.batches import (
+from surefoot.use.estimate._batches import (
     course_of,
     heaviest,
     loader_of,
@@ -97,7 +97,7 @@ def test_the_first_position_is_never_learnt():
 def test_many_examples_are_counted_piece_by_piece(monkeypatch):
     items = dataset(range(2, 40))
     expected = trained_counts(items)
-    monkeypatch.setattr("surefoot.use.estimate.batches._ITEMS", 7)
+    monkeypatch.setattr("surefoot.use.estimate._batches._ITEMS", 7)
     assert trained_counts(items).tolist() == expected.tolist()
 
 

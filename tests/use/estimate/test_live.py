@@ -2,7 +2,7 @@
 
 import torch
 
-from surefoot.use.estimate.dry_run import LiveBytes
+from surefoot.use.estimate._dry_run import LiveBytes
 
 MB = 250_000  # float32 in a megabyte
 

@@ -22,8 +22,8 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import World
-from surefoot.use.estimate.dry_run import LiveBytes, describe, dry_run_batch
-from surefoot.use.estimate.memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory
+from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
+from surefoot.use.estimate._memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory
 from surefoot.use.estimate.rank_memory import Machine, memory_of
 
 from .scene import batch, head_of, policy, recipe, skeleton, total

@@ -11,7 +11,7 @@ from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.use.estimate import rank_memory
-from surefoot.use.estimate.dry_run import NotRehearsedError
+from surefoot.use.estimate._dry_run import NotRehearsedError
 from surefoot.use.estimate.plan import make_plan, measured_speed
 from surefoot.use.estimate.rank_memory import Machine
 
@@ -54,11 +54,11 @@ def test_a_plan_needs_no_weights_and_leaves_nothing_behind(project):
 
 
 def test_a_sample_stands_for_all_rows(project, monkeypatch):
-    monkeypatch.setattr("surefoot.use.estimate.batches.ROWS", 5)
+    monkeypatch.setattr("surefoot.use.estimate._batches.ROWS", 5)
     found = plan(project)
     assert found.rows_read == 5
     assert found.examples == 24
-    monkeypatch.setattr("surefoot.use.estimate.batches.ROWS", 1000)
+    monkeypatch.setattr("surefoot.use.estimate._batches.ROWS", 1000)
     assert found.course.tokens == pytest.approx(plan(project).course.tokens, rel=0.1)
 
 

@@ -10,7 +10,7 @@ from surefoot.batch import Batch
 from surefoot.data.text.collation import collate_pairs
 from surefoot.errors import ModelError, RecipeError
 from surefoot.model.numerics import autocast
-from surefoot.use.estimate.dry_run import LiveBytes, NotRehearsedError, describe, dry_run_batch
+from surefoot.use.estimate._dry_run import LiveBytes, NotRehearsedError, describe, dry_run_batch
 
 from .scene import batch, features, head_of, kept, policy, recipe, skeleton, total
 

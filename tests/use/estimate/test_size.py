@@ -6,15 +6,15 @@ import surefoot
 from project import Project
 from surefoot.checkpoint.disk.retention import RetentionPolicy
 from surefoot.recipe.recipe import load
-from surefoot.use.estimate.plan import make_plan
-from surefoot.use.estimate.rank_memory import Machine
-from surefoot.use.estimate.saving import (
+from surefoot.use.estimate._saving import (
     CheckpointSize,
     disk_needed,
     most_at_once,
     saved_steps,
     snapshot_size,
 )
+from surefoot.use.estimate.plan import make_plan
+from surefoot.use.estimate.rank_memory import Machine
 
 ALONE = Machine(1, on_gpu=False)
 METHODS = ["full", {"freeze": {"num_layers": 1}}, {"lora": {"rank": 4}}]

@@ -36,7 +36,7 @@ from ...run.policy import COMPUTED_IN
 from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
 from ...training.trainer import Trainer
 from ...training.windows import num_steps
-from ..estimate.batches import heaviest
+from ..estimate._batches import heaviest
 
 WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun

@@ -17,8 +17,8 @@ from ...recipe.recipe import Recipe, read
 from ..estimate.fitting import RECOMPUTE, SIZE, Changes, Fit, available, changed, fits_of, value
 from ..estimate.plan import imported
 from ..estimate.rank_memory import machine_for
+from ._trial import TrialFailure, measured
 from .measurement import BenchResult
-from .trial import TrialFailure, measured
 
 logger = logging.getLogger(__name__)
 LIMIT = 15 * 60.0  # seconds after which nothing more is tried

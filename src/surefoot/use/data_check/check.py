@@ -25,9 +25,9 @@ from ...data.text.codec import Codec
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
 from ...recipe.recipe import Recipe
+from ._rows import Hashes, RowHashes, oddities, repeats, response_of, texts_of
 from .figures import Counted, DataCheck, DatasetFigures, Overlap, Repeated, findings_of
 from .preview import num_limited, num_tokens_of, num_trained_of, preview_example
-from .rows import Hashes, RowHashes, oddities, repeats, response_of, texts_of
 
 logger = logging.getLogger(__name__)
 BATCH = 500

@@ -9,8 +9,8 @@ from typing import Literal
 
 from ...data.section import DataSection
 from ...errors import counted
+from ._rows import ALONE, CONTROL, ECHO, FIRST, LATE, LOOP, NO_END, PLACEHOLDER, TWICE
 from .preview import PreviewExample
-from .rows import ALONE, CONTROL, ECHO, FIRST, LATE, LOOP, NO_END, PLACEHOLDER, TWICE
 
 ROWS_SHOWN = 3  # of each kind, by name
 TURNS = (NO_END, FIRST)  # what a preview says of turns that are omitted, or have no question

@@ -20,7 +20,7 @@ from ...parallel.world import World
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
 from ...storage.memory import free_memory
-from .dry_run import DryRunModel
+from ._dry_run import DryRunModel
 from .plan import saving_of
 from .rank_memory import (
     Machine,

@@ -13,9 +13,17 @@ from ...model.numerics import PrecisionName
 from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
 from ...training.callbacks.jsonl import NAME as METRICS
-from .batches import RunLength
-from .dry_run import DryRunModel
-from .memory_model import Memory, MeshShape
+from ._batches import RunLength
+from ._dry_run import DryRunModel
+from ._memory_model import Memory, MeshShape
+from ._saving import (
+    CheckpointSize,
+    disk_needed,
+    most_at_once,
+    saved_steps,
+    size_of_checkpoint,
+    snapshot_size,
+)
 from .rank_memory import (
     Machine,
     PlanBase,
@@ -26,14 +34,6 @@ from .rank_memory import (
     precision_of,
     rehearsed,
     whole,
-)
-from .saving import (
-    CheckpointSize,
-    disk_needed,
-    most_at_once,
-    saved_steps,
-    size_of_checkpoint,
-    snapshot_size,
 )
 
 _SPEEDS = 20  # of the last logs

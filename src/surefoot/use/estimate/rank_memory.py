@@ -25,7 +25,7 @@ from ...run.code_files import code_of
 from ...run.data_loading import collation_of
 from ...run.policy import build_codec
 from ...training.context import blank_examples
-from .batches import (
+from ._batches import (
     ExampleLengths,
     RunLength,
     course_of,
@@ -36,9 +36,9 @@ from .batches import (
     token_counts,
     trained_counts,
 )
-from .dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
-from .fake_tensors import HoldingOptions, held_dtype
-from .memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
+from ._dry_run import DryRunModel, NotRehearsedError, build, dry_run_batch
+from ._fake_tensors import HoldingOptions, held_dtype
+from ._memory_model import Memory, MeshShape, Pass, Snapshot, Weight, memory
 
 NOTHING = Pass(Snapshot(0, 0, 0), Snapshot(0, 0, 0), 0, 0)
 

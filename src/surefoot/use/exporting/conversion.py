@@ -25,11 +25,11 @@ from ...checkpoint.sources.source import TensorSource
 from ...model.config import ROPE, old_layers, old_rope
 from ...model.tokenizer import load_tokenizer
 from ...recipe.run_recipe import Damaged
+from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
-from ..model_location import locate
+from ._reward_model import as_sequence_classification, head_of, v_head_file
 from .merged_model import MergedModel, merged_weights, meta_model, stop_token_ids
 from .receipt import Artefact, write_receipt
-from .reward_model import as_sequence_classification, head_of, v_head_file
 
 USUAL = "surefoot"  # where only a layout or mesh is named
 

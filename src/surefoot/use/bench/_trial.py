@@ -42,7 +42,7 @@ def measured(
         (folder / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
         files = (folder / "recipe.yaml", steps, folder / "result.json")
         child = Child(
-            ["-m", "surefoot.use.bench.trial", *map(str, files)], log=folder / "log", patience=0
+            ["-m", "surefoot.use.bench._trial", *map(str, files)], log=folder / "log", patience=0
         )
         try:
             code = child.process.wait(timeout)

@@ -22,7 +22,7 @@ from ...data.text.codec import Codec
 from ...model.base_identity import BaseModel
 from ...run.assembly import build_saver
 from ...training.callback import TrainerState
-from .dry_run import DryRunModel, optimizer_state
+from ._dry_run import DryRunModel, optimizer_state
 
 RECORD = {  # a line of the history that every checkpoint carries, of a usual length
     "step": 1000,

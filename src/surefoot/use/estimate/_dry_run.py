@@ -37,8 +37,8 @@ from ...recipe.recipe import Recipe
 from ...run.models import open_networks, parts_of
 from ...run.policy import options_of
 from ...training.stage import POLICY
-from .fake_tensors import FakeTensors, HoldingOptions
-from .memory_model import Pass, Snapshot, Weight
+from ._fake_tensors import FakeTensors, HoldingOptions
+from ._memory_model import Pass, Snapshot, Weight
 
 UNMASKED = "surefoot_unmasked_sdpa"  # transformers' own; no mask is built for a name it knows not
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)

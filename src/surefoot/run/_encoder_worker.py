@@ -1,6 +1,6 @@
 """Encoder worker: the process that encodes while another one trains.
 
-Its command is ``python -m surefoot.run.encoder_worker RECIPE``.
+Its command is ``python -m surefoot.run._encoder_worker RECIPE``.
 
 It encodes as fast as the remaining processors allow. Its results are in the cache, so it may be
 ended at any time. It ends with the process that has started it.
@@ -60,7 +60,7 @@ class EncoderWorker:
         recipe.write_text(dump(self._recipe), encoding="utf-8")
         try:
             self._child = Child(
-                ["-m", "surefoot.run.encoder_worker", str(recipe)], log=recipe.with_name(LOG)
+                ["-m", "surefoot.run._encoder_worker", str(recipe)], log=recipe.with_name(LOG)
             )
         except OSError as error:
             raise DataError(f"cannot start the encoder process: {error}") from error
