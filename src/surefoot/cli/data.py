@@ -76,12 +76,12 @@ def preview(
     loaded, codec = _with_codec(recipe, overrides)
     with loading():
         from ..use.data_check.check import preview_data
-        from ..use.data_check.preview_page import preview_page, write_page
+        from ..use.data_check.preview_page import examples_page, write_page
 
     limit, cutoff_len = None if all_rows else ROWS, codec.section.longest
     found = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
     if page is not None:
-        write_page(page, preview_page(found, str(recipe), cutoff_len))
+        write_page(page, examples_page(found, str(recipe), cutoff_len))
         click.echo(f"written to {page}", err=True)
     if as_json:
         _print_json({"cutoff_len": cutoff_len, "datasets": [one.as_data() for one in found]})
