@@ -79,7 +79,7 @@ class GaLore(LowRank):
     def update_matrix(self, update: Update) -> None:
         """Update one matrix."""
         projector = update.tensor("projector")
-        if (update.number - 1) % self.update_gap == 0:
+        if (update.number - 1) % self.update_gap == 0:  # the only gather of a sharded gradient
             projector.copy_(rules.matrices.singular_vectors(update, self.rank))
         low = rules.matrices.project(update, projector)
         direction = rules.matrices.adam_direction(update, low, self.beta1, self.beta2, self.epsilon)

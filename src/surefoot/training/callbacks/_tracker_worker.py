@@ -199,7 +199,13 @@ FOLDER = "trackers"
 
 @dataclass
 class Sent:
-    """What one tracker has. ``is_other`` and ``repeated`` are of this launch."""
+    """What one tracker has. ``is_other`` and ``repeated`` are of this launch.
+
+    A resumed run repeats steps. If their lines in ``metrics.jsonl`` are the same, nothing is sent
+    twice, as the position in the file is known. If they differ, the tracker keeps what it got
+    first, since none of them can take back a value; a run whose first line differs is another
+    curve.
+    """
 
     path: Path
     id: str = field(default_factory=lambda: secrets.token_hex(4))
