@@ -64,6 +64,15 @@ def test_shards_come_one_by_one_and_the_end_is_told_last(project):
     assert dataset.find(1).store.rows.tolist() == [4, 5, 6, 7], "rows of the dataset"
 
 
+def test_an_item_of_a_stream_is_named_by_its_row_and_dataset(project):
+    dataset = project(Encoder())
+    list(dataset.encoded())
+    stream = ExampleStream([dataset], fail)
+    assert stream.reach(10) == 10
+    named = [stream.origin(item) for item in range(10)]
+    assert named == [f"row {row} (the first is 0) of d" for row in range(10)]
+
+
 def test_whoever_goes_on_encodes_only_what_is_missing(project):
     list(islice(project(Encoder()).encoded(), 2))
     encoder = Encoder()
