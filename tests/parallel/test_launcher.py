@@ -144,10 +144,14 @@ STOPS += [signal.SIGUSR2, signal.SIGXCPU]
 
 @pytest.fixture
 def _hears_interrupts():
-    """A shell lets what it starts in the background ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell lets what it starts in the background ignore them, and nohup the hangup."""
+    before = [
+        (signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)),
+        (signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)),
+    ]
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before:
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("_hears_interrupts")

@@ -105,6 +105,7 @@ def test_a_model_of_modelscope_is_downloaded_once(hub, package, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = len(hub.asked)
     assert MODELSCOPE.snapshot("models", "owner/tiny.model", patterns=patterns) == folder
+    assert MODELSCOPE.snapshot("models", "owner/tiny.model", patterns=patterns[:1]) == folder
     with pytest.raises(HubError, match="of ModelScope is not on this machine, and HF_HUB_OFFLINE"):
         MODELSCOPE.snapshot("models", "owner/tiny.model")  # some of its files are
     assert len(hub.asked) == asked

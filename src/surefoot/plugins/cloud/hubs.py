@@ -15,8 +15,10 @@ import logging
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -226,7 +228,7 @@ class ModelScope:
                 f"{installation('modelscope_hub')}, or download it with another program, and name "
                 "the folder"
             ) from None
-        known = _Complete(f"{kind} {name} {revision} {sorted(patterns)} {sorted(ignored)}")
+        known = _Complete(f"{kind} {name} {revision}", frozenset(patterns), frozenset(ignored))
         if (setting := offline_setting()) is not None:
             return known.folder(
                 f"{name} of ModelScope is not on this machine, and {setting} is set; unset "
@@ -270,28 +272,43 @@ class ModelScope:
         return folder
 
 
+@dataclass(frozen=True)
 class _Complete:
-    """Whether a download has ended, noted in the cache of Surefoot."""
+    """Downloads of a repository that have ended, noted in the cache of Surefoot. One serves whoever
+    wants the same files or fewer: ``preview`` needs no weights, and ``download`` gets all."""
 
-    def __init__(self, wanted: str) -> None:
-        self._path = default_cache().with_name("modelscope.json")
-        self._wanted = wanted
+    repository: str
+    patterns: frozenset[str]
+    ignored: frozenset[str]
 
     def folder(self, missing: str) -> Path:
         """The folder. Raises ``HubError`` with ``missing``."""
-        folder = Path(self._known().get(self._wanted, ""))
-        if not folder.is_absolute() or not folder.is_dir():
-            raise HubError(missing)
-        return folder
+        for download in self._downloads().get(self.repository, []):
+            has_all = "*" in download["patterns"] or self.patterns <= {*download["patterns"]}
+            folder = Path(download["folder"])
+            if has_all and {*download["ignored"]} <= self.ignored and folder.is_dir():
+                return folder
+        raise HubError(missing)
 
     def note(self, folder: Path) -> None:
         """It is complete."""
-        known = {**self._known(), self._wanted: str(folder)}
+        download = {
+            "folder": str(folder),
+            "patterns": sorted(self.patterns),
+            "ignored": sorted(self.ignored),
+        }
+        downloads = self._downloads()
+        others = [other for other in downloads.get(self.repository, []) if other != download]
+        data = json.dumps({**downloads, self.repository: [*others, download]}).encode()
         with files.raising(HubError, f"cannot write {self._path}"):
             files.make_folder(self._path.parent)
-            files.write_aside(self._path, json.dumps(known).encode())
+            files.write_aside(self._path, data)
 
-    def _known(self) -> dict[str, str]:
+    @property
+    def _path(self) -> Path:
+        return default_cache().with_name("modelscope-downloads.json")
+
+    def _downloads(self) -> dict[str, list[dict[str, Any]]]:
         try:
             return dict(files.read_json(self._path))
         except (OSError, ValueError, TypeError):
