@@ -21,7 +21,7 @@ check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 3 --dist worksteal --ignore tests/journey --ignore tests/crash
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not proof' --fast
 
 test: $(STAMP)  ## everything but the long proofs
 	$(BIN)/ruff format --check .

@@ -13,16 +13,30 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import forks  # noqa: F401  it makes every fork of a test fit for threads
+import slow
 
 hypothesis.settings.register_profile("surefoot", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("surefoot")
 
+SLOW = {slow.TESTS / name for name in slow.LIST.read_text().split()}
 SHARED = Path(__file__).parent.parent.parent / "shared"
 
 
 # On a GPU, torch and Triton warn of much that is of no interest to tests; not so of sums whose
 # order is left to chance.
 CALM = pytest.mark.filterwarnings("default::UserWarning", "error:.*determinis.*:UserWarning")
+
+
+def pytest_addoption(parser):
+    """What ``make check`` runs."""
+    parser.addoption("--fast", action="store_true", help="leave out the modules of slow.txt")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """A module that is left out is not imported."""
+    if config.getoption("--fast") and collection_path.suffix == ".py":
+        return collection_path in SLOW or None
+    return None
 
 
 def pytest_itemcollected(item):

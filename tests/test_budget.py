@@ -4,6 +4,7 @@ import sys
 import threading
 
 import budget
+import slow
 from project import Project
 from surefoot.recipe import recipe as recipes
 from surefoot.run.training_run import run
@@ -14,6 +15,11 @@ def test_no_room_has_more_code_than_its_ceiling():
     found = budget.counted()
     over = {name for name, room in budget.rooms().items() if found[name] > room["ceiling"]}
     assert not over, f"\n{budget.table()}\nover its ceiling: {sorted(over)}"
+
+
+def test_what_the_fast_lane_leaves_out_is_there():
+    names = slow.LIST.read_text().split()
+    assert [name for name in names if not (slow.TESTS / name).exists()] == []
 
 
 class Trace(TrainerCallback):
