@@ -324,9 +324,10 @@ def gemm_flops(dtype: torch.dtype, device: torch.device) -> float:
     are random, as a GPU multiplies ones faster than it ever multiplies weights."""
     size, draws = _SIZES[device.type], torch.Generator(device).manual_seed(0)  # not the run's own
     a, b = (torch.randn(size, size, generator=draws, dtype=dtype, device=device) for _ in range(2))
-    a @ b  # loads the kernel
-    best, began, count = float("inf"), time.perf_counter(), 0
-    while count < _FEWEST or time.perf_counter() - began < _SECONDS:
+    best = _product(a, b)  # also loads the kernel
+    began, count = time.perf_counter(), 0
+    # One product is enough where it takes seconds: bfloat16 on a CPU without units for it.
+    while best < _SECONDS and (count < _FEWEST or time.perf_counter() - began < _SECONDS):
         best, count = min(best, _product(a, b)), count + 1
     return 2.0 * size**3 / best
 
