@@ -95,6 +95,9 @@ def test_a_board_that_others_reach_needs_a_token_on_this_machine_too(root, optio
             assert client.get(f"{here}?token={token}").status_code == 200
             bearer = {"Authorization": f"Bearer {token}"}
             assert client.get(f"{here}api/runs", headers=bearer).status_code == 200
+            assert client.get(f"{here}api/runs").status_code == 200  # by the cookie of the page
+            evil = {"Host": f"evil.example:{server.port}"}
+            assert client.get(f"{here}api/runs", headers=evil).status_code == 421
     finally:
         server.close()
 

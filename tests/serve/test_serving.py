@@ -206,6 +206,14 @@ def test_a_name_is_taken_once_and_the_last_adapter_may_go(folder, client):
 def test_a_client_that_leaves_frees_its_place(client):
     # so many tokens that they are never done before the client leaves
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 128}
+    before = client.metric("surefoot_generated_tokens_total")
+    with client.http.stream("POST", TEXT, json={**body, "stream": True}) as found:
+        lines = found.iter_lines()  # the connection closes when nothing holds them
+        next(lines)
+        assert client.metric("surefoot_rows_running") > 0
+    client.until(lambda: client.metric("surefoot_rows_running") == 0)
+    assert client.metric("surefoot_rows_open") == 0
+    assert client.metric("surefoot_generated_tokens_total") - before < 200 * 128
     with pytest.raises(Exception, match="timed out"):
         client.http.post(TEXT, json=body, timeout=0.15)
     client.until(lambda: client.metric("surefoot_rows_open") == 0)
@@ -361,7 +369,8 @@ def test_a_key_and_this_machines_name_are_needed(folder):
         assert "start it with --host-name evil.example" in found.json()["error"]["message"]
 
 
-def test_a_long_body_is_refused(client):
+def test_another_sites_name_and_long_bodies_are_refused(client):
+    assert client.http.get("/health", headers={"Host": "evil.example"}).status_code == 421
     assert client.http.post(TEXT, content=b"x" * (9 << 20)).status_code == 413
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,6 +63,18 @@ def test_a_box_is_read_from_the_ranks_that_hold_it(saved, whole):
     assert source.read("model.embed_tokens.weight", Box((2, 0), (0, 4))).shape == (0, 4)
 
 
+def test_a_box_is_read_without_the_parts_of_other_ranks(saved, whole, tmp_path):
+    """So that memory holds a part at a time, however large the tensor is."""
+    shutil.copytree(saved / "plain", tmp_path / "plain")
+    source = open_any(tmp_path / "plain", trust_pickle=True)
+    for file in (tmp_path / "plain").glob("__[12]_*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    name, rows = "model.embed_tokens.weight", Box((0, 0), (21, 5))
+    assert torch.equal(source.read(name, rows), whole[name][:21, :5])
+    with pytest.raises(CheckpointError, match="damaged"):
+        source.read(name, Box((0, 0), (22, 5)))
+
+
 @pytest.mark.parametrize("name", ["plain", "checkpoint-3"])
 def test_pickles_are_read_on_the_users_word_only(name, saved):
     with pytest.raises(CheckpointError, match="--trust-pickle") as error:
@@ -92,7 +105,7 @@ class Evil:
 )
 def test_an_index_that_is_none_runs_nothing_and_is_refused(content, small):
     (small / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"dcp: not in the layout|\.metadata: ") as error:
+    with pytest.raises(CheckpointError, match=r"\.metadata") as error:
         open_any(small, trust_pickle=True)
     assert "\n" not in str(error.value)
     assert not Path("surefoot-was-here").exists()

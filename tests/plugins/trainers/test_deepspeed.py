@@ -1,6 +1,7 @@
 """Checkpoints of DeepSpeed: the tensors that went in come out, and nothing of theirs runs."""
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -211,6 +212,13 @@ def test_every_flipped_byte_gives_values_or_an_error(zero):
         with pytest.raises(CheckpointError):
             open_any(zero, trust_pickle=True)
     assert num_open() <= before + 1
+
+
+def test_a_plain_pickle_is_no_archive(zero):
+    path = zero / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    path.write_bytes(pickle.dumps({"module": {}}))
+    with pytest.raises(CheckpointError, match=r"written by torch before 1\.6 as a plain pickle"):
+        read(zero)
 
 
 def test_a_transposed_tensor_is_read_in_its_order(tmp_path):

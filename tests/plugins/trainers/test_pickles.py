@@ -111,6 +111,12 @@ def test_a_place_in_the_memo_beyond_the_pickle_is_refused_before_a_table_is_fill
         read_record(b"\x80\x04N" + put + b".", "x")
 
 
+def test_an_index_that_names_anything_but_its_own_classes_is_refused():
+    data = pickle.dumps({"state_dict_metadata": {}, "storage_data": {}, "extra": Path})
+    with pytest.raises(CheckpointError, match=r"it names pathlib(\._local)?\.Path\b"):
+        read_record(data, "x")
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_pickle_of_any_protocol_has_its_places_within_it(protocol):
     value = {"a": [1, "x", (2.5, None)], "b": [f"{n}" for n in range(300)]}

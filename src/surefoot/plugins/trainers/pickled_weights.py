@@ -2,8 +2,8 @@
 
 DCP has boxes of tensors in files, and an index of them. DeepSpeed's ZeRO concatenates the trainable
 weights in flat float32 buffers and gives every rank a part of them; where each tensor begins
-follows from the order of names and shapes beside them. Buffers are mapped from their files, and
-the parts of a tensor are loaded when it is read, so memory holds one tensor at a time. Objects in
+follows from the order of names and shapes beside them. Buffers are mapped from their files, and a
+part of a tensor is loaded when a box of it is read, so memory holds one part at a time. Objects in
 these files are inert records (``pickles``): no class is built, and nothing is executed.
 """
 
@@ -53,11 +53,13 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
         for inner in (folder, folder / FSDP):
             if files.exists(inner / INDEX):
                 kind, place, read = "a distributed checkpoint of PyTorch", inner, _distributed
+                where = place / INDEX
                 break
         else:
             if detect_layout(folder) is not None or not is_deepspeed(folder):
                 return None
             kind, place, read = "a checkpoint of DeepSpeed", _saved_last(folder), _deepspeed
+            where = place
         if not trust_pickle:
             raise CheckpointError(
                 f"{folder}: {kind}, in pickles; --trust-pickle reads them without building their "
@@ -67,7 +69,7 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
             source = PickledSource(read(place))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{place}: not in the layout of {kind} ({type(error).__name__}: {str(error)[:200]})"
+                f"{where}: not in the layout of {kind} ({type(error).__name__}: {str(error)[:200]})"
             ) from None
     names = plain_names(source.shapes())
     return source if all(new == old for new, old in names.items()) else Renamed(source, names)
@@ -75,19 +77,21 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that is put together when it is read."""
+    """A tensor in boxes, and what loads the values of each."""
 
     shape: Shape
     dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
+    parts: Mapping[Box, Callable[[], torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class PickledSource:
-    """Tensors in pickles. The last one is kept, as its boxes are read one after another."""
+    """Tensors in pickles. The last part is kept, as its boxes are read one after another."""
 
     tensors: Mapping[str, _Stored]
-    _last: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _last: dict[tuple[str, Box], torch.Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def shapes(self) -> Mapping[str, Shape]:
         """Their full shapes."""
@@ -98,24 +102,20 @@ class PickledSource:
         return {name: stored.dtype for name, stored in self.tensors.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A copy of ``box``."""
-        if name not in self._last:
-            self._last.clear()
-            self._last[name] = self.tensors[name].load()
-        return self._last[name][box.slices_in(Box.whole(self.tensors[name].shape))].clone()
+        """A copy of ``box``; only parts with values of it are loaded."""
+        stored = self.tensors[name]
+        values = torch.empty(box.shape, dtype=stored.dtype)
+        for part, load in stored.parts.items():
+            if (common := box & part) is not None:
+                if (name, part) not in self._last:
+                    self._last.clear()
+                    self._last[name, part] = load()
+                loaded = self._last[name, part]
+                values[common.slices_in(box)] = loaded[common.slices_in(part)]
+        return values
 
 
 # PyTorch's distributed checkpoints
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One box of a tensor: an archive as ``torch.save`` writes it, inside a file."""
-
-    box: Box
-    file: files.File
-    offset: int
-    length: int
 
 
 def _distributed(place: Path) -> dict[str, _Stored]:
@@ -139,8 +139,16 @@ def _distributed(place: Path) -> dict[str, _Stored]:
             raise CheckpointError(
                 f"{place}: tensor {name[:200]!r}: its boxes do not cover it exactly once"
             )
-        parts = [_part(place, opened, box, places[fqn, box.start]) for box in filled]
-        stored[name] = _Stored(shape, dtype, partial(_assembled, name, shape, dtype, parts))
+        stored[name] = _Stored(
+            shape,
+            dtype,
+            {
+                box: partial(
+                    _part, *_archive(place, opened, places[fqn, box.start]), name, box, dtype
+                )
+                for box in filled
+            },
+        )
     return stored
 
 
@@ -150,7 +158,7 @@ def _names_in_the_model(index: Any) -> dict[str, str]:
     tensors = {
         fqn: tuple(ways.get(fqn, (fqn,)))
         for fqn, saved in index["state_dict_metadata"].items()
-        if saved.name.endswith(".TensorStorageMetadata")
+        if saved.name == "TensorStorageMetadata"
     }
     inside = {way[1]: fqn for fqn, way in tensors.items() if way[0] == _TOP and len(way) == 2}
     names = inside or {way[0]: fqn for fqn, way in tensors.items() if len(way) == 1}
@@ -159,7 +167,10 @@ def _names_in_the_model(index: Any) -> dict[str, str]:
     return names
 
 
-def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> _Part:
+def _archive(
+    folder: Path, opened: dict[str, files.File], place: Any
+) -> tuple[files.File, int, int]:
+    """A file, and offset and length of the archive of ``torch.save`` in it at ``place``."""
     name = place["relative_path"]
     if not is_plain_name(name) or "/" in name:
         raise CheckpointError(f"{folder / INDEX}: {name[:200]!r} is not a file in this folder")
@@ -174,22 +185,22 @@ def _part(folder: Path, opened: dict[str, files.File], box: Box, place: Any) -> 
         raise CheckpointError(
             f"{folder / name}: it ends before the tensors that are listed in {INDEX}"
         )
-    return _Part(box, opened[name], offset, length)
+    return opened[name], offset, length
 
 
-def _assembled(name: str, shape: Shape, dtype: torch.dtype, parts: Sequence[_Part]) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
-    for part in parts:
-        where = f"{part.file.path}: {name[:200]}"
-        with files.raising(CheckpointError):
-            values = read_tensor(part.file.read(part.offset, part.length), where)
-        if (values.dtype, tuple(values.shape)) != (dtype, part.box.shape):
-            raise CheckpointError(
-                f"{where}: {list(values.shape)} of {values.dtype}, expected "
-                f"{list(part.box.shape)} of {dtype}"
-            )
-        tensor[part.box.slices_in(Box.whole(shape))] = values
-    return tensor
+def _part(
+    file: files.File, offset: int, length: int, name: str, box: Box, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values of one box."""
+    where = f"{file.path}: {name[:200]}"
+    with files.raising(CheckpointError):
+        values = read_tensor(file.read(offset, length), where)
+    if (values.dtype, tuple(values.shape)) != (dtype, box.shape):
+        raise CheckpointError(
+            f"{where}: {list(values.shape)} of {values.dtype}, expected "
+            f"{list(box.shape)} of {dtype}"
+        )
+    return values
 
 
 # DeepSpeed
@@ -369,7 +380,8 @@ def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, _Stor
 def _whole(value: object, name: str) -> _Stored:
     """A tensor in one place."""
     tensor = expect_tensor(value, name)
-    return _Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    shape = tuple(tensor.shape)
+    return _Stored(shape, tensor.dtype, {Box.whole(shape): lambda: tensor})
 
 
 def _joined(place: Path, name: str, shape: Shape, parts: tuple[torch.Tensor, ...]) -> _Stored:
@@ -381,11 +393,11 @@ def _joined(place: Path, name: str, shape: Shape, parts: tuple[torch.Tensor, ...
             "file of a rank of another save?"
         )
     parts = parts or (torch.empty(0),)
-    return _Stored(
-        shape,
-        parts[0].dtype,
-        lambda: (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(shape),
-    )
+
+    def load() -> torch.Tensor:
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(shape)
+
+    return _Stored(shape, parts[0].dtype, {Box.whole(shape): load})
 
 
 def _cut(buffers: Sequence[torch.Tensor], first: int, count: int) -> Iterator[torch.Tensor]:

@@ -5,9 +5,10 @@ nothing.
 rejects any other function. numpy's arrays are accepted too, because the Trainer stores numpy's
 generator as one.
 
-The index of a distributed checkpoint names classes of torch, and DeepSpeed saves whatever objects
-the user passes. In these files any name but those that build tensors becomes an inert record of
-what the object would have been built from; nothing of that name is looked up.
+The index of a distributed checkpoint names classes of torch. It is read as records of what these
+would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
+saves whatever objects the user passes: in its files any name but those that build tensors becomes
+such a record, and nothing of that name is looked up.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_mapped(path: Path) -> Any:
     with files.raising(CheckpointError), files.open_file(path, follow=False):
         pass
     _check_archive(path, path)
-    reader: Any = SimpleNamespace(__name__="records", Unpickler=_Records)
+    reader: Any = SimpleNamespace(__name__="records", Unpickler=_Mapped)
     with _harmless(path, "tensors"):
         return torch.load(
             path, map_location="cpu", mmap=True, pickle_module=reader, weights_only=False
@@ -176,9 +177,24 @@ _REBUILD = {  # what an archive of torch builds its tensors with
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
+_DCP = "torch.distributed.checkpoint"
+_OF_AN_INDEX = {  # what the index of a distributed checkpoint is made of
+    "Metadata": f"{_DCP}.metadata",
+    "MetadataIndex": f"{_DCP}.metadata",
+    "TensorStorageMetadata": f"{_DCP}.metadata",
+    "BytesStorageMetadata": f"{_DCP}.metadata",
+    "ChunkStorageMetadata": f"{_DCP}.metadata",
+    "TensorProperties": f"{_DCP}.metadata",
+    "_MEM_FORMAT_ENCODING": f"{_DCP}.metadata",
+    "StorageMeta": f"{_DCP}.metadata",
+    "_StorageInfo": f"{_DCP}.filesystem",
+    "_get_layout": "torch.serialization",
+    "PosixPath": "pathlib",
+}
+
+
 class _Records(pickle.Unpickler):
-    """Builds tensors and torch's types. Whatever else is named becomes a record, and nothing of
-    that name is looked up."""
+    """Torch's types, and records in place of the classes of an index. Rejects other names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name == "Size":
@@ -187,9 +203,21 @@ class _Records(pickle.Unpickler):
             return found
         if (module, name) == ("collections", "OrderedDict"):
             return _Dict
+        if _OF_AN_INDEX.get(name) != module:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return type(name, (Record,), {"name": name})
+
+
+class _Mapped(_Records):
+    """Builds tensors, too; whatever else is named becomes a record."""
+
+    def find_class(self, module: str, name: str) -> Any:
         if module in ("torch._utils", "torch._tensor") and name in _REBUILD:
             return _REBUILD[name]
-        return type("Other", (Record,), {"name": f"{module}.{name}"})
+        try:
+            return super().find_class(module, name)
+        except pickle.UnpicklingError:
+            return type("Other", (Record,), {"name": f"{module}.{name}"})
 
 
 def _check_memo(data: bytes) -> None:
