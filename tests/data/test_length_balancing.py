@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from surefoot.data.order.loader import Loader
@@ -70,13 +70,15 @@ def test_the_largest_group_is_never_larger_than_that_of_a_split_by_number(length
         assert most <= lengths.sum() / len(groups) + rest
 
 
+@example(lengths=np.array([6, 6, 10, 10, 6, 8, 8]))
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7).map(np.array))
 def test_no_split_at_all_has_less_than_three_quarters_in_its_largest_group(lengths):
     groups = balance_by_length(lengths[None], micro_batch_size=3, world_size=3, packing=True)
     best = min(
         np.bincount(each, lengths, 3).max() for each in product(range(3), repeat=len(lengths))
     )
-    assert positions(lengths[None], groups, 3, packing=True).max() <= (4 / 3 - 1 / 9) * best
+    largest = positions(lengths[None], groups, 3, packing=True).max()
+    assert 9 * largest <= 11 * best  # 4/3 - 1/9 of it, reached here; as floats it is less than that
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=7).map(np.array))
