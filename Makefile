@@ -31,7 +31,7 @@ test: $(STAMP)  ## everything but the long proofs
 
 proof: $(STAMP)  ## thousands of kills, long fuzzing
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[fuzz]' -c constraints.txt
-	$(BIN)/pytest -n 2 -m proof
+	$(BIN)/pytest -n 2 -m proof -o faulthandler_timeout=3600
 
 BASE ?= HEAD
 
