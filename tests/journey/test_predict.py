@@ -50,29 +50,9 @@ def test_two_processes_write_what_one_writes(parallel, folder, one, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-THEIRS = """\
-run_mode: predict
-seed: 42
-load_checkpoint: {folder}/theirs
-pretrained_model_dir: {folder}/base
-load_ckpt_format: safetensors
-auto_trans_ckpt: True
-use_parallel: True
-parallel_config: {{data_parallel: 1, model_parallel: 2}}
-predict_batch_size: 2
-predict_data: {folder}/q.txt
-model: {{model_config: {{type: LlamaConfig, do_sample: True, top_k: 0, max_new_tokens: 5}}}}
-"""
-
-
-def test_their_file_answers_from_their_ranks_without_a_merge(folder, one, tmp_path):
-    (tmp_path / "theirs.yaml").write_text(THEIRS.format(folder=folder))
-    code, out, err = surefoot("recipe", "convert", tmp_path / "theirs.yaml")
-    assert code == 0, err
-    told = f"surefoot predict RECIPE --prompts {folder}/q.txt --output answers.jsonl --seed 42"
-    assert told in err
-    (tmp_path / "ours.yaml").write_text(out)
-    predict(folder, tmp_path / "a.jsonl", tmp_path / "ours.yaml")
+def test_ranks_of_mindspore_are_answered_from_without_a_merge(folder, one, tmp_path):
+    weights = f"model.weights={folder / 'theirs'}"
+    predict(folder, tmp_path / "a.jsonl", folder / "base", weights, *SAMPLED, "parallel.tp=2")
     assert (tmp_path / "a.jsonl").read_text() == one
 
 

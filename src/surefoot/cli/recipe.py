@@ -45,12 +45,11 @@ def convert(path: str, overrides: tuple[str, ...], program: str | None) -> None:
     """Print the FILE of another program as a recipe: LLaMA-Factory's, TRL's YAML of a trainer,
     axolotl's, transformers' TrainingArguments as JSON, and MindSpore Transformers'.
 
-    LLaMA-Factory's arguments can also take the place of FILE: --stage sft --do_train True ... Of
-    MindSpore Transformers with run_mode: predict, the output is a file for `surefoot predict`.
+    LLaMA-Factory's arguments can also take the place of FILE: --stage sft --do_train True ...
 
     Keys that Surefoot does not support are rejected, each with the reason. Standard error shows
-    what differs from the program, or what datasets of MindSpore Transformers need in addition to
-    the recipe, and the keys that have no effect. OVERRIDES such as data.datasets=[mine] have
+    what differs from the program, which data the recipe of MindSpore Transformers still needs, and
+    the keys that have no effect. OVERRIDES such as data.datasets=[mine] have
     precedence.
     """
     from ..recipe.importers import convert as convert_file

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...checkpoint.disk.folder import open_checkpoint
-from ...checkpoint.disk.tensorfile import open_path
 from ...checkpoint.disk.trainer_state import NAME as TRAINER_STATE
 from ...checkpoint.layouts.detection import has_manifest, open_contents, open_weights
 from ...checkpoint.sources.source import (
@@ -31,12 +30,11 @@ from .naming import (
     FamilyName,
     family_of,
     heads_near,
-    heads_of,
     to_huggingface,
     to_mindspore,
     usual,
 )
-from .opening import MindSpore, Shapes, form_of, open_mindspore_state, progress_of, role_of
+from .opening import MindSpore, form_of, open_mindspore_state, progress_of, role_of
 from .rank_files import Naming
 from .ranks import rank_files, step_of
 
@@ -61,8 +59,7 @@ NOTHING_MORE = MindSporeHints()
 def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        shapes = _shapes(folder, theirs) if theirs.base is not None else None
-        found = open_mindspore_state(folder, strategy=theirs.strategy, shapes=shapes)
+        found = open_mindspore_state(folder, strategy=theirs.strategy)
         told = progress_of(folder) if form_of(folder) == "iteration" else {}
     source = FolderSource(FolderWeights(MindSpore.name, folder, found))
     numbers = {
@@ -131,21 +128,6 @@ def as_mindspore(
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
-
-
-def _shapes(folder: Path, theirs: MindSporeHints) -> Shapes | None:
-    """The full shapes of the model in ``base`` by MindSpore's names, for files of ranks."""
-    if theirs.base is None or form_of(folder) != "ranks":
-        return None
-    base = FolderSource(open_weights(theirs.base))
-    names: dict[str, tuple[int, ...]] = {}
-    for path in rank_files(folder):
-        with open_path(path) as file:
-            names |= {name: entry.shape for name, entry in file.header.entries.items()}
-    family = theirs.names or family_of(names)
-    if family in (None, KEEP):
-        return base.shapes()
-    return to_mindspore(base, family or "", heads_of(theirs.base)).shapes()
 
 
 def naming_of(folder: Path) -> Naming:

@@ -1,23 +1,16 @@
 """Open a folder of MindSpore's weights in any of their forms, as boxes of tensors in files.
 
-Weights of which every rank saved its slice: the file of each box of each tensor.
-
-Infer the slices of ranks without strategy files, from the full shapes of the tensors.
-
-The ratio of a file's dimension to the full one gives the number of shards. The axis that shards it,
-and so the part of each rank, follows if only one layout of this kind of tensor gives these shapes.
-If several do and the values do not distinguish them, the folder is rejected.
+Of weights of which every rank saved its slice, the strategy files say which box each rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoint.disk import strict_json, tensorfile
-from ...checkpoint.disk.tensorfile import TensorFile
 from ...checkpoint.layouts.dcp import DcpChunk, locations
 from ...checkpoint.layouts.layout import Layout, Locations, SavedFolder
 from ...checkpoint.sources.weights import FolderWeights, TensorLocation
@@ -27,7 +20,7 @@ from ...parallel.box import Box, is_covered_once
 from ...storage import files
 from . import iteration
 from .iteration import whole
-from .parallel_config import MOMENTS, ParallelConfig, weight_of
+from .parallel_config import MOMENTS
 from .ranks import (
     Slice,
     check_fit,
@@ -43,117 +36,7 @@ from .ranks import (
     step_of,
     steps,
 )
-from .strategy import ENDINGS, Strategy, TensorLayout, open_strategy
-
-Shapes = Mapping[str, tuple[int, ...]]  # of whole weights, by MindSpore's names
-
-_ASK = "name the strategy files with --strategy FOLDER"
-
-
-def infer_strategy(opened: Sequence[TensorFile], shapes: Shapes | None, where: Path) -> Strategy:
-    """The one strategy that fits the files; a ``CheckpointError`` if there is none, or several."""
-    if shapes is None:
-        raise CheckpointError(
-            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
-            f"unknown; {_ASK}, or name the same model, unsharded, with --base MODEL"
-        )
-    num_stages = _num_stages(opened, shapes, where)
-    size = len(opened) // num_stages
-    fitting = [
-        found
-        for mp in range(1, size + 1)
-        if size % mp == 0
-        and (found := _strategy(opened, shapes, num_stages, mp, where)) is not None
-    ]
-    devices = counted(size, "device")
-    if not fitting:
-        raise CheckpointError(f"{where}: no layout on {devices} gives these shapes; {_ASK}")
-    ways = {
-        tuple(
-            (name, _boxes(layouts[name], shapes[weight_of(name)], size))
-            for layouts in strategy.stages
-            for name in sorted(layouts)
-        )
-        for strategy in fitting
-    }
-    if len(ways) > 1:
-        raise CheckpointError(f"{where}: the shapes fit more than one layout on {devices}; {_ASK}")
-    return fitting[0]
-
-
-def _num_stages(opened: Sequence[TensorFile], shapes: Shapes, where: Path) -> int:
-    """The number of blocks of ranks that have no weights in common."""
-    names = [{name for name in file.header.entries if weight_of(name) in shapes} for file in opened]
-    for count in range(len(opened), 0, -1):
-        size = len(opened) // count
-        if len(opened) % count:
-            continue
-        blocks = [set().union(*names[i * size : (i + 1) * size]) for i in range(count)]
-        if sum(map(len, blocks)) == len(set().union(*blocks)) and all(blocks):
-            return count
-    raise CheckpointError(f"{where}: no rank has a weight of the model; is it another model?")
-
-
-def _strategy(
-    opened: Sequence[TensorFile], shapes: Shapes, num_stages: int, mp: int, where: Path
-) -> Strategy | None:
-    """The strategy with ``mp`` devices per model, if there is one; rejected if it is ambiguous."""
-    size = len(opened) // num_stages
-    stages: list[dict[str, list[TensorLayout]]] = []
-    for stage in range(num_stages):
-        files = opened[stage * size : (stage + 1) * size]
-        names = sorted({name for file in files for name in file.header.entries})
-        known = {name: shapes[weight_of(name)] for name in names if weight_of(name) in shapes}
-        found = {n: list(_fitting(n, whole, files, size, mp)) for n, whole in known.items()}
-        if not all(found.values()):
-            return None
-        stages.append(found)
-    for stage_layouts in stages:
-        for name, layouts in stage_layouts.items():
-            whole = shapes[weight_of(name)]
-            if len({_boxes(layout, whole, size) for layout in layouts}) > 1:
-                raise CheckpointError(
-                    f"{where}: {name[:200]!r} of shape {list(whole)} can be sharded over {size} "
-                    f"devices in several ways that give these files; {_ASK}"
-                )
-    return Strategy(
-        [{n: layouts[0] for n, layouts in stage_layouts.items()} for stage_layouts in stages], where
-    )
-
-
-def _fitting(
-    name: str, whole: tuple[int, ...], files: Sequence[TensorFile], size: int, mp: int
-) -> Iterator[TensorLayout]:
-    """The layouts that give the shapes, and are consistent with the values, of these files."""
-    holders = [(rank, file) for rank, file in enumerate(files) if name in file.header.entries]
-    shapes = {file.entry(name).shape for _, file in holders}
-    for layout in _candidates(weight_of(name), whole, size, mp):
-        try:
-            boxes = _boxes(layout, whole, size)
-            if shapes == {boxes[0].shape}:
-                slices = [Slice(r, DcpChunk(file, whole, boxes[r])) for r, file in holders]
-                check_fit({name: slices}, Path())
-                yield layout
-        except CheckpointError:
-            continue
-
-
-def _candidates(weight: str, whole: tuple[int, ...], size: int, mp: int) -> Iterator[TensorLayout]:
-    """The ways MindSpore Transformers may lay out a tensor of this name."""
-    for vocab_emb_dp in (True, False):
-        config = ParallelConfig(size // mp, mp, vocab_emb_dp=vocab_emb_dp)
-        try:
-            (plain,) = (stage[weight] for stage in config.stages({weight: ("F32", whole)}))
-        except CheckpointError:
-            continue
-        yield plain
-        divisors = (shards for shards in range(2, size + 1) if size % shards == 0)
-        yield from (replace(plain, num_shards=shards) for shards in divisors)
-
-
-def _boxes(layout: TensorLayout, whole: tuple[int, ...], size: int) -> tuple[Box, ...]:
-    return tuple(layout.box(whole, device) for device in range(size))
-
+from .strategy import ENDINGS, Strategy, open_strategy
 
 Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
 _FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them
@@ -161,14 +44,12 @@ _RANKS = 6  # told of in an error
 _INT4 = "Int4"
 
 
-def open_distributed(
-    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
-) -> Boxes:
+def open_distributed(path: Path, *, strategy: Path | None = None) -> Boxes:
     """The slices of every tensor in the files of one step.
 
     ``path`` is the folder that contains ``rank_0``, one above it, or a file of the step in it.
-    ``strategy`` are files that are not beside the ranks. Without any, slices are inferred from the
-    full ``shapes``, if these leave one possible layout.
+    ``strategy`` are files that are not beside the ranks. Nothing else says which part of a tensor a
+    rank has, so without them only the files of a single rank are read.
     """
     opened = [tensorfile.open_path(file) for file in rank_files(path)]
     for file in opened:
@@ -185,7 +66,11 @@ def open_distributed(
     elif len(opened) == 1:
         return {name: [whole(opened[0], name)] for name in opened[0].header.entries}
     else:
-        layouts = infer_strategy(opened, shapes, where)
+        raise CheckpointError(
+            f"{where}: {len(opened)} ranks without strategy files, so the part of each rank is "
+            f"unknown; put the files into {where.parent / _FOLDER}, or name them with --strategy "
+            "FOLDER"
+        )
     if layouts.world_size != len(opened):
         stages = len(layouts.stages)
         parts = f"{stages} pipeline stages of " if stages > 1 else ""
@@ -274,13 +159,11 @@ def form_of(path: Path) -> Form | None:
     return "full" if iteration.is_full(path) else None
 
 
-def open_boxes(
-    path: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
-) -> dict[str, list[DcpChunk]]:
-    """Every tensor by name: weights, moments, numbers; ``strategy`` and ``shapes`` of ranks."""
+def open_boxes(path: Path, *, strategy: Path | None = None) -> Boxes:
+    """Every tensor by name: weights, moments, numbers; ``strategy`` of ranks."""
     form = form_of(path)
     if form == "ranks":
-        return open_distributed(path, strategy=strategy, shapes=shapes)
+        return open_distributed(path, strategy=strategy)
     if strategy is not None:
         raise CheckpointError(f"{path}: no ranks' slices, so a strategy cannot be used with it")
     return iteration.open_iteration(path) if form == "iteration" else iteration.open_full(path)
@@ -330,10 +213,10 @@ def progress_of(path: Path) -> Mapping[str, Any]:
 
 
 def open_mindspore_state(
-    folder: Path, *, strategy: Path | None = None, shapes: Shapes | None = None
+    folder: Path, *, strategy: Path | None = None
 ) -> dict[str, TensorLocation]:
     """Weights, moments and numbers of the training state, by MindSpore's names."""
-    return locations(open_boxes(folder, strategy=strategy, shapes=shapes))
+    return locations(open_boxes(folder, strategy=strategy))
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,19 @@
 """Convert a YAML file of MindSpore Transformers to the settings of a recipe: one table, key by key.
 
-A key has an equivalent setting, needs none, or is rejected with the reason and an alternative.
-Files with ``run_mode: predict`` have a table of their own.
-
-Rules for the keys of a YAML file of MindSpore Transformers.
-
-A rule converts a value to dotted settings, or raises the reason why it cannot be converted. Rules
-for several keys get the whole file.
-
-Convert ``train_dataset`` of a YAML file of MindSpore Transformers, as far as possible.
-
-Loaders of rows (a dataset of a hub, or a file) become an entry for ``dataset_info.json``, which the
-user adds, and the corresponding settings. Loaders of pretokenized data, MindRecord or Megatron's
-``.bin``, contain no rows; the result says what to add instead.
-
-Convert a YAML file of MindSpore Transformers with ``run_mode: predict`` to the settings of a
-``Prediction``.
-
-Sampling settings occur at three places there: in ``model.model_config``, in a section of their own,
-and, from their command line, at the top level, which has precedence. Keys for training only are
-ignored.
+A key has an equivalent setting, needs none, or is rejected with the reason and an alternative. A
+rule converts a value to dotted settings, or raises the reason why it cannot be converted; rules for
+several keys get the whole file. ``train_dataset`` is not converted: the result says what to add.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ...recipe.overrides import Overrides, override
-from ...recipe.prediction import Prediction
 from ...recipe.recipe import ConvertedFile, Importer, Recipe
 from ...recipe.yaml import Document
 from ...schema import Keys, Problem
@@ -55,7 +35,6 @@ class Converted:
     settings: dict[str, object] = field(default_factory=dict)  # dotted, as overrides are
     left: list[str] = field(default_factory=list)  # keys that were not looked at
     advice: list[str] = field(default_factory=list)  # what is to be added by hand
-    is_prediction: bool = False  # the settings are those of a ``Prediction``, not of a recipe
 
     def nested(self) -> dict[str, Any]:
         """The settings as sections of a recipe."""
@@ -144,84 +123,19 @@ def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
     return rule
 
 
-_ROWS = ("HFDataLoader", "CommonDataLoader")
-_FILES = ("json", "csv", "parquet", "text")  # kinds of files that load_dataset is asked for
-_TOKENS = {
-    "MindDataset": "MindRecord files",
-    "TFRecordDataset": "TFRecord files",
-    "BlendedMegatronDatasetDataLoader": "Megatron's .bin files",
-}
-_ADD = "set data.dataset_dir and data.datasets to the training data"
-
-
-def read_data(told: Mapping[str, Any], done: Converted) -> None:
-    """Add the settings of ``train_dataset``, and what the user must add."""
+def _data_to_add(told: Mapping[str, Any]) -> str:
+    """What the user adds in place of ``train_dataset``: it says how tokens are made, and a recipe
+    names rows."""
     section = told.get("train_dataset")
     loader = section.get("data_loader") if isinstance(section, Mapping) else None
     if not isinstance(loader, Mapping):
-        done.advice.append(f"no train_dataset: {_ADD}")
-        return
-    kind = str(loader.get("type"))
-    if kind not in _ROWS:
-        what = f", {_TOKENS[kind]} with tokens," if kind in _TOKENS else ""
-        hint = f"{_ADD}, the rows themselves"
-        done.advice.append(f"train_dataset: {kind}{what} is not supported; {hint}")
-        return
-    entry = _entry(loader)
-    if entry is None:
-        done.advice.append(f"train_dataset: {kind} names neither a dataset nor a file; {_ADD}")
-    else:
-        name, content = entry
-        done.settings["data.datasets"] = [name]
-        line = json.dumps({name: content}, ensure_ascii=False)
-        done.advice.append(f"train_dataset: add {line} to dataset_info.json in data.dataset_dir")
-    if isinstance(loader.get("shuffle"), bool):
-        done.settings["data.shuffle"] = loader["shuffle"]
-    for handler in loader.get("handler") or ():
-        _take_handler(handler, done)
-
-
-def _entry(loader: Mapping[str, Any]) -> tuple[str, dict[str, object]] | None:
-    """A dataset's name, and its entry for ``dataset_info.json``."""
-    path, files = loader.get("path"), loader.get("data_files")
-    if isinstance(files, Mapping):
-        files = files.get("train")
-    if isinstance(files, list) and len(files) == 1:
-        files = files[0]
-    if path in _FILES and isinstance(files, str):
-        return _plain(PurePath(files).stem), {"file_name": files}
-    if not isinstance(path, str) or not path or path in _FILES:
-        return None
-    if loader.get("load_func") == "load_from_disk" or path.startswith((".", "/", "~")):
-        return _plain(PurePath(path).name), {"file_name": path}
-    found: dict[str, object] = {"hf_hub_url": path}
-    found |= {
-        ours: loader[theirs]
-        for theirs, ours in (("split", "split"), ("name", "subset"))
-        if isinstance(loader.get(theirs), str)
-    }
-    return _plain(PurePath(path).name), found
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name) or "data"
-
-
-def _take_handler(handler: Any, done: Converted) -> None:
-    """One processing step from rows to tokens."""
-    told = handler if isinstance(handler, Mapping) else {"type": handler}
-    kind = str(told.get("type"))
-    if type(told.get("seq_length")) is int:
-        done.settings["data.cutoff_len"] = told["seq_length"]
-    if kind == "take" and type(told.get("n")) is int:
-        done.settings["data.max_samples"] = told["n"]
-    elif kind == "PackingHandler":
-        done.settings["data.packing"] = True
-    elif kind != "AlpacaInstructDataHandler":
-        done.advice.append(
-            f"train_dataset: {kind} is not converted; the columns of rows, and their meaning, "
-            "are set in dataset_info.json"
-        )
+        return "no train_dataset: set data.datasets to the training data"
+    path = f" of {loader['path']}" if isinstance(loader.get("path"), str) else ""
+    return (
+        f"train_dataset: {loader.get('type')}{path} is not converted; set data.datasets to the "
+        "rows themselves, and what its handlers say as data.cutoff_len, data.packing, "
+        "data.max_samples and data.shuffle"
+    )
 
 
 CONVERTER = "convert it with mindspore.ckpt_to_safetensors"
@@ -233,9 +147,6 @@ STRATEGY = only(
     "weights once with `surefoot ckpt convert --to huggingface --strategy`",
 )
 UNCUT = {f"parallel_config.{n}": only((1, None), "it is not supported here") for n in _PLURAL}
-_SAME = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty", "max_new_tokens")
-_WHOLE = ("max_decode_length", "max_length", "predict_length")  # prompt and answer together
-_SECTIONS = ("generation", "generation_config")
 _AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
@@ -246,108 +157,6 @@ def sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
         if type(value) is not int or value < 1:
             raise RefusedKeyError(f"{name} must be a whole number of at least 1, got {value!r}")
     return data, model, stages
-
-
-def convert_prediction(document: Document) -> Converted:
-    """The settings of the keys of ``document``, and the command for them. Raises ``RecipeError`` as
-    ``convert``."""
-    done = apply(document, _PREDICTION_RULES, _PREDICTION_TOGETHER)
-    done.is_prediction = True
-    told = document.data
-    assert isinstance(told, dict)
-    done.advice += _advice(told)
-    return done
-
-
-def _prediction_parallel(told: Mapping[str, Any]) -> Found:
-    data, model, stages = sizes(told.get("parallel_config") or {})
-    if told.get("use_parallel") is False or data * model * stages == 1:
-        return {}
-    if stages > 1:
-        raise RefusedKeyError(
-            f"pipeline_stage {stages}: responses are generated token by token, and a pipeline "
-            "would idle; use model_parallel"
-        )
-    found = {"parallel.num_processes": data * model, "parallel.tp": model}
-    return found | ({"parallel.dp_replicate": data} if data > 1 else {})
-
-
-def _model(told: Mapping[str, Any]) -> Found:
-    weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
-    if not weights or not model or model_near(Path(weights)) == Path(weights):
-        return {"model.path": weights or model} if weights or model else {}
-    return {"model.path": model, "model.weights": weights}
-
-
-def _sampling(told: Mapping[str, Any]) -> Found:
-    found: dict[str, object] = {}
-    for section in _places(told):
-        if section.get("num_beams") not in (None, 1):
-            raise RefusedKeyError(
-                f"num_beams {section['num_beams']!r}: beam search is not supported"
-            )
-        given = {n: section[n] for n in _SAME if section.get(n) is not None}
-        longest = next((section[name] for name in _WHOLE if section.get(name)), None)
-        if longest is not None and "max_new_tokens" not in given:
-            given["max_new_tokens"] = longest
-        found |= given
-    if found.get("temperature") == 0:
-        found |= {"temperature": 1.0, "do_sample": False}
-    return {f"generate.{name}": value for name, value in found.items()}
-
-
-def _places(told: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The places of sampling settings; later ones have precedence."""
-    model = told.get("model")
-    config = model.get("model_config") if isinstance(model, Mapping) else None
-    for section in (config, *(told.get(name) for name in _SECTIONS), told):
-        if isinstance(section, Mapping):
-            yield section
-
-
-def _advice(told: Mapping[str, Any]) -> Iterator[str]:
-    """Settings for the command line, and notes."""
-    for section in _places(told):
-        whole = next((name for name in _WHOLE if section.get(name)), None)
-        if whole is not None and not section.get("max_new_tokens"):
-            yield (
-                f"{whole} counts the prompt, too; generate.max_new_tokens, which now has its "
-                "value, counts the response only"
-            )
-    data, prompts = told.get("predict_data"), "FILE"
-    if isinstance(data, str) and Path(data).is_file():
-        prompts = shlex.quote(data)
-    elif data:
-        yield "predict_data: write the prompts into a FILE, one per line"
-    seed = f" --seed {told['seed']}" if type(told.get("seed")) is int else ""
-    yield f"then: surefoot predict RECIPE --prompts {prompts} --output answers.jsonl{seed}"
-
-
-_PREDICTION_TOGETHER = (
-    (("parallel_config",), _prediction_parallel),
-    (("load_checkpoint",), _model),
-    (("model",), _sampling),
-)
-_PREDICTION_RULES: dict[str, KeyRule] = {
-    **dict.fromkeys(("run_mode", "seed", "output_dir", "use_parallel", "auto_trans_ckpt"), nothing),
-    **dict.fromkeys(("remove_redundancy", "resume_training", "load_checkpoint"), nothing),
-    **dict.fromkeys(("pretrained_model_dir", "predict_data", "model.model_config"), nothing),
-    **{f"parallel_config.{name}": nothing for name in (*_AXES, "vocab_emb_dp")},
-    **UNCUT,
-    "load_ckpt_format": SAFETENSORS,
-    "src_strategy_path_or_dir": STRATEGY,
-    "only_save_strategy": only((False, None), "compilation is not needed"),
-    "predict_batch_size": to("generate.batch_size", int),
-    "adapter_id": only(
-        (None,), "only one adapter is used at a time; name its folder in model.adapter"
-    ),
-    "modal_type": only((None,), "prompts must be text"),
-    **{
-        f"{place}{name}": nothing  # _sampling
-        for place in ("", *(f"{section}." for section in _SECTIONS))
-        for name in (*_SAME, *_WHOLE, "num_beams")
-    },
-}
 
 
 _STAGES = {"train": "pt", "finetune": "sft"}
@@ -374,12 +183,11 @@ class MindFormers(Importer):
         return "stage" not in data and bool(_SIGNS & data.keys())
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
-        """The recipe, or what ``surefoot predict`` takes in its place."""
+        """The recipe; it lacks the data, unless ``overrides`` name some."""
         found = convert(document)
-        kind = Prediction if found.is_prediction else Recipe
-        data = override(kind, Document(found.nested(), document.name), overrides)
+        data = override(Recipe, Document(found.nested(), document.name), overrides)
         names_data = any(each.startswith("data.datasets") for each in overrides)
-        notes = list(found.advice) if found.is_prediction or not names_data else []
+        notes = [] if names_data else list(found.advice)
         if found.left:
             notes.append(f"not used: {', '.join(found.left)}")
         return ConvertedFile(self.title, data, notes, is_complete=False)
@@ -389,23 +197,20 @@ IMPORTER = MindFormers()
 
 
 def convert(document: Document) -> Converted:
-    """The settings of the keys of ``document``: of a recipe, or of a ``Prediction``. Raises
-    ``RecipeError``: with every unsupported key, each with line, reason and alternative."""
-    told = document.data
-    if isinstance(told, dict) and told.get("run_mode") == "predict":
-        return convert_prediction(document)
+    """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
+    each with line, reason and alternative."""
     done = apply(document, _RULES, _TOGETHER)
-    assert isinstance(told, dict)
-    read_data(told, done)
+    assert isinstance(document.data, dict)
+    done.advice.append(_data_to_add(document.data))
     return done
 
 
 def _run_mode(value: Any) -> Found:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
-    if value == "eval":
-        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot eval RECIPE`")
-    raise RefusedKeyError(f"{value!r}: expected train, finetune, predict or eval")
+    if value in ("eval", "predict"):
+        raise RefusedKeyError(f"{value!r} is not a training run; use `surefoot {value} MODEL`")
+    raise RefusedKeyError(f"{value!r}: expected train or finetune")
 
 
 def _parallel(told: Mapping[str, Any]) -> Found:
