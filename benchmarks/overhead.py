@@ -10,25 +10,25 @@ seeds, figures, callbacks, signals). Each repetition is a process of its own.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import inputs
 import measure
 import torch
 from measure import say
 
-from surefoot.recipe.recipe import read
-from surefoot.use.bench._trial import measured
-from surefoot.use.bench.measurement import BenchResult
-
 SIZES = {"hidden": 768, "layers": 12, "vocabulary": 32_000}
 METHODS = {"full": "full", "lora": {"lora": {"rank": 8}}}
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 
 
-def figures(folder: Path, method: str, steps: int) -> BenchResult:
+def figures(folder: Path, method: str, steps: int) -> Any:
     """Of some steps, in a fresh process."""
     recipe = {
         "model": {"path": str(folder)},
@@ -42,10 +42,10 @@ def figures(folder: Path, method: str, steps: int) -> BenchResult:
         },
         "optim": "adamw",
     }
-    found = measured(read(recipe, {}), steps)
-    if not isinstance(found, BenchResult):
-        raise SystemExit(f"{method}: {found.reason}")
-    return found
+    file = folder / f"{method}.yaml"
+    file.write_text(json.dumps(recipe))  # which is YAML, too
+    command = [sys.executable, "-m", "surefoot", "bench", str(file), "--steps", str(steps)]
+    return json.loads(subprocess.check_output([*command, "--json"]))
 
 
 def main() -> None:
@@ -68,9 +68,9 @@ def main() -> None:
             for _ in range(options.repetitions):
                 say(method)
                 found.append(figures(folder, method, options.steps))
-            shares = [[f"{100 * one.shares[phase]:.2f}" for one in found] for phase in PHASES]
-            outside = [100 * (one.shares["data"] + one.shares["rest"]) for one in found]
-            seconds = measure.spread([one.step_seconds for one in found])
+            shares = [[f"{100 * one['shares'][phase]:.2f}" for one in found] for phase in PHASES]
+            outside = [100 * (one["shares"]["data"] + one["shares"]["rest"]) for one in found]
+            seconds = measure.spread([one["step_seconds"] for one in found])
             rows.append([method, seconds, *map(" / ".join, shares), measure.spread(outside)])
         head = ["", "seconds a step", *(f"{phase} %" for phase in PHASES), "data and rest %"]
         print(f"\n{measure.table(head, rows)}\n\nafter: {measure.machine()}")

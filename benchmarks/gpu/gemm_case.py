@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from surefoot.use.bench.measurement import gemm_flops
+from surefoot.use.bench import gemm_flops
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 COPIED = {"cuda": 4 * 2**30, "cpu": 2**24}  # bytes

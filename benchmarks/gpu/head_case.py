@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from surefoot.model import chunked_cross_entropy
-from surefoot.use.bench.measurement import forget_peak, peak_memory
+from surefoot.use.bench import forget_peak, peak_memory
 
 CHUNKS = (384, 1024, 4096)  # positions, of Surefoot's head; the first is what training uses
 FEWEST, MOST, SECONDS = 3, 20, 0.5  # repetitions, and how long to repeat

@@ -28,7 +28,7 @@ from with_surefoot import recipe
 
 import surefoot
 from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-from surefoot.use.bench.measurement import gemm_flops
+from surefoot.use.bench import gemm_flops
 
 NUM_KERNELS, NUM_GAPS = 10, 5
 LONGEST_NAME = 100

@@ -25,7 +25,7 @@ from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.use.bench.measurement import measure
+from surefoot.use.bench import measure
 from zoo import architectures
 
 META = MetaTensors()

@@ -35,7 +35,7 @@ COMMANDS = {
     "data": "Check the rows of a recipe before training: lengths, duplicates, overlap.",
     "encode": "Encode the data of a recipe before its run.",
     "plan": "Estimate steps, tokens, memory, disk and time of a run, without loading weights.",
-    "bench": "Measure how fast a recipe trains on this machine, and which settings are faster.",
+    "bench": "Measure how fast a recipe trains on this machine.",
     "reward": "Try the rewards of a recipe on sampled responses.",
     "rollouts": "Show the sampled responses that a run has kept, with their rewards.",
     "chat": "Talk to a model, a checkpoint or an adapter.",

@@ -4,7 +4,7 @@ import pytest
 
 from surefoot.errors import DataError, RunError
 from surefoot.recipe.recipe import read
-from surefoot.use.bench.search import alone
+from surefoot.use.bench import alone
 
 
 def recipe(**parallel):

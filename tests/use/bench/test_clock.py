@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.batch import Batch, Loss
-from surefoot.use.bench.measurement import PHASES, Clock, split, timed
+from surefoot.use.bench import PHASES, Clock, split, timed
 
 
 def test_a_phase_lasts_until_the_next_begins():

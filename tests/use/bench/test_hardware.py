@@ -2,7 +2,7 @@
 
 import torch
 
-from surefoot.use.bench.measurement import forget_peak, gemm_flops, name_of, peak_memory
+from surefoot.use.bench import forget_peak, gemm_flops, name_of, peak_memory
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,5 @@
 """The search for settings that fit in a given memory: the most examples per micro-batch, under the
-policies of recomputation. ``plan``, ``bench`` and ``micro_batch_size: auto`` ask it.
+policies of recomputation. ``plan`` and ``micro_batch_size: auto`` ask it.
 
 Each candidate is a dry run of its peak micro-batch. Memory grows with the size, so a few of them
 find the largest one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,13 +62,6 @@ class Fit:
         return {RECOMPUTE: self.policy, SIZE: self.micro_batch_size}
 
 
-def value(recipe: Recipe, name: str) -> int | bool | str:
-    """A setting by its dotted path."""
-    section, _, setting = name.partition(".")
-    found: int | bool | str = getattr(getattr(recipe, section), setting)
-    return found
-
-
 def changed(recipe: Recipe, changes: Changes) -> Recipe:
     """The same with other settings. Those of a section change together: they are checked as one."""
     names: dict[str, dict[str, int | bool | str]] = {}
@@ -111,20 +104,14 @@ def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
     most examples do; with the largest micro-batch that fits. None: not even one example does.
     ``memory`` and ``taken`` are those of ``largest_fit``."""
     wanted, fits = recipe.train.micro_batch_size, list[Fit]()
-    for fit in fits_of(recipe, machine, memory, taken=taken):
+    for policy in _policies(recipe, machine):  # the fastest first
+        fit = _Trial.of(recipe, machine, policy).largest(_limit(machine, memory, taken), taken)
+        if fit is None:
+            continue
         fits.append(fit)
         if fit.holds(1 if wanted == "auto" else wanted):
             break
     return max(fits, key=lambda fit: fit.micro_batch_size, default=None)
-
-
-def fits_of(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Iterator[Fit]:
-    """The largest micro-batch that fits under each policy under which one does, the fastest policy
-    first; as ``largest_fit``."""
-    for policy in _policies(recipe, machine):
-        trial = _Trial.of(recipe, machine, policy)
-        if fit := trial.largest(_limit(machine, memory, taken), taken):
-            yield fit
 
 
 def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:

@@ -1,20 +1,24 @@
-"""A few optimizer steps of a recipe, measured in this process; nothing is saved.
+"""How fast a recipe trains on this machine: a few of its own optimizer steps, timed; nothing is
+saved.
 
-The first step runs the window with the largest pass of the first epoch, so that the peak of the
-memory is the run's, not that of a lucky start. The steps that are timed are the first of the run,
-the same examples whatever the settings.
+The measured code is that of ``surefoot train``, with the same ``build`` and the same loop; only
+logs, evaluations and saves are omitted. The first step runs the window with the largest pass of the
+first epoch, so that the peak of the memory is the run's, not that of a lucky start. The steps that
+are timed are the first of the run, the same examples whatever the settings.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import platform
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,73 +27,81 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
-from ...data.order.loader import Loader
-from ...errors import STOP_SIGNALS
-from ...model.layers import count_fused
-from ...model.loading import device
-from ...model.numerics import choose
-from ...optim.bf16_weights import rule_of
-from ...recipe.recipe import Recipe
-from ...run.assembly import build
-from ...run.policy import COMPUTED_IN
-from ...training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-from ...training.trainer import Trainer
-from ...training.windows import num_steps
-from ..estimate._batches import heaviest
+from ..batch import Batch, Hook, Loss, LossFunction, Outputs, StepRunner, Window
+from ..data.order.loader import Loader
+from ..data.order.micro_batches import check_divides
+from ..errors import STOP_SIGNALS, RecipeError, RunError
+from ..model.layers import count_fused
+from ..model.loading import device
+from ..model.numerics import choose
+from ..optim.bf16_weights import rule_of
+from ..parallel.launcher import num_processes
+from ..parallel.section import ParallelSection, launched
+from ..recipe.batch_sizes import with_batch_sizes
+from ..recipe.recipe import Recipe
+from ..run.assembly import build
+from ..run.policy import COMPUTED_IN
+from ..storage.memory import allocator_message, is_out_of_memory
+from ..training.callback import Context, TrainerCallback, TrainerControl, TrainerState
+from ..training.trainer import Trainer
+from ..training.windows import num_steps
+from .estimate._batches import heaviest
 
+logger = logging.getLogger(__name__)
 WARM_UP = 2  # steps: the heaviest, which also compiles, and an ordinary one
 ENOUGH = 30.0  # seconds of measured steps, after which no more are begun
 
 
-@dataclass
-class Meter(TrainerCallback):
-    """Times the steps of a run, records their sizes, and ends it."""
+@dataclass(frozen=True)
+class SingleRankRecipe:
+    """A recipe for one rank, and the number of ranks for which it stands."""
 
-    clock: Clock
-    rewind: Callable[[], None] = field(default=lambda: None)  # to the first window of the run
-    began: float = 0.0  # when the warm-up was over
-    tokens: list[int] = field(default_factory=list)  # of each step, padding not counted
-    trained: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)  # padding counted
-
-    def count(self, window: Window) -> None:
-        """Record the size of a window."""
-        self.tokens.append(sum(batch.num_tokens for batch in window))
-        self.trained.append(sum(batch.num_trained for batch in window))
-        self.positions.append(sum(batch.input_ids.numel() for batch in window))
-
-    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The model exists; from here on it is about steps."""
-        forget_peak(self.clock.device)
-        self.clock.turn("data")
-
-    def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The window exists. A signal ends the run at once, because there is nothing to save."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        self.clock.turn("rest")
-
-    def on_optimizer_step(
-        self, args: Context, state: TrainerState, control: TrainerControl
-    ) -> None:
-        """The weights are updated."""
-        self.clock.turn("rest")
-
-    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The next step begins, with its window; after the largest one, with the run's first."""
-        self.clock.turn("data")
-        if state.global_step == 1:
-            self.rewind()
-        if state.global_step == WARM_UP:
-            self.began = time.monotonic()
-        elif state.global_step > WARM_UP:
-            control.should_training_stop |= time.monotonic() - self.began > ENOUGH
+    recipe: Recipe
+    num_processes: int
 
 
-def measure(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
-    """The figures of ``steps`` optimizer steps, or fewer if they are slow. ``folder`` stands for
-    the run's. Raises as ``surefoot train`` would."""
+def alone(recipe: Recipe) -> SingleRankRecipe:
+    """The share of one rank.
+
+    Raises ``RecipeError`` if the ranks do not form the mesh, ``DataError`` if they do not divide
+    the batch, ``RunError`` if a launcher has started several.
+    """
+    if (launch := launched()) is not None and launch[1] > 1:
+        raise RunError(
+            f"surefoot bench measures one rank, but {launch[1]} were started; start it without "
+            "torchrun or srun"
+        )
+    count = 1 if launch is not None else num_processes(recipe.parallel)
+    try:
+        ranks = recipe.parallel.num_data_ranks(count)
+    except ValueError as error:
+        raise RecipeError(f"parallel: {error}") from None
+    recipe, note = with_batch_sizes(recipe, ranks)
+    if note is not None:
+        logger.info("%s", note)
+    train = recipe.train
+    check_divides(train.global_batch_size, train.fixed_micro_batch_size, ranks)
+    share = replace(train, global_batch_size=train.global_batch_size // ranks)
+    return SingleRankRecipe(replace(recipe, train=share, parallel=ParallelSection()), count)
+
+
+def measure(recipe: Recipe, steps: int) -> BenchResult:
+    """The figures of ``steps`` optimizer steps, or fewer if they are slow. Nothing of them remains
+    except the cache of encoded datasets. Raises as ``surefoot train`` would."""
+    with tempfile.TemporaryDirectory(prefix="surefoot-bench-") as folder:
+        try:
+            return _measured(recipe, steps, Path(folder))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise RunError(
+                f"the recipe runs out of memory here ({allocator_message(error)}); `surefoot plan "
+                "RECIPE --memory SIZE` chooses settings that fit, such as a smaller "
+                "train.micro_batch_size"
+            ) from error
+
+
+def _measured(recipe: Recipe, steps: int, folder: Path) -> BenchResult:
     where = device()
     meter = Meter(Clock(where))
     around = partial(timed, turn=meter.clock.turn, note=meter.count)
@@ -149,6 +161,52 @@ def _heaviest_window(loader: Loader, run_steps: int) -> int:
     lengths = loader.order.examples.lengths_of(np.arange(int(order.max()) + 1))
     items = heaviest(loader, -(-len(order) // size), lengths, np.zeros_like(lengths))
     return int(np.argmax(order == items[0])) // size
+
+
+@dataclass
+class Meter(TrainerCallback):
+    """Times the steps of a run, records their sizes, and ends it."""
+
+    clock: Clock
+    rewind: Callable[[], None] = field(default=lambda: None)  # to the first window of the run
+    began: float = 0.0  # when the warm-up was over
+    tokens: list[int] = field(default_factory=list)  # of each step, padding not counted
+    trained: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # padding counted
+
+    def count(self, window: Window) -> None:
+        """Record the size of a window."""
+        self.tokens.append(sum(batch.num_tokens for batch in window))
+        self.trained.append(sum(batch.num_trained for batch in window))
+        self.positions.append(sum(batch.input_ids.numel() for batch in window))
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The model exists; from here on it is about steps."""
+        forget_peak(self.clock.device)
+        self.clock.turn("data")
+
+    def on_step_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The window exists. A signal ends the run at once, because there is nothing to save."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.default_int_handler)  # so that the folder is removed
+        self.clock.turn("rest")
+
+    def on_optimizer_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """The weights are updated."""
+        self.clock.turn("rest")
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The next step begins, with its window; after the largest one, with the run's first."""
+        self.clock.turn("data")
+        logger.info("step %d is done", state.global_step)  # a slow machine is not silent
+        if state.global_step == 1:
+            self.rewind()
+        if state.global_step == WARM_UP:
+            self.began = time.monotonic()
+        elif state.global_step > WARM_UP:
+            control.should_training_stop |= time.monotonic() - self.began > ENOUGH
 
 
 def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
@@ -235,6 +293,21 @@ class BenchResult:
     def shares(self) -> dict[str, float]:
         """Of the time, by phase."""
         return {name: spent / self.seconds for name, spent in self.phases.items()}
+
+    def as_data(self, one: SingleRankRecipe) -> dict[str, object]:
+        """All figures, in bytes, tokens and seconds, as ``surefoot bench --json`` prints them."""
+        return {
+            "num_processes": one.num_processes,
+            "measured_processes": 1,
+            "examples_a_step": one.recipe.train.global_batch_size,
+            "tokens_per_second": self.tokens_per_second,
+            "trained_tokens_per_second": self.trained_tokens_per_second,
+            "step_seconds": self.step_seconds,
+            "utilisation": self.utilisation,
+            "padding": self.padding,
+            "shares": self.shares,
+            **asdict(self),
+        }
 
 
 PHASES = ("data", "forward", "backward", "optimizer", "rest")  # a step begins with its data
