@@ -82,10 +82,6 @@ class Plugin:
     hints: Named = field(default_factory=dict)
     """What other programs call settings: a function that returns what to say, by an unknown key."""
 
-    words: Named = field(default_factory=dict)
-    """Commands of other programs: a function that takes the command and its words, and returns
-    those of the command that does the same, or None if they are not that program's."""
-
     hubs: Named = field(default_factory=dict)
     """Values of ``model.hub`` and ``data.hub``: a ``HubClient``."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib
 import os
-import re
 import time
 import traceback
 
@@ -55,27 +54,10 @@ SYNONYMS = {  # what other programs call a command
     **dict.fromkeys(("generate", "infer", "inference"), "predict"),
     **dict.fromkeys(("evaluate", "test"), "eval"),
     **dict.fromkeys(("merge", "merge-lora", "save"), "export"),
-    **dict.fromkeys(("ui", "gui", "web", "dashboard"), "board"),
+    **dict.fromkeys(("ui", "gui", "web", "dashboard", "webui", "webchat"), "board"),
     **{"benchmark": "bench", "upload": "push", "convert": "ckpt convert", "config": "recipe"},
+    "api": "serve",
 }
-
-_FOREIGN = re.compile(r"[^-].*\.(yaml|yml|json)|--\w+_.*")  # a file, or an option of others
-
-
-def _of_another_program(args: list[str]) -> list[str]:
-    """The words of another program's command as those of the one that does the same. Plugins are
-    asked only if Surefoot has no such command, or if a word looks like another program's."""
-    name, words = args[0], args[1:]
-    if name.startswith("-") or (
-        name in (*listed(), *SYNONYMS) and not any(_FOREIGN.fullmatch(word) for word in words)
-    ):
-        return args
-    entry = entries("words").get(name)
-    try:
-        found = imported(entry.place)(name, words) if entry else None
-    except SurefootError as error:
-        raise failure_of(error) from error
-    return args if found is None else list(found)
 
 
 def listed() -> dict[str, str]:
@@ -117,7 +99,6 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, or suggest the nearest one."""
-        args = _of_another_program(args)
         is_known = args[0] in listed() or args[0].startswith("-")
         if not is_known and _of_a_plugin(args[0]) is None:
             if args[0] in SYNONYMS:

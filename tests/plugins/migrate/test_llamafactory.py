@@ -18,7 +18,6 @@ from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.arguments import ARGUMENTS, FILES, GROUPS
 from surefoot.plugins.migrate.commands import read_command_line
 from surefoot.plugins.migrate.conversion import convert_llamafactory
-from surefoot.plugins.migrate.importers import find_command
 from surefoot.plugins.migrate.templates import TEMPLATES
 from surefoot.plugins.mindspore.recipe import IMPORTER
 from surefoot.recipe.importers import convert
@@ -783,77 +782,47 @@ def test_an_evaluation_follows_training_if_it_is_asked_for():
 # Their other commands
 
 
-def command(name, *words, environment=None, **values):
-    """What `llamafactory-cli NAME --model_name_or_path m --key value ...` is here."""
-    told = {"model_name_or_path": "m", **values}
-    pairs = [word for key, value in told.items() for word in (f"--{key}", str(value))]
-    return find_command(name, [*pairs, *words], environment or {})
+def command(name, **values):
+    """What to type for `llamafactory-cli NAME --model_name_or_path m --key value ...`."""
+    document = parse(json.dumps({"model_name_or_path": "m", **values}), "their.yaml")
+    with pytest.raises(RecipeError) as caught:
+        convert_llamafactory(document, (), {})
+    found = re.search(rf"arguments of `llamafactory-cli {name}`; type: (.*)", str(caught.value))
+    return found[1] if found else str(caught.value)
 
 
 def test_their_eval_is_a_task_of_lm_eval():
     values = {"n_shot": 3, "template": "fewshot", "save_dir": "out", "batch_size": 2}
-    found = command("eval", task="cmmlu_test", lang="zh", **values)
-    assert str(found) == (
+    assert command("eval", task="cmmlu_test", lang="zh", **values) == (
         "surefoot eval m generate.batch_size=2 --tasks cmmlu --shots 3 --output out.jsonl"
     )
-    assert "those of lm-eval's cmmlu" in found.notes[0]
     adapted = command("eval", task="mmlu_test", template="qwen", adapter_name_or_path="a")
-    assert str(adapted).startswith("surefoot eval a --base m generate.batch_size=4 --tasks mmlu")
-    assert str(adapted).endswith("--shots 5 --prompts chat")
-    assert command("eval", do_predict=True) is None, "a recipe of `surefoot eval`"
-    with pytest.raises(RecipeError, match="task_dir: 'my_tasks': a local folder of questions"):
-        command("eval", task="mmlu_test", task_dir="my_tasks")
-    with pytest.raises(RecipeError, match=r"task: expected one of mmlu_test.*got 'ceval_test'"):
-        command("eval", task="ceval_test")
-    document = parse(json.dumps({"model_name_or_path": "m", "task": "mmlu_test"}), "eval.yaml")
-    with pytest.raises(RecipeError, match="of `llamafactory-cli eval`; type: surefoot eval m"):
-        convert_llamafactory(document, (), {})
+    assert adapted.startswith("surefoot eval a --base m generate.batch_size=4 --tasks mmlu")
+    assert adapted.endswith("--shots 5 --prompts chat")
+    own = command("eval", task="mmlu_test", task_dir="my_tasks")
+    assert "task_dir: 'my_tasks': a local folder of questions" in own
+    unknown = command("eval", task="ceval_test")
+    assert re.search(r"task: expected one of mmlu_test.*got 'ceval_test'", unknown)
 
 
 def test_their_chat_samples_as_theirs_does():
-    found = command("chat", template="qwen", adapter_name_or_path="a")
-    assert str(found) == (
+    assert command("chat", template="qwen", adapter_name_or_path="a") == (
         "surefoot chat m --adapter a --system 'You are Qwen, created by Alibaba Cloud. You are a "
         "helpful assistant.' --max-new-tokens 1024 --temperature 0.95 --top-p 0.7 --top-k 50 "
         "--repetition-penalty 1"
     )
-    assert found.notes == ("template: the one saved with the model is used, not qwen by its name",)
     greedy = command("chat", temperature=0, trust_remote_code=True, infer_dtype="float16")
     expected = "--max-new-tokens 1024 --greedy --dtype float16 --trust-remote-code"
-    assert str(greedy) == f"surefoot chat m {expected}"
-    assert command("chat", do_train=True, output_dir="o") is None, "the trained model"
-    with pytest.raises(RecipeError, match="begin with: surefoot export a MERGED --base m"):
-        command("chat", adapter_name_or_path="a,b")
-    with pytest.raises(RecipeError, match=r"lora_rnk: no argument .*did you mean lora_rank"):
-        command("chat", lora_rnk=1)
-
-
-def test_their_api_reads_their_variables_and_shows_no_key():
-    environment = {"API_PORT": "9", "API_KEY": "k3y", "API_HOST": "0.0.0.0"}
-    found = command("api", adapter_name_or_path="a", environment=environment)
-    assert found.words[:6] == ("serve", "a", "--base", "m", "--port", "9")
-    assert found.words[-2:] == ("--api-key", "k3y")
-    assert "k3y" not in str(found) and "gpt-3.5-turbo" in found.words
-    assert "API_HOST=0.0.0.0 opens it to others" in command("api").notes[-1]
+    assert greedy == f"surefoot chat m {expected}"
+    several = command("chat", adapter_name_or_path="a,b")
+    assert "begin with: surefoot export a MERGED --base m" in several
 
 
 def test_their_export_is_ours():
     found = command("export", adapter_name_or_path="a", export_dir="o", export_size=2)
-    assert str(found) == "surefoot export a o --base m --max-shard-size 2GB"
-    pushed = command("export", export_dir="o", export_hub_model_id="me/x")
-    assert "surefoot push o me/x" in pushed.notes[0]
-    with pytest.raises(RecipeError, match="GPTQ models are not written"):
-        command("export", export_dir="o", export_quantization_bit=4)
-    with pytest.raises(RecipeError, match="export_dir: is missing; name a new folder"):
-        command("export")
-
-
-def test_options_of_ours_follow_the_arguments_of_a_file(tmp_path):
-    (tmp_path / "infer.yaml").write_text("model_name_or_path: m\ntemplate: llama3\n")
-    words = [str(tmp_path / "infer.yaml"), "max_new_tokens=9", "--prompt", "Hi"]
-    found = find_command("chat", words, {})
-    assert found.words[-2:] == ("--prompt", "Hi")
-    assert found.words[2:4] == ("--max-new-tokens", "9")
+    assert found == "surefoot export a o --base m --max-shard-size 2GB"
+    quantized = command("export", export_dir="o", export_quantization_bit=4)
+    assert "GPTQ models are not written" in quantized
 
 
 def test_trackers_are_those_of_the_file_with_their_names():

@@ -13,7 +13,6 @@ from surefoot.cli.main import main
 from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.plugins.migrate.conversion import convert_trainer
-from surefoot.plugins.migrate.importers import find_command
 from surefoot.plugins.migrate.other_trainers import PROGRAMS
 from surefoot.recipe.importers import convert
 from surefoot.recipe.recipe import IMPORTERS, Recipe, load, load_converted
@@ -293,7 +292,6 @@ def test_a_file_whose_program_is_certain_is_read_as_a_recipe(tmp_path):
     path.write_text(json.dumps({**LEAST, "completion_only_loss": True, "max_length": 77}))
     assert load(path).data.cutoff_len == 77
     assert load(path, ["train.seed=3"]).train.seed == 3
-    assert find_command("eval", [str(path)]) is None
     path.write_text(json.dumps({"learning_rate": 1e-4, "output_dir": "o"}))
     with pytest.raises(RecipeError, match=r"--from trl-sft\|trl-dpo"):
         load(path)

@@ -1,5 +1,4 @@
-"""LLaMA-Factory's command lines: arguments in words, and its other commands as those that do the
-same here."""
+"""LLaMA-Factory's command lines: arguments in words, and what to type for its other commands."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import RecipeError
 from ...recipe.overrides import Overrides
@@ -29,51 +28,26 @@ _TASKS = {  # of lm-eval, by LLaMA-Factory's names; it has these splits only
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command line of ``surefoot``, and what it does differently."""
-
-    words: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """To be typed, without the key of a server."""
-        hidden = [
-            "..." if self.words[i - 1] == "--api-key" else w for i, w in enumerate(self.words)
-        ]
-        return shlex.join(["surefoot", *hidden])
-
-
-def command_of(name: str, given: GivenArguments) -> Command | None:
-    """What `llamafactory-cli NAME` is here: None if the arguments are of a run, which `surefoot
-    chat`, `export` and `eval` open by its file. Raises ``RefusedError``."""
-    if given["do_train"] or (name == "eval" and given["task"] is None):
-        return None
-    return {"chat": _chat, "api": _api, "export": _export, "eval": _evaluation}[name](given)
-
-
 def other_commands(given: GivenArguments) -> Iterator[Problem]:
     """What to type instead of `surefoot train`, if the arguments are of another command."""
-    found = [name for name in given.values if ARGUMENTS[name].outcome == "command"]
-    if given["do_train"] or (not found and (given["do_predict"] or given["do_eval"])):
+    names = [name for name in given.values if ARGUMENTS[name].outcome == "command"]
+    if given["do_train"] or (not names and (given["do_predict"] or given["do_eval"])):
         return  # or a recipe for `surefoot eval`
-    if not found and (given.sets("output_dir") or given["dataset"]):
+    if not names and (given.sets("output_dir") or given["dataset"]):
         message = "is not set, so LLaMA-Factory would train nothing; set do_train: true"
         yield Problem(("do_train",), message)
         return
-    name = "chat" if not found else "export" if given["export_dir"] else "eval"
-    if name == "eval":
-        given = replace(given, values={"task": "mmlu_test", **given.values})
+    command = "chat" if not names else "export" if given["export_dir"] else "eval"
     try:
-        yield Problem(
-            (found[0],) if found else (),
-            f"these are arguments of `llamafactory-cli {name}`; type: {command_of(name, given)}",
-        )
+        line = shlex.join(["surefoot", *_COMMANDS[command](given)])
     except RefusedError as error:
         yield Problem((error.argument,), str(error))
+        return
+    message = f"these are arguments of `llamafactory-cli {command}`; type: {line}"
+    yield Problem(tuple(names[:1]), message)
 
 
-def _chat(given: GivenArguments) -> Command:
+def _chat(given: GivenArguments) -> list[str]:
     words = ["chat", str(given["model_name_or_path"])]
     if adapter := _adapter(given):
         words += ["--adapter", adapter]
@@ -87,24 +61,10 @@ def _chat(given: GivenArguments) -> Command:
     else:
         for name in _SAMPLING:
             words += [f"--{name.replace('_', '-')}", f"{given[name]:g}"]
-    return Command((*words, *_weights(given)), tuple(_differences(given)))
+    return [*words, *_weights(given)]
 
 
-def _api(given: GivenArguments) -> Command:
-    """With the variables of the environment that LLaMA-Factory reads."""
-    found = given.environment
-    words = ["serve", *_opened(given), "--port", found.get("API_PORT", "8000")]
-    words += ["--name", found.get("API_MODEL_NAME", "gpt-3.5-turbo")]
-    words += ["--host", found["API_HOST"]] if "API_HOST" in found else []
-    words += ["--api-key", found["API_KEY"]] if "API_KEY" in found else []
-    notes = list(_differences(given))
-    notes.append("a request without a temperature is answered greedily")
-    if "API_HOST" not in found:
-        notes.append("this machine alone reaches the server; API_HOST=0.0.0.0 opens it to others")
-    return Command((*words, *_weights(given)), tuple(notes))
-
-
-def _export(given: GivenArguments) -> Command:
+def _export(given: GivenArguments) -> list[str]:
     if given["export_quantization_bit"]:
         raise RefusedError(
             "export_quantization_bit",
@@ -113,39 +73,36 @@ def _export(given: GivenArguments) -> Command:
         )
     if not given["export_dir"]:
         raise RefusedError("export_dir", "is missing; name a new folder")
-    out = str(given["export_dir"])
-    model, *base = _opened(given)
-    words = ["export", model, out, *base, "--max-shard-size", f"{given['export_size']}GB"]
-    notes = []
-    if name := given["export_hub_model_id"]:
-        notes.append(f"to upload it afterwards: surefoot push {shlex.join([out, name])}")
-    return Command((*words, *_weights(given)), tuple(notes))
+    model, *base = _model_and_base(given)
+    size = f"{given['export_size']}GB"
+    words = ["export", model, str(given["export_dir"]), *base, "--max-shard-size", size]
+    return [*words, *_weights(given)]
 
 
-def _evaluation(given: GivenArguments) -> Command:
-    task, folder = str(given["task"]), given["task_dir"]
+def _evaluation(given: GivenArguments) -> list[str]:
+    """Their questions are lm-eval's, and so are the prompts."""
+    task, folder = given["task"] or "mmlu_test", given["task_dir"]
     if folder != ARGUMENTS["task_dir"].default:
         message = (
             f"{folder!r}: a local folder of questions is not read; remove it: lm-eval has them"
         )
         raise RefusedError("task_dir", message)
     if task not in _TASKS:
-        known = ", ".join(_TASKS)
-        message = f"expected one of {known}, got {task!r}; `surefoot eval MODEL --tasks NAME` runs "
-        raise RefusedError("task", f"{message}any other task of lm-eval")
-    model, *base = _opened(given)
+        message = f"expected one of {', '.join(_TASKS)}, got {task!r}; `surefoot eval MODEL"
+        raise RefusedError("task", f"{message} --tasks NAME` runs any other task of lm-eval")
+    model, *base = _model_and_base(given)
     words = ["eval", model, *base, f"generate.batch_size={given['batch_size']}"]
     words += ["--tasks", _TASKS[task], "--shots", str(given["n_shot"])]
     words += [] if given["template"] in (None, *_TEXT) else ["--prompts", "chat"]
     words += ["--output", f"{given['save_dir']}.jsonl"] if given["save_dir"] else []
-    if given["trust_remote_code"]:
-        words.append("model.trust_remote_code=true")
-    note = f"the questions and prompts are those of lm-eval's {_TASKS[task]}"
-    return Command(tuple(words), (note,))
+    return [*words, *(["model.trust_remote_code=true"] if given["trust_remote_code"] else [])]
 
 
-def _opened(given: GivenArguments) -> list[str]:
-    """The model, or the adapter and its base."""
+_COMMANDS = {"chat": _chat, "export": _export, "eval": _evaluation}
+
+
+def _model_and_base(given: GivenArguments) -> list[str]:
+    """The model; or the adapter, and the base under it as an option."""
     base, adapter = str(given["model_name_or_path"]), _adapter(given)
     return [base] if adapter is None else [adapter, "--base", base]
 
@@ -165,13 +122,6 @@ def _adapter(given: GivenArguments) -> str | None:
 def _weights(given: GivenArguments) -> list[str]:
     dtype = [] if given["infer_dtype"] == "auto" else ["--dtype", str(given["infer_dtype"])]
     return [*dtype, *(["--trust-remote-code"] if given["trust_remote_code"] else [])]
-
-
-def _differences(given: GivenArguments) -> Iterator[str]:
-    if given["template"]:
-        yield f"template: the one saved with the model is used, not {given['template']} by its name"
-    if given["quantization_bit"]:
-        yield "quantization_bit: weights are opened as they are stored"
 
 
 # Arguments in words

@@ -1,28 +1,22 @@
-"""Whose a file is, by its keys; LLaMA-Factory's other commands; what others call a setting."""
+"""Whose a file is, by its keys; and what others call a setting."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 
-import click
 from ruamel.yaml import YAML
 
-from ...errors import RecipeError
-from ...recipe.files import SUFFIXES, read_text
 from ...recipe.overrides import Overrides
 from ...recipe.recipe import ConvertedFile, Importer, Recipe
-from ...recipe.yaml import Document, parse
+from ...recipe.yaml import Document
 from ...schema import Problem, paths
-from ...terminal_text import visible
 from .arguments import ARGUMENTS, Argument
-from .commands import Command, command_of, read_command_line, with_arguments
-from .conversion import Conversion, convert_llamafactory, convert_trainer
-from .llamafactory import LLAMAFACTORY as LLAMAFACTORY_PROGRAM
+from .commands import read_command_line, with_arguments
+from .conversion import convert_llamafactory, convert_trainer
 from .other_trainers import PROGRAMS
 from .rules import Program
 
@@ -42,11 +36,6 @@ _V1 |= {"model_class", "sample_backend", "batching_strategy"}
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
 _SHARED = set[str]().union(*(program.arguments for program in PROGRAMS.values()))
 _ONLY_LLAMAFACTORY = ARGUMENTS.keys() - _SHARED | {"do_train"}
-
-
-def has_signs(data: Mapping[str, object]) -> bool:
-    """Whether there is an argument that every file of LLaMA-Factory has which runs anything."""
-    return any(name in data for name in _SIGNS)
 
 
 def programs_of(data: Mapping[str, object]) -> list[str]:
@@ -92,7 +81,7 @@ class LlamaFactory(Importer):
 
     def recognise(self, data: Mapping[str, object]) -> bool:
         """By an argument that every file of it has that runs anything."""
-        return has_signs(data) and not programs_of(data)
+        return any(name in data for name in _SIGNS) and not programs_of(data)
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
         """``overrides`` are of its arguments and of the recipe."""
@@ -146,54 +135,6 @@ LLAMAFACTORY = LlamaFactory()
 TRL_SFT, TRL_DPO, TRL_KTO, TRL_REWARD, TRL_GRPO, TRANSFORMERS, AXOLOTL = (
     TrainerImporter(name, program) for name, program in PROGRAMS.items()
 )
-
-
-def of_llamafactory(name: str, words: list[str]) -> tuple[str, ...] | None:
-    """The words of the command that does what `llamafactory-cli NAME` does, which is shown; None
-    if they are not LLaMA-Factory's."""
-    if name in ("webui", "webchat"):  # which read no file there, either
-        is_file = bool(words) and words[0].endswith(SUFFIXES)
-        options = [word for word in words if word.startswith("-")] if is_file else words
-        port = os.environ.get("GRADIO_SERVER_PORT")
-        command: Command | None = Command(("board", *options, *(("--port", port) if port else ())))
-    else:
-        command = find_command(name, words)
-    if command is None and name == "api":
-        raise RecipeError(
-            "api: no arguments of LLaMA-Factory; name its file, or use `surefoot serve MODEL`"
-        )
-    if command is None:
-        return None
-    for line in (f"runs: {command}", *(f"  differs: {note}" for note in command.notes)):
-        click.echo(visible(line), err=True)
-    return command.words
-
-
-def find_command(
-    name: str, words: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> Command | None:
-    """What `llamafactory-cli NAME FILE key=value ...` is here, with the options of Surefoot that
-    follow its words; None if the words are not LLaMA-Factory's, or those of a run. Raises
-    ``RecipeError``."""
-    if words and words[0].startswith("--"):
-        document, options = read_command_line(words)[0], list[str]()
-    elif words and Path(words[0]).suffix in SUFFIXES and Path(words[0]).is_file():
-        count = next((i for i, w in enumerate(words) if w.startswith("-")), len(words))
-        document = parse(read_text(Path(words[0])), words[0])
-        document, others = with_arguments(document, words[1:count])
-        options = [*others, *words[count:]]
-    else:
-        return None
-    data = document.data if isinstance(document.data, Mapping) else {}
-    if not has_signs(data) or len(programs_of(data)) == 1:
-        return None
-    conversion = Conversion(document)
-    given = conversion.read(LLAMAFACTORY_PROGRAM, environment)
-    command = None
-    with conversion.refusing():
-        command = command_of(name, given)
-    conversion.check()
-    return None if command is None else replace(command, words=(*command.words, *options))
 
 
 @cache

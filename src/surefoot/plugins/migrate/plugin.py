@@ -18,7 +18,4 @@ PLUGIN = Plugin(
         "transformers": f"{_HERE}.importers:TRANSFORMERS",
     },
     hints={"migrate": f"{_HERE}.importers:hints_by_key"},
-    words=dict.fromkeys(
-        ("chat", "api", "export", "eval", "webui", "webchat"), f"{_HERE}.importers:of_llamafactory"
-    ),
 )
