@@ -16,7 +16,7 @@ from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.saver import start_save
-from surefoot.checkpoint.saving.writer_group import SLACK, WriterGroup
+from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.verification import verify
 from surefoot.methods.full import Freeze
 from surefoot.methods.lora import LoRA
@@ -121,8 +121,6 @@ def test_none_writes_much_more_than_another(count, mesh, tmp_path):
 
     sizes, alone = ranks.run(count, work, **mesh), work(ALONE)
     assert sum(sizes) == alone
-    if "dp_shard" not in mesh:  # cut by ceilings, a vocabulary of 97 is 25, 25, 25, 22
-        assert max(sizes) <= (1 + 2 * SLACK) * alone / count
     assert max(sizes) <= 1.1 * alone / count
 
 

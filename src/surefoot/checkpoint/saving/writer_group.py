@@ -3,19 +3,16 @@
 Each rank sends the boxes of its tensors, and all compute the same plan. They send them again only
 if they have changed since the last save; otherwise a digest of a few bytes is enough.
 
-``balance`` assigns every element to exactly one rank that has it, so that all ranks write the same
-number of bytes. It is pure arithmetic over the boxes that each rank has, so all ranks compute the
-same result. Replicated boxes are divided among the ranks that have them. The boxes that the same
-ranks have are one group: they are concatenated and split, so that at most one tensor per rank is
-split, along its rows. How much of its group a rank takes depends on what the other groups give it,
-so each group is divided again until nothing changes: the sum of squares of the loads falls with
-every division, and is least where the fullest rank has as little as it can.
+``balance`` assigns every element to exactly one rank that has it, so that all ranks write about the
+same number of bytes. It is pure arithmetic over the boxes that each rank has, so all ranks compute
+the same result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ...errors import CheckpointError, counted
@@ -119,8 +116,7 @@ def _plan(states_of_ranks: list[tuple[Holding, Mapping[str, Any]]], rank: int) -
     return SavePlan(whole, mine, optimizers)
 
 
-PASSES = 100  # over all groups, at most; a few suffice unless groups form a ring
-SLACK = 0.01  # of what one process is to write: what a cut may miss to spare a tensor
+FINE = 16  # what is at most 1/16 of a rank's share is not divided, and a cut misses by that at most
 
 
 Holdings = Sequence[Mapping[str, LocalTensor]]  # by rank, then by name
@@ -128,50 +124,36 @@ Holders = tuple[int, ...]  # ranks
 
 
 def balance(holdings: Holdings) -> list[dict[str, Box]]:
-    """The box of each tensor that each rank writes, by name; most tensors are written by few ranks.
+    """The box of each tensor that each rank writes, by name; most tensors are written by one rank.
 
-    A tensor without dimensions or elements is written by the first rank that has it.
+    Boxes are dealt out one after another: those with the fewest holders first, because they leave
+    the least choice, and of these the largest first. A large one is divided among its holders so
+    that they end level; any other goes to the holder with the least so far. A tensor without
+    dimensions or elements is written by the first rank that has it.
 
     Raises ``CheckpointError`` if the boxes of a tensor do not cover it, or overlap without being
     equal.
     """
+    boxes: list[tuple[str, LocalTensor, Holders]] = []
+    for name, of_ranks in _holders(holdings).items():
+        _check(name, of_ranks)
+        boxes += [(name, held, ranks) for held, ranks in of_ranks.items()]
+    boxes.sort(key=lambda one: (len(one[2]), -one[1].num_bytes))
+    largest_whole = sum(held.num_bytes for _, held, _ in boxes) / len(holdings) / FINE
     found: list[dict[str, Box]] = [{} for _ in holdings]
     loads = [0] * len(holdings)
-    groups: dict[Holders, list[tuple[str, LocalTensor]]] = {}
-    for name, boxes in _holders(holdings).items():
-        _check(name, boxes)
-        for held, ranks in boxes.items():
-            writers = ranks if held.box.shape and held.box.size else ranks[:1]
-            groups.setdefault(writers, []).append((name, held))
-    # The fewest holders come first, because they leave the least choice.
-    groups = {ranks: groups[ranks] for ranks in sorted(groups, key=lambda r: (len(r), r))}
-    plan = _byte_shares(
-        {ranks: sum(held.num_bytes for _, held in groups[ranks]) for ranks in groups}, loads
-    )
-    for ranks, items in groups.items():
-        _take_back(plan[ranks], ranks, loads)  # what was cut otherwise than planned is made good
-        _deal(items, ranks, loads, found)
+    for name, held, ranks in boxes:
+        loads_of_holders = [loads[rank] for rank in ranks]
+        if not (held.box.shape and held.box.size):
+            parts = [(0, held.box)]
+        elif held.num_bytes > largest_whole:
+            parts = _divided(held.box, _shares(held.num_bytes, loads_of_holders))
+        else:
+            parts = [(loads_of_holders.index(min(loads_of_holders)), held.box)]
+        for place, box in parts:
+            found[ranks[place]][name] = box
+            loads[ranks[place]] += num_bytes(held.dtype, box.shape)
     return found
-
-
-def _byte_shares(sizes: Mapping[Holders, int], loads: list[int]) -> dict[Holders, list[int]]:
-    """How many bytes of each group each of its ranks takes; they are added to ``loads``."""
-    found = {ranks: [0] * len(ranks) for ranks in sizes}
-    for _ in range(PASSES):
-        before = {**found}
-        for ranks, size in sizes.items():
-            _take_back(found[ranks], ranks, loads)
-            found[ranks] = _shares(size, [loads[rank] for rank in ranks])
-            for rank, share in zip(ranks, found[ranks], strict=True):
-                loads[rank] += share
-        if found == before:
-            break
-    return found
-
-
-def _take_back(shares: Sequence[int], ranks: Holders, loads: list[int]) -> None:
-    for rank, share in zip(ranks, shares, strict=True):
-        loads[rank] -= share
 
 
 def _holders(holdings: Holdings) -> dict[str, dict[LocalTensor, Holders]]:
@@ -204,55 +186,20 @@ def _check(name: str, boxes: Mapping[LocalTensor, Holders]) -> None:
         )
 
 
-def _deal(
-    items: Sequence[tuple[str, LocalTensor]],
-    ranks: Holders,
-    loads: list[int],
-    found: list[dict[str, Box]],
-) -> None:
-    """Divide ``items``, which all of ``ranks`` have, among them; both lists are extended."""
-    shares = _shares(sum(held.num_bytes for _, held in items), [loads[rank] for rank in ranks])
-    takers = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share]
-    rank, share = takers.pop(0) if takers else (ranks[0], 0)
-    end, dealt = share, 0  # of the line on which all items lie
-    for name, held in items:
-        rest: Box | None = held.box
-        while rest is not None:
-            size, room, slack = num_bytes(held.dtype, rest.shape), end - dealt, SLACK * share
-            part: Box | None = rest
-            rest = None
-            if part is not None and takers and size > room + slack:
-                part, rest = _divided(part, room / size, slack / size)
-            if part is not None:
-                found[rank][name] = part
-                given = num_bytes(held.dtype, part.shape)
-                dealt, loads[rank] = dealt + given, loads[rank] + given
-            if rest is not None:
-                rank, share = takers.pop(0)
-                end += share
-
-
-def _divided(box: Box, wanted: float, tolerance: float) -> tuple[Box | None, Box | None]:
-    """About ``wanted`` of ``box`` along the first dimension that is fine enough, and the rest."""
-    if wanted <= tolerance:
-        return None, box
-
-    def count(dim: int) -> int:
-        return round(box.shape[dim] * wanted)
-
-    def is_fine(dim: int) -> bool:
-        return abs(count(dim) / box.shape[dim] - wanted) <= tolerance
-
-    dims = range(len(box.shape))
-    dim = next(filter(is_fine, dims), max(dims, key=lambda dim: box.shape[dim]))
-    if not 0 < (first := count(dim)) < box.shape[dim]:
-        return (box, None) if first else (None, box)
-    before, after = box.shape[:dim], box.shape[dim + 1 :]
-    rest = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
-    return (
-        Box(box.start, (*before, first, *after)),
-        Box(rest, (*before, box.shape[dim] - first, *after)),
-    )
+def _divided(box: Box, shares: Sequence[int]) -> list[tuple[int, Box]]:
+    """Parts of ``box`` of about these ``shares``, each with the place of its share: by rows, which
+    are contiguous in a file, unless they are too few."""
+    fine_enough = (dim for dim, size in enumerate(box.shape) if size >= FINE * len(shares))
+    dim = next(fine_enough, max(range(len(box.shape)), key=lambda dim: box.shape[dim]))
+    size, total = box.shape[dim], sum(shares)
+    ends = [0, *(round(size * end / total) for end in accumulate(shares))]
+    parts = []
+    for place, (first, last) in enumerate(pairwise(ends)):
+        if first < last:
+            start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+            shape = (*box.shape[:dim], last - first, *box.shape[dim + 1 :])
+            parts.append((place, Box(start, shape)))
+    return parts
 
 
 def _shares(total: int, loads: Sequence[int]) -> list[int]:
