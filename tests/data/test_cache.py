@@ -13,7 +13,7 @@ import pytest
 
 import warm
 from surefoot.data.store import cache
-from surefoot.data.store.cache import default_folder, load_or_build
+from surefoot.data.store.cache import default_folder, find, load_or_build
 from surefoot.errors import DataError
 from surefoot.storage import files
 
@@ -119,7 +119,7 @@ def test_a_token_that_is_no_int32_is_refused_not_bent(tmp_path):
         load_or_build(tmp_path, "key", lambda w: w.add([{"input_ids": [2**31]}], [0]) or {})
 
 
-FILES = ["header.json", "rows", "input_ids.tokens", "input_ids.offsets", "weight.sums"]
+FILES = ["header.json", "rows", "input_ids.tokens", "input_ids.offsets"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -140,7 +140,7 @@ def test_a_damaged_folder_is_noticed_and_made_anew(tmp_path, caplog, name, how):
     assert contents(load_or_build(tmp_path, "key", never)) == EXPECTED
 
 
-@pytest.mark.parametrize("name", ["header.json", "rows", "labels.offsets", "labels.sums"])
+@pytest.mark.parametrize("name", ["header.json", "rows", "labels.offsets"])
 def test_every_flipped_byte_of_header_and_indexes_is_noticed(tmp_path, name):
     load_or_build(tmp_path, "key", build)
     path = tmp_path / "key" / name
@@ -152,13 +152,12 @@ def test_every_flipped_byte_of_header_and_indexes_is_noticed(tmp_path, name):
         assert load_or_build(tmp_path, "key", build).is_new, f"byte {at}"
 
 
-LONG = [{"input_ids": range(n, n + 5_000), "labels": range(5_000)} for n in range(40)]
-TOKENS = "input_ids.tokens"  # 800,000 bytes: more than a dozen blocks
+TOKENS = "input_ids.tokens"
 
 
 def build_long(writer):
-    for item in LONG:
-        writer.add([item], [0])
+    for n in range(40):
+        writer.add([{"input_ids": range(n, n + 5_000), "labels": range(5_000)}], [0])
     return {}
 
 
@@ -170,60 +169,46 @@ def flip(path, at):
         file.write(bytes([byte ^ 1]))
 
 
-def is_intact(store):
-    pairs = [(store[n], LONG[n]) for n in range(len(LONG))]
-    return all(list(item[k]) == list(want[k]) for item, want in pairs for k in want)
-
-
 @pytest.mark.parametrize("at", [0, 65_535, 65_536, 500_001, 799_999])
-def test_a_flipped_token_is_noticed_when_it_is_read_and_the_dataset_encoded_again(
-    tmp_path, caplog, at
+def test_a_flipped_token_is_noticed_before_the_first_is_read_and_the_dataset_encoded_again(
+    tmp_path, monkeypatch, caplog, at
 ):
-    load_or_build(tmp_path, "key", build_long)
+    monkeypatch.setattr(cache, "CHUNK", 1 << 16)
+    intact = contents(load_or_build(tmp_path, "key", build_long))
     flip(tmp_path / "key" / TOKENS, at)
+    assert find(tmp_path, "key") is None
     cached = load_or_build(tmp_path, "key", build_long)
-    assert not cached.is_new
-    assert caplog.messages == [], "not before it is read"
-    assert is_intact(cached.store)
+    assert cached.is_new
+    assert contents(cached) == intact
     assert caplog.messages == [
         f"{tmp_path / 'key'} is damaged ({TOKENS} does not match its checksum): encoding it again"
     ]
-    assert is_intact(load_or_build(tmp_path, "key", never).store)
-
-
-def test_of_a_damaged_file_what_is_sound_can_be_read(tmp_path):
-    load_or_build(tmp_path, "key", build_long)
-    flip(tmp_path / "key" / TOKENS, 799_999)
-    store = load_or_build(tmp_path, "key", never).store
-    assert list(store[0]["input_ids"]) == list(LONG[0]["input_ids"])
 
 
 @pytest.mark.parametrize("size", [0, 70_000])
-def test_a_file_cut_short_while_it_is_in_use_is_encoded_again(tmp_path, caplog, size):
-    load_or_build(tmp_path, "key", build_long)
-    cached = load_or_build(tmp_path, "key", build_long)
-    other = load_or_build(tmp_path, "key", build_long)  # another rank
-    assert list(cached.store[20]["input_ids"]) == list(LONG[20]["input_ids"])
+def test_a_file_cut_short_while_it_is_in_use_is_an_error_that_the_next_start_mends(tmp_path, size):
+    store = load_or_build(tmp_path, "key", build_long).store
     with (tmp_path / "key" / TOKENS).open("r+b") as file:
         file.truncate(size)
-    assert is_intact(cached.store)
-    assert is_intact(other.store)
-    assert len(caplog.messages) == 1, "encoded again once, for both"
+    with pytest.raises(DataError, match=rf"{TOKENS}: .*too early; start the same command again"):
+        store[20]
+    assert list(load_or_build(tmp_path, "key", build_long).store[20]["labels"]) == [*range(5_000)]
 
 
-def test_a_dataset_that_gives_other_tokens_now_is_an_error(tmp_path):
-    load_or_build(tmp_path, "key", build_long)
-    flip(tmp_path / "key" / TOKENS, 0)
-    store = load_or_build(tmp_path, "key", build).store
-    with pytest.raises(DataError, match="even after its dataset was encoded again"):
-        store[0]
-
-
-def test_a_file_is_hashed_once_then_read(tmp_path, monkeypatch):
-    store = load_or_build(tmp_path, "key", build_long).store
-    assert is_intact(store)
-    monkeypatch.setattr(cache.xxhash, "xxh3_64_intdigest", never)
-    assert is_intact(store)
+def test_a_folder_with_hashes_of_blocks_is_still_found(tmp_path):
+    """Until 27 November 2026, each file of tokens had one of hashes beside it."""
+    before = load_or_build(tmp_path, "key", build).store
+    folder = tmp_path / "key"
+    header = json.loads((folder / "header.json").read_text())
+    del header["check"]
+    for name in header["features"]:
+        (folder / f"{name}.sums").write_bytes(b"12345678")
+        header["files"][f"{name}.sums"] = [8, files.digest(b"12345678")]
+    header["check"] = files.digest(cache._canonical(header))
+    (folder / "header.json").write_bytes(cache._canonical(header))
+    found = load_or_build(tmp_path, "key", never)
+    assert contents(found) == EXPECTED
+    assert found.store.content == before.content
 
 
 def test_a_folder_of_another_version_is_made_anew(tmp_path, monkeypatch):

@@ -81,7 +81,6 @@ def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
     section = encoding.section
     # All entries are checked before any is encoded.
     data = _arranged(encoding, _load_all(Catalog(section).entries, encoding))
-    _warn_of_the_same_rows(section, data)
     if section.val_size == 1:
         logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
     return data
@@ -199,27 +198,6 @@ class Encoding:
         where = " or ".join(each.source for each in rows)
         read = partial(mixed_rows, mixing, entries, self.section)
         return RowSequence(name, where, read, fingerprint)
-
-
-def _warn_of_the_same_rows(section: DataSection, data: TrainingData[EncodedDataset]) -> None:
-    """Rows under another name, or in another order, are the same rows. Hashes of a few tokens find
-    the pairs that may be equal, and all of their tokens are compared."""
-    others = {n: items for n, items in data.evals.items() if n and n not in section.datasets}
-    trained = data.train.probes() if others else np.empty(0, np.uint64)
-    for name, items in others.items():
-        rows = items.probes()
-        texts = {
-            data.train.tokens_of(item) for item in np.flatnonzero(np.isin(trained, rows)).tolist()
-        }
-        candidates = np.flatnonzero(np.isin(rows, trained)).tolist()
-        if same := sum(items.tokens_of(item) in texts for item in candidates):
-            logger.warning(
-                "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
-                "evaluation metrics do not measure generalization",
-                name,
-                f"{same:,}",
-                counted(len(rows), "example"),
-            )
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """The token cache: encoded datasets on disk, one folder each, read in place.
 
 The name of a folder is the fingerprint of all inputs of its content. It is written to a temporary
-folder and renamed when all of it is on the disk, so it is either complete or absent. Later damage
-is detected, at the latest when the damaged part is first read, and the dataset is encoded again.
-Any folder may be deleted at any time.
+folder and renamed when all of it is on the disk, so it is either complete or absent. All of its
+bytes are hashed when it is opened, and a damaged dataset is encoded again. Any folder may be
+deleted at any time.
 
     <fingerprint>/header.json            names, sizes and hashes of the files below; the report
     <fingerprint>/<feature>.tokens       int32, all items concatenated
     <fingerprint>/<feature>.bytes        uint8, the same for a feature that is text, not tokens
-    <fingerprint>/<feature>.sums         uint64, the hash of each block of the file above
     <fingerprint>/<feature>.offsets      int64, where each item begins, and the end
     <fingerprint>/rows                   int64, the row that each item comes from
 """
@@ -26,15 +25,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from ...batch import Features
 from ...errors import DataError
+from ...log import announced
 from ...storage import files
 from ...storage.address import default_cache
 from ..data_order import Index
@@ -43,14 +41,13 @@ from ..example import JSON
 logger = logging.getLogger(__name__)
 
 VERSION = 2  # of the layout of a folder
-HEADER, ROWS, TOKENS, OFFSETS = "header.json", "rows", ".tokens", ".offsets"
-BYTES, SUMS = ".bytes", ".sums"
+HEADER, ROWS, OFFSETS = "header.json", "rows", ".offsets"
+TOKENS, BYTES = ".tokens", ".bytes"
 KINDS: Mapping[str, type[np.int32] | type[np.uint8]] = {TOKENS: np.int32, BYTES: np.uint8}
+SUMS = ".sums"  # of blocks of a file; folders of before 27 November 2026 have them
 MAX_HEADER = 1 << 30  # bytes; it holds a line for every broken row
 POLL_SECONDS = 0.1
-BLOCK = 64 << 10  # bytes: hashed in 5 us; of a shuffled file, an example is in one or two blocks
-Sums = NDArray[np.uint64]
-Repair = Callable[[str], None]  # writes the files of a folder again, given the reason
+CHUNK = 4 << 20  # bytes that are hashed at a time
 
 
 @dataclass(frozen=True)
@@ -67,40 +64,31 @@ def default_folder() -> Path:
     return default_cache().with_name("data")
 
 
-def load_or_build(
-    root: Path, fingerprint: str, build: Callable[[Writer], JSON], *, is_checked: bool = False
-) -> Cached:
-    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it, and again if it
-    turns out to be damaged while it is read. ``is_checked`` checks all bytes first, not each block
-    when it is read.
+def load_or_build(root: Path, fingerprint: str, build: Callable[[Writer], JSON]) -> Cached:
+    """The cached dataset of ``fingerprint``; if there is none, ``build`` writes it.
 
     If several processes need it at the same time, one builds and the others wait for it.
     """
     folder = root / fingerprint
-
-    def repair(_why: str) -> None:
-        load_or_build(root, fingerprint, build, is_checked=True)
-
+    if (cached := find(root, fingerprint)) is not None:
+        return cached
     with files.raising(DataError, "data.cache_dir"):
-        with contextlib.suppress(DamagedCacheError):
-            return _open(folder, repair, is_checked=is_checked)
         files.make_folder(root)
         with _alone(folder.with_name(f"{fingerprint}.lock")) as is_alone:
             try:
-                return _open(folder, repair, is_checked=is_checked)
+                return _open(folder)
             except DamagedCacheError as error:
                 if files.exists(folder):
                     logger.warning("%s is damaged (%s): encoding it again", folder, error)
             if is_alone:
                 _remove_leftovers(folder)
-            return _build(folder, build, repair)
+            return _build(folder, build)
 
 
-def find(root: Path, fingerprint: str, repair: Repair) -> Cached | None:
-    """The cached dataset of ``fingerprint``; None if it is missing or damaged. ``repair`` builds it
-    again if it turns out to be damaged while it is read."""
+def find(root: Path, fingerprint: str) -> Cached | None:
+    """The cached dataset of ``fingerprint``; None if it is missing or damaged."""
     with files.raising(DataError, "data.cache_dir"), contextlib.suppress(DamagedCacheError):
-        return _open(root / fingerprint, repair)
+        return _open(root / fingerprint)
     return None
 
 
@@ -117,7 +105,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         for column in self._columns.values():
-            column.close()
+            column.file.close()
 
     def add(self, items: Sequence[Features], rows: Sequence[int]) -> None:
         """Append items, which all have the same features, and the rows from which they come."""
@@ -159,57 +147,50 @@ class _Column:
 
     def __init__(self, folder: Path, name: str, suffix: str) -> None:
         self._folder, self._name, self._suffix = folder, name, suffix
-        self._file = files.create(folder / f"{name}{suffix}")
-        self._hash, self._blocks, self._size = files.Hash(), BlockHash(), 0
+        self.file = files.create(folder / f"{name}{suffix}")
+        self._hash, self._size = files.Hash(), 0
         self._lengths = array("q")
-
-    def close(self) -> None:
-        self._file.close()
 
     def add(self, lists: Sequence[Sequence[int]]) -> None:
         lengths = array("q", map(len, lists))
         flat = np.fromiter(chain.from_iterable(lists), KINDS[self._suffix], sum(lengths))
         data = flat.data.cast("B")
-        self._file.write_at(self._size, data)
+        self.file.write_at(self._size, data)
         self._hash.update(data)
-        self._blocks.update(data)
         self._size += flat.nbytes
         self._lengths.extend(lengths)
 
     def finish(self) -> dict[str, _Written]:
-        self._file.sync()
+        self.file.sync()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         written = {f"{self._name}{self._suffix}": _Written(self._size, self._hash.hex())}
-        written |= _write_index(self._folder, f"{self._name}{SUMS}", self._blocks.sums())
         return written | _write_index(self._folder, f"{self._name}{OFFSETS}", offsets)
 
 
-def _write_index(folder: Path, name: str, index: Index | Sums) -> dict[str, _Written]:
+def _write_index(folder: Path, name: str, index: Index) -> dict[str, _Written]:
     data = index.tobytes()
     files.write_new(folder / name, data)
     return {name: _Written(len(data), files.digest(data))}
 
 
-def _open(folder: Path, repair: Repair, *, is_checked: bool = False) -> Cached:
-    """Open a folder. Raises ``DamagedCacheError`` unless its header, sizes and indexes are as
-    written, and all bytes if that ``is_checked``."""
+def _open(folder: Path) -> Cached:
+    """Open a folder. Raises ``DamagedCacheError`` unless all of its bytes are as written."""
+    features, indexes = dict[str, Ragged](), dict[str, Index]()
+    equal: dict[_Written, Index] = {}  # such as the offsets of tokens and labels: once in memory
     try:
         header = _read_header(folder / HEADER)
-        parts = {name: _Written(*entry) for name, entry in header["files"].items()}
-        indexes = _read_indexes(folder, parts)
-        features = dict[str, Ragged]()
-        for file in (f"{name}{suffix}" for name in header["features"] for suffix in KINDS):
-            if file in parts:
-                path, name = folder / file, Path(file).stem
-                opened, sums = _opened(path, parts[file]), indexes[name + SUMS]
-                numbers = CheckedFile(opened, path, KINDS[path.suffix], sums, repair)
-                if is_checked:
-                    numbers.check()
-                features[name] = Ragged(numbers, indexes[name + OFFSETS])
+        parts = {n: _Written(*e) for n, e in header["files"].items() if not n.endswith(SUMS)}
+        stored = {name: _checked(folder / name, written) for name, written in parts.items()}
+        for name, written in parts.items():
+            if Path(name).suffix not in KINDS:
+                indexes[name] = equal.setdefault(written, stored[name][:])
+        for name in header["features"]:
+            flat = next(stored[name + suffix] for suffix in KINDS if name + suffix in stored)
+            features[name] = Ragged(flat, indexes[name + OFFSETS])
     except FileNotFoundError as error:
         raise DamagedCacheError(f"no {Path(error.filename).name}") from error
-    listed = {name: entry for name, entry in header["files"].items() if not name.endswith(SUMS)}
-    content = files.digest(_canonical(listed))  # as it was before blocks had hashes
+    listed = {name: list(written) for name, written in parts.items()}
+    content = files.digest(_canonical(listed))
     return Cached(EncodedStore(features, indexes[ROWS], content), header["report"])
 
 
@@ -227,51 +208,38 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header  # type: ignore[no-any-return]
 
 
-def _read_indexes(folder: Path, parts: Mapping[str, _Written]) -> dict[str, NDArray[Any]]:
-    """Offsets, rows and hashes of blocks, in memory; equal ones once, such as the offsets of tokens
-    and labels."""
-    known: dict[tuple[type[np.generic], _Written], NDArray[Any]] = {}
-    found = {}
-    for name, written in parts.items():
-        if (path := folder / name).suffix in KINDS:
-            continue
-        kind: type[np.generic] = np.uint64 if path.suffix == SUMS else np.int64
-        numbers = np.frombuffer(_read_index(path, written), kind)
-        found[name] = known.setdefault((kind, written), numbers)
-    return found
-
-
-def _read_index(path: Path, written: _Written) -> bytes:
-    with _opened(path, written) as file:
-        try:
-            data = file.read(0, written.size)
-        except OSError as error:
-            raise DamagedCacheError(f"{path.name}: {error.strerror}") from error
-    if files.digest(data) != written.digest:
-        raise DamagedCacheError(f"{path.name} does not match its checksum")
-    return data
-
-
-def _opened(path: Path, written: _Written) -> files.File:
-    file = files.open_file(path)
+def _checked(path: Path, written: _Written) -> StoredNumbers:
+    """A file whose bytes have the length and the hash with which they were written."""
+    file, digest = files.open_file(path), files.Hash()
     if file.size != written.size:
         raise DamagedCacheError(f"{path.name} has {file.size} bytes, not {written.size}")
-    return file
+    buffer = memoryview(bytearray(min(CHUNK, written.size)))
+    try:
+        for start in range(0, written.size, CHUNK):
+            part = buffer[: written.size - start]
+            file.read_into(start, part)
+            digest.update(part)
+    except OSError as error:
+        raise DamagedCacheError(f"{path.name}: {error.strerror}") from error
+    if digest.hex() != written.digest:
+        raise DamagedCacheError(f"{path.name} does not match its checksum")
+    dtype = np.dtype(KINDS.get(path.suffix, np.int64))
+    return StoredNumbers(file, dtype, written.size // dtype.itemsize)
 
 
-def _build(folder: Path, build: Callable[[Writer], JSON], repair: Repair) -> Cached:
+def _build(folder: Path, build: Callable[[Writer], JSON]) -> Cached:
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     try:
         files.make_folder(aside)
         with Writer(aside) as writer:
             writer.finish(build(writer))
-        _commit(aside, folder, repair)
+        _commit(aside, folder)
     finally:
         files.remove_tree(aside)
-    return replace(_open(folder, repair), is_new=True)
+    return replace(_open(folder), is_new=True)
 
 
-def _commit(aside: Path, folder: Path, repair: Repair) -> None:
+def _commit(aside: Path, folder: Path) -> None:
     """Rename a finished folder to its final name, unless another process was faster."""
     try:
         files.rename(aside, folder)
@@ -279,7 +247,7 @@ def _commit(aside: Path, folder: Path, repair: Repair) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         with contextlib.suppress(DamagedCacheError):
-            _open(folder, repair, is_checked=True)
+            _open(folder)
             return
         files.remove_tree(folder)
         files.rename(aside, folder)
@@ -296,13 +264,18 @@ def _remove_leftovers(folder: Path) -> None:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
     """Wait until no other process is building. False if the file system does not support locks."""
-    has_said_so = False
-    while (lock := _try_lock(path)) is None:
-        if not has_said_so:
-            logger.info("waiting for another process that is encoding the same dataset")
-        has_said_so = True
-        time.sleep(POLL_SECONDS)
-    file, is_locked = lock
+    with announced("another process that is encoding the same dataset"):
+        while True:
+            file = files.open_or_create(path)
+            try:
+                is_locked = file.lock()
+            except BlockingIOError:
+                file.close()
+                time.sleep(POLL_SECONDS)
+                continue
+            if not is_locked or file.is_at(path):
+                break
+            file.close()  # of the process that had the lock, which has deleted it since
     try:
         yield is_locked
     finally:
@@ -310,133 +283,39 @@ def _alone(path: Path) -> Iterator[bool]:
         file.close()
 
 
-def _try_lock(path: Path) -> tuple[files.File, bool] | None:
-    """The lock file and whether it is locked; None if another process has it or deletes it."""
-    with contextlib.suppress(FileExistsError):
-        files.create(path).close()
-    try:
-        file = files.open_file(path, write=True)
-    except FileNotFoundError:
-        return None
-    try:
-        is_locked = file.lock()
-    except BlockingIOError:
-        file.close()
-        return None
-    if is_locked and not file.is_at(file.path):
-        file.close()
-        return None
-    return file, is_locked
-
-
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-class BlockHash:
-    """xxh3-64 of each block of the bytes that are added, one after another."""
+@dataclass(frozen=True, eq=False)
+class StoredNumbers:
+    """The numbers of a file, as an array of which slices without a step can be read.
 
-    def __init__(self) -> None:
-        self._state, self._filled = xxhash.xxh3_64(), 0
-        self._sums = array("Q")
-
-    def update(self, data: memoryview) -> None:
-        """Add ``data``."""
-        while data:
-            part = data[: BLOCK - self._filled]
-            self._state.update(part)
-            self._filled, data = self._filled + len(part), data[len(part) :]
-            if self._filled == BLOCK:
-                self._end_block()
-
-    def sums(self) -> Sums:
-        """The hash of each block, the last of which may be shorter."""
-        if self._filled:
-            self._end_block()
-        return np.array(self._sums, np.uint64)
-
-    def _end_block(self) -> None:
-        self._sums.append(self._state.intdigest())
-        self._state, self._filled = xxhash.xxh3_64(), 0
-
-
-class CheckedFile:
-    """The numbers of a file, as an array of which slices without a step can be read. They are
-    hashed block by block: while they are written, and again when a block is first read.
-
-    Slices are read from the disk, not mapped: a file that is truncated while it is in use is
-    noticed, where a mapping would end the process (SIGBUS).
+    They are read from the disk, not mapped: a file that is truncated while it is in use is noticed,
+    where a mapping would end the process (SIGBUS).
     """
 
-    def __init__(
-        self, file: files.File, path: Path, dtype: type[np.generic], sums: Sums, repair: Repair
-    ) -> None:
-        """``path`` is where the file is found again after a ``repair``."""
-        self.dtype, self._num_bytes = np.dtype(dtype), file.size
-        self._file, self._path, self._sums, self._repair = file, path, sums, repair
-        self._is_checked = bytearray(len(sums))  # 1 for each block that was; quicker than an array
-        self._lock = Lock()  # of the repair: a thread may read ahead
+    file: files.File
+    dtype: np.dtype[Any]
+    length: int  # as it was written, whatever becomes of the file
 
     def __len__(self) -> int:
-        return self._num_bytes // self.dtype.itemsize
+        return self.length
 
     def __getitem__(self, part: slice) -> NDArray[Any]:
-        width, file = self.dtype.itemsize, self._file
-        start, stop, step = part.indices(len(self))
+        start, stop, step = part.indices(self.length)
         assert step == 1, "every number of a slice is read"
-        start, end = start * width, max(start, stop) * width
+        width = self.dtype.itemsize
+        data = np.empty(max(0, stop - start) * width, np.uint8)
         try:
-            numbers = self._read(file, start, end)
-        except DamagedCacheError as error:
-            numbers = self._read(self._mended(file, error), start, end)
-        numbers.flags.writeable = False
-        return numbers.view(self.dtype)
-
-    def check(self) -> None:
-        """Check all blocks. Raises ``DamagedCacheError``."""
-        for start in range(0, self._num_bytes, 64 * BLOCK):
-            self._read(self._file, start, min(start + 64 * BLOCK, self._num_bytes))
-
-    def _read(self, file: files.File, start: int, end: int) -> NDArray[np.uint8]:
-        """The bytes from ``start`` to ``end``. With blocks that were not read yet, complete blocks
-        are read, and hashed."""
-        first, last = start // BLOCK, -(-end // BLOCK)
-        if 0 not in self._is_checked[first:last]:
-            return self._bytes(file, start, end)
-        low = first * BLOCK
-        data = self._bytes(file, low, min(last * BLOCK, self._num_bytes))
-        for block in range(first, last):
-            piece = data[block * BLOCK - low : (block + 1) * BLOCK - low]
-            if xxhash.xxh3_64_intdigest(piece.data) != self._sums[block]:
-                raise DamagedCacheError(f"{self._path.name} does not match its checksum")
-            self._is_checked[block] = 1
-        return data[start - low : end - low]
-
-    def _bytes(self, file: files.File, start: int, end: int) -> NDArray[np.uint8]:
-        data = np.empty(end - start, np.uint8)
-        try:
-            file.read_into(start, data.data)
+            self.file.read_into(start * width, data.data)
         except OSError as error:
-            raise DamagedCacheError(f"{self._path.name}: {error.strerror}") from error
-        return data
-
-    def _mended(self, damaged: files.File, why: DamagedCacheError) -> files.File:
-        """The file as it is after a repair. Raises ``DataError``: there is nothing that repairs it,
-        or its numbers are others now."""
-        with self._lock:
-            if self._file is damaged:  # else another thread was faster
-                self._repair(str(why))
-                with files.raising(DataError, "data.cache_dir"):
-                    self._file = files.open_file(self._path)
-                self._is_checked = bytearray(len(self._sums))
-                try:
-                    self.check()
-                except DamagedCacheError as error:
-                    raise DataError(
-                        f"data.cache_dir: {self._path.parent}: {error}, even after its dataset "
-                        "was encoded again: the dataset gives other tokens now, or the disk fails"
-                    ) from error
-            return self._file
+            raise DataError(
+                f"data.cache_dir: {self.file.path}: {error.strerror}; start the same command "
+                "again: it checks all files, and encodes a damaged dataset again"
+            ) from error
+        data.flags.writeable = False
+        return data.view(self.dtype)
 
 
 class DamagedCacheError(Exception):
@@ -445,8 +324,7 @@ class DamagedCacheError(Exception):
 
 # Tokens and lengths; bytes, such as the JSON that a reward reads; precomputed outputs of a model.
 Array = NDArray[np.int32] | NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.float64]
-Flat = Array | CheckedFile  # in memory, or in the cache
-_PROBES, _FACTOR = 16, np.uint64(0x9E3779B97F4A7C15)  # of 2^64, the golden ratio
+Flat = Array | StoredNumbers  # in memory, or in the cache
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -482,16 +360,6 @@ class EncodedStore:
             if name.endswith("input_ids"):
                 total += np.diff(ragged.offsets)
         return total
-
-    def probes(self) -> NDArray[np.uint64]:
-        """See ``EncodedDataset.probes``."""
-        flat, offsets = self.features["input_ids"]
-        lengths, tokens = np.diff(offsets), flat[:]
-        found = lengths.astype(np.uint64)
-        for part in range(_PROBES):
-            places = offsets[:-1] + (lengths - 1) * part // (_PROBES - 1)
-            found = found * _FACTOR + tokens[places].astype(np.uint64)
-        return found
 
 
 def num_tokens(features: Features) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from threading import Lock
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ...batch import Features
 from ...errors import DataError
@@ -59,15 +59,6 @@ class EncodedDataset:
     def shards(self, _count: int) -> int:
         """None: a complete dataset is described as a whole."""
         return 0
-
-    def probes(self) -> NDArray[np.uint64]:
-        """[items] a hash of the length of each item and 16 of its tokens: the same for the same
-        item in any dataset, and quick to compute for millions."""
-        return np.concatenate([store.probes() for store in self.stores])[self.index]
-
-    def tokens_of(self, item: int) -> bytes:
-        """The tokens of an item, to compare."""
-        return np.asarray(self[item]["input_ids"], np.int32).tobytes()
 
     def __getitem__(self, item: int) -> Features:
         """The features of one item, int32."""
@@ -217,18 +208,30 @@ class ExampleStream:
         elif (counts := dataset.counts()) is None:
             self._more()
         elif number < counts[0]:
-            dataset.repair(number)
+            self._take(dataset.rows.name, self._encoded_again(dataset, number))
         else:
             self._end_part()
+
+    def _encoded_again(self, dataset: ShardedDataset, number: int) -> Cached:
+        """A shard that was there, and is missing or damaged now."""
+        deque(dataset.encoded(), maxlen=0)
+        if (cached := dataset.find(number)) is None:
+            raise DataError(f"data.cache_dir: {dataset.folder} does not keep what is written to it")
+        return cached
 
     def _take(self, name: str, cached: Cached) -> None:
         self._report = add(self._report, report_from(cached.report, name))
         if len(self._report.broken) > self._max_broken_rows:
             raise too_many_broken(name, self._report.broken, self._max_broken_rows)
-        before, shard = self._chain[-1] if self._chain else "", len(self._ends)
+        shard = len(self._ends)
         self._keep(shard, cached.store)
         self._ends.append(self._start(shard) + len(cached.store))
-        self._chain.append(xxhash.xxh3_128_hexdigest(f"{before} {cached.store.content}".encode()))
+        self._chain.append(self._linked(shard, cached.store))
+
+    def _linked(self, shard: int, store: EncodedStore) -> str:
+        """The hash of the content up to the end of a shard."""
+        before = self._chain[shard - 1] if shard else ""
+        return xxhash.xxh3_128_hexdigest(f"{before} {store.content}".encode())
 
     def _end_part(self) -> None:
         for line in self._report.lines():
@@ -243,15 +246,12 @@ class ExampleStream:
         if store is None:
             part, number = self._place(shard)
             dataset = self.parts[part]
-            if (cached := dataset.find(number)) is None:
-                dataset.repair(number)
-                cached = dataset.find(number)
-            if cached is None:
+            store = (dataset.find(number) or self._encoded_again(dataset, number)).store
+            if self._linked(shard, store) != self._chain[shard]:
                 raise DataError(
-                    f"{dataset.folder}: shard {number} is missing or damaged; start the same "
-                    "command again to encode it again"
+                    f"{dataset.folder}: shard {number} has other tokens than when this run first "
+                    "read it; start the same command again"
                 )
-            store = cached.store
         self._keep(shard, store)
         return store
 

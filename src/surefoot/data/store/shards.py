@@ -76,18 +76,8 @@ class ShardedDataset:
         return self.root if self.shard_rows is None else self.root / f"{self.fingerprint}.shards"
 
     def find(self, number: int) -> Cached | None:
-        """A shard; None if it is missing or damaged. Damage that is noticed later is repaired."""
-        return cache.find(self.folder, self._name(number), lambda _: self.repair(number))
-
-    def repair(self, number: int) -> None:
-        """Encode a shard again that is missing or damaged. Raises ``DataError`` as ``encoded``, and
-        if the rows have changed since."""
-        if self.rows.fingerprint() != self.fingerprint:
-            raise DataError(
-                f"{self.folder}: shard {number} is damaged, and cannot be encoded again: "
-                f"{self.rows.source} has changed since; start the same command again"
-            )
-        next(islice(self.encoded(again=number), number, None), None)
+        """A shard; None if it is missing or damaged."""
+        return cache.find(self.folder, self._name(number))
 
     def counts(self) -> tuple[int, int | None] | None:
         """How many shards there are, and how many items if that is stored; None as long as one is
@@ -102,10 +92,10 @@ class ShardedDataset:
             except (FileNotFoundError, KeyError, TypeError, ValueError):
                 return None
 
-    def encoded(self, again: int | None = None) -> Iterator[DatasetReport]:
-        """Encode what is still missing; yields the report so far with every shard. All bytes of the
-        shard ``again`` are checked, too. Raises ``DataError`` if rows are broken, the source
-        changes meanwhile, or there are no trained tokens."""
+    def encoded(self) -> Iterator[DatasetReport]:
+        """Encode what is still missing; yields the report so far with every shard. Raises
+        ``DataError`` if rows are broken, the source has changed since it was opened, or there are
+        no trained tokens."""
         rows, number = _Rows(self.rows.read()), 0
         total = DatasetReport(name=self.rows.name, remarks=self.rows.remarks)
 
@@ -124,14 +114,11 @@ class ShardedDataset:
             return asdict(report)
 
         while (counts := self.counts()) is None or number < counts[0]:
-            found = None if number == again else self.find(number)
-            if found is None:
+            if (found := self.find(number)) is None:
                 rows.go_to(total.rows)
                 if self.shard_rows is not None and rows.is_at_end():
                     break
-                found = cache.load_or_build(
-                    self.folder, self._name(number), build, is_checked=number == again
-                )
+                found = cache.load_or_build(self.folder, self._name(number), build)
             total, number = add(total, report_from(found.report, self.rows.name)), number + 1
             yield total
         if self.shard_rows is not None:
