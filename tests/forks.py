@@ -7,6 +7,7 @@ has done nothing but import.
 """
 
 import contextlib
+import faulthandler
 import gc
 import os
 import runpy
@@ -182,6 +183,8 @@ def become(theirs, command, place, pass_fds, start_new_session, prepare):
         for number, handler in DEFAULTS.items():
             signal.signal(number, handler)
         os.nice = lambda increment: 0  # a test waits for it, and should not wait for all others
+        # Whoever hangs says where, before the worker that waits for it is ended as hanging, too.
+        faulthandler.dump_traceback_later(240, exit=True)
         prepare(command)
         return _run(*_parsed(command))
     except BaseException:
