@@ -26,11 +26,13 @@ class Uploads:
         if "validate-yaml" in self.path:
             return self.answer_json({"errors": [], "warnings": []})
         if "preupload" in parts:
+            stored = hub.repositories[("models", "/".join(parts[2:4]))]
             modes = [
                 {
                     "path": f["path"],
                     "uploadMode": "lfs" if f["size"] > LARGE else "regular",
                     "shouldIgnore": False,
+                    "oid": _oid(stored[f["path"]]) if f["path"] in stored else None,
                 }
                 for f in json.loads(said)["files"]
             ]
@@ -94,6 +96,13 @@ class Uploads:
             "commitOid": "a" * 40,
         }
         return self.answer_json(found)
+
+
+def _oid(data):
+    """What the hub calls a content that it has: its sha256, or its hash in git if it is small."""
+    if len(data) > LARGE:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def _changes(said):

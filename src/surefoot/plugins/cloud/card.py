@@ -20,16 +20,13 @@ from ...checkpoint.disk.folder import open_checkpoint
 from ...checkpoint.disk.manifest import MANIFEST
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...errors import CheckpointError, RecipeError
-from ...model import base_identity
 from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
 from ...recipe.yaml import emit, parse
 from ...storage.files import read_json
-from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.plot import NAME as PLOT
 from .contents import BASE, Publication
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-RECEIPT = "receipt.json"
 LICENSES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "USE_POLICY.md")
 _NO_METRICS = ("step", "epoch")
 
@@ -37,14 +34,14 @@ _NO_METRICS = ("step", "epoch")
 def model_card(contents: Publication, name: str, base: str | None, terms: str | None) -> str:
     """The text of README.md for the repository ``name``. ``base`` is as ``base_name`` says,
     ``terms`` the name of its license."""
-    folder, names = contents.folder, {file.path for file in contents.files}
+    folder, names = contents.folder, set(contents.files)
     recipe, is_adapter = _recipe_in(folder), ADAPTER in names
     stage, method = _variant(recipe, "stage"), _variant(recipe, "method")
     has_gguf = any(each.endswith(".gguf") for each in names)
     is_reward = is_sequence_classification(folder)
     is_reward = is_reward or _json(folder / ADAPTER).get("task_type") == "SEQ_CLS"
     manifest = open_checkpoint(folder).manifest if (folder / MANIFEST).is_file() else None
-    step, receipt = None if manifest is None else manifest.step, _json(folder / RECEIPT)
+    step = None if manifest is None else manifest.step
     data = recipe.get("data") or {}
     ids = [d for d in data.get("datasets") or [] if isinstance(d, str) and d.count("/") == 1]
     relation = "adapter" if is_adapter else "quantized" if has_gguf else "finetune"
@@ -71,12 +68,9 @@ def model_card(contents: Publication, name: str, base: str | None, terms: str | 
         method=method,
         step=step,
         versions=manifest.versions if manifest else {},
-        commands=_commands(contents.run),
         plot=PLOT if PLOT in names else None,
         metrics=_last_metrics(folder, step),
         datasets=[*_datasets(data, _json(folder / "state.json"))],
-        base_files=_hashes_of_base(folder),
-        receipt=json.dumps(receipt, indent=2, ensure_ascii=False) if receipt else None,
         recipe=emit(recipe) if recipe else None,
     )
     return card.rstrip("\n") + "\n"
@@ -156,26 +150,3 @@ def _last_metrics(folder: Path, step: int | None) -> dict[str, float]:
         if isinstance(record, dict) and (step is None or record.get("step", 0) <= step):
             values |= {k: v for k, v in record.items() if isinstance(v, int | float)}
     return {name: values[name] for name in sorted(values) if name not in _NO_METRICS}
-
-
-def _hashes_of_base(folder: Path) -> dict[str, str]:
-    with contextlib.suppress(CheckpointError, OSError, ValueError):
-        models = base_identity.read(folder).values()
-        return {name: file.hash for model in models for name, file in model.files.items()}
-    return {}
-
-
-def _commands(run: Path | None) -> list[str]:
-    """The commands of the launches of a run, each once."""
-    commands = dict[str, None]()
-    lines = b""
-    if run is not None:
-        with contextlib.suppress(OSError):
-            lines = (run / LAUNCHES).read_bytes()
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a run that was killed
-            record = json.loads(line)
-            if record.get("event") == "launch" and record.get("command"):
-                program, _, arguments = str(record["command"]).partition(" ")
-                commands[f"{Path(program).name} {arguments}".strip()] = None
-    return list(commands)

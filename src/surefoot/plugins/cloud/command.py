@@ -60,20 +60,12 @@ def lines(plan: Upload, *, dry_run: bool) -> Iterator[str]:
     """What was or would be uploaded, as text."""
     from .store import readable
 
-    for told in plan.told:
-        yield f"note: {told}"
-    sizes = {file.path: file.size for file in plan.files}
-    states = {file.path: "upload" for file in plan.changes.added}
-    states |= dict.fromkeys(plan.changes.foreign, "another file is there")
-    states |= dict.fromkeys(plan.changes.removed, "remove")
-    states |= dict.fromkeys(plan.changes.kept, "keep: edited there")
+    yield from (f"note: {note}" for note in plan.notes)
     if dry_run:
-        for path in sorted({*sizes, *states}):
-            size = readable(sizes[path]) if path in sizes else ""
-            yield f"{states.get(path, 'is there'):<22} {size:>9}  {path}"
-    total = sum(file.size for file in plan.changes.added)
-    number = counted(len(plan.changes.added), "file")
+        yield from (f"upload {readable(file.size):>9}  {file.path}" for file in plan.files)
+        yield from (f"remove {'':>9}  {path}" for path in plan.removed)
+    size = readable(sum(file.size for file in plan.files))
     kind = "private" if plan.target.is_private else "public"
     new = f", a new {kind} repository" if plan.is_new else ""
     verb = "would upload" if dry_run else "uploaded"
-    yield f"{verb} {number} ({readable(total)}) to {plan.url}{new}"
+    yield f"{verb} {counted(len(plan.files), 'file')} ({size}) to {plan.url}{new}"

@@ -13,10 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-
-from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoint.disk.commit import committed, named
 from ...checkpoint.disk.folder import open_checkpoint
@@ -27,12 +24,10 @@ from ...errors import CheckpointError, ModelError, counted
 from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_recipe import checkpoint_of
 from ...storage.files import digest, read_json
-from ...storage.hubs import digest_of
 from ...training.callbacks.launches import NAME as LAUNCHES
 from ...training.callbacks.plot import NAME as PLOT
 
 logger = logging.getLogger(__name__)
-SMALL = 16 << 20  # bytes; hubs keep larger files out of git, and announce their sha256 only
 BASE = "base_model_name_or_path"
 _OF_A_RESUME = ("state.json", "trainer_state.json", "base_models.json")
 
@@ -44,22 +39,10 @@ class LocalFile:
     path: str
     source: Path | bytes
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Length in bytes."""
         return len(self.source) if isinstance(self.source, bytes) else self.source.stat().st_size
-
-    @cached_property
-    def sha256(self) -> str:
-        """The hash by which hubs know large files."""
-        if isinstance(self.source, bytes):
-            return hashlib.sha256(self.source).hexdigest()
-        return digest_of(self.source)
-
-    @cached_property
-    def git(self) -> str:
-        """The hash by which git knows a small file; empty for a large one."""
-        return "" if self.size > SMALL else git_hash(self.read())
 
     def read(self) -> bytes:
         """All bytes."""
@@ -101,8 +84,8 @@ class Redaction:
         known = "|".join([*map(re.escape, self.folders), _HOMES])
         return re.sub(f"{_BEFORE}(?:{known})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
 
-    def cleaned(self, file: LocalFile, told: list[str]) -> LocalFile:
-        """A file without them if it is text; its owner is ``told`` how many secrets there were. A
+    def cleaned(self, file: LocalFile, notes: list[str]) -> LocalFile:
+        """A file without them if it is text; ``notes`` get how many secrets there were. A
         vocabulary is left as it is."""
         name = Path(file.path).name
         is_text = Path(name).suffix in TEXT or name == "Modelfile"
@@ -114,7 +97,7 @@ class Redaction:
         except UnicodeDecodeError:
             return file
         if number:
-            told.append(f"{file.path}: {counted(number, 'secret was', 'secrets were')} removed")
+            notes.append(f"{file.path}: {counted(number, 'secret was', 'secrets were')} removed")
         after = text.encode()
         return file if after == before else replace(file, source=after)
 
@@ -135,12 +118,11 @@ def _last(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Publication:
-    """What ``path`` means, and its files."""
+    """What ``path`` means, and its files by their names in the repository."""
 
     folder: Path  # of the model: a checkpoint, an export, or the folder of a GGUF file
     run: Path | None  # the folder of its run, if it is there
-    files: tuple[LocalFile, ...]
-    told: tuple[str, ...] = ()  # what the user should know
+    files: Mapping[str, LocalFile]
 
     @property
     def source(self) -> str:
@@ -170,24 +152,32 @@ def find_model(path: Path) -> tuple[Path, Path | None]:
 
 
 def gather(
-    path: Path, redaction: Redaction, *, checkpoints: bool = False, base: str | None = None
+    path: Path,
+    redaction: Redaction,
+    notes: list[str],
+    *,
+    checkpoints: bool = False,
+    base: str | None = None,
 ) -> Publication:
-    """The files to upload for ``path``, each under its name in the repository."""
+    """The files to upload for ``path``; ``notes`` get what the user should know."""
     model, run = find_model(path)
-    if checkpoints and run is None:
-        raise ModelError(f"{path}: --checkpoints uploads those of a run; name the run's folder")
-    told: list[str] = []
-    files = {f.path: redaction.cleaned(f, told) for f in _model_files(model)}
     folder = model.parent if model.is_file() else model
+    files = {f.path: redaction.cleaned(f, notes) for f in _model_files(model)}
     if ADAPTER in files:
-        files[ADAPTER] = _with_base(files[ADAPTER], folder, base, told)
+        stored = read_json(folder / ADAPTER).get(BASE)
+        if base is None and stored and Path(stored).is_absolute():
+            notes.append(
+                f"the base model is a folder of this machine, {stored}: name its id on the hub "
+                "with --base, so that others can load the adapter"
+            )
+        files[ADAPTER] = _with_base(files[ADAPTER], base)
     if run is not None and (run / PLOT).is_file():
         files[PLOT] = LocalFile(PLOT, run / PLOT)
-    if checkpoints and run is not None:
-        for each in _checkpoints(run, redaction, base):
-            files[each.path] = each
-    ordered = tuple(files[name] for name in sorted(files))
-    return Publication(folder, run, ordered, tuple(dict.fromkeys(told)))
+    if checkpoints:
+        if run is None:
+            raise ModelError(f"{path}: --checkpoints uploads those of a run; name the run's folder")
+        files |= {file.path: file for file in _checkpoints(run, redaction, base)}
+    return Publication(folder, run, files)
 
 
 def _model_files(model: Path) -> Iterator[LocalFile]:
@@ -225,41 +215,28 @@ def _weights_and_configuration(checkpoint: Path) -> Iterator[str]:
             yield name
 
 
-def _with_base(file: LocalFile, folder: Path, base: str | None, told: list[str]) -> LocalFile:
+def _with_base(file: LocalFile, base: str | None) -> LocalFile:
     """The adapter's settings with a base that others can find."""
     settings = json.loads(file.read())
-    stored = read_json(folder / ADAPTER).get(BASE)
-    if base is None and stored and Path(stored).is_absolute():
-        told.append(
-            f"the base model is a folder of this machine, {stored}: name its id on the hub with "
-            "--base, so that others can load the adapter"
-        )
     settings[BASE] = base or settings.get(BASE)
     return replace(file, source=(json.dumps(settings, indent=2) + "\n").encode())
 
 
 def _checkpoints(run: Path, redaction: Redaction, base: str | None) -> Iterator[LocalFile]:
-    """All checkpoints of a run with their states, each complete under its manifest."""
+    """All checkpoints of a run with their states, each sealed again where its texts have changed,
+    so that its manifest is complete."""
     for folder in sorted(committed(run)):
         report = verify(folder, full=True)
         if not report.ok:
             logger.warning("%s is not uploaded: %s", folder.name, report.problems[0])
             continue
-        yield from _complete(folder, redaction, base)
-
-
-def _complete(folder: Path, redaction: Redaction, base: str | None) -> Iterator[LocalFile]:
-    """A checkpoint, sealed again where its texts have changed."""
-    manifest, changed = open_checkpoint(folder).manifest, dict[str, bytes]()
-    for name in manifest.files:
-        file = redaction.cleaned(LocalFile(name, folder / name), [])
-        if name == ADAPTER:
-            file = _with_base(file, folder, base, [])
-        if isinstance(file.source, bytes):
-            changed[name] = file.source
-        yield replace(file, path=f"{folder.name}/{name}")
-    sizes = {name: len(data) for name, data in changed.items()}
-    hashes = {name: digest(data) for name, data in changed.items()}
-    files, hashes = {**manifest.files, **sizes}, {**manifest.hashes, **hashes}
-    sealed = dump(replace(manifest, files=files, hashes=hashes))
-    yield LocalFile(f"{folder.name}/{MANIFEST}", sealed)
+        manifest = open_checkpoint(folder).manifest
+        sizes, hashes = dict(manifest.files), dict(manifest.hashes)
+        for name in manifest.files:
+            file = redaction.cleaned(LocalFile(name, folder / name), [])
+            file = _with_base(file, base) if name == ADAPTER else file
+            if isinstance(file.source, bytes):
+                sizes[name], hashes[name] = len(file.source), digest(file.source)
+            yield replace(file, path=f"{folder.name}/{name}")
+        sealed = dump(replace(manifest, files=sizes, hashes=hashes))
+        yield LocalFile(f"{folder.name}/{MANIFEST}", sealed)

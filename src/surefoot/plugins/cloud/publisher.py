@@ -1,15 +1,15 @@
 """``train.push_to_hub``: upload a run while it trains, and once more at its end.
 
-Another process uploads, one upload at a time. It never stops a run: a failure is reported, with the
-command that uploads afterwards.
+``surefoot push`` in another process uploads, one upload at a time. It never stops a run: a failure
+is reported, with the command that uploads afterwards.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +17,6 @@ from ...run.folder import RunUploads
 from ...storage.child import Child
 from ...training.callback import Context, TrainerControl, TrainerState
 from ...training.section import TrainSection
-from .pushing import Destination
 
 logger = logging.getLogger(__name__)
 LOG = "push.log"  # what the process says, in the folder of the run
@@ -29,7 +28,8 @@ class HubUploads(RunUploads):
     """Uploads the run in ``folder``; a context manager that leaves no process behind."""
 
     folder: Path
-    target: Destination
+    repository: str
+    is_private: bool
     is_every_save: bool
     has_checkpoints: bool
     _child: Child | None = field(default=None, init=False)
@@ -47,7 +47,7 @@ class HubUploads(RunUploads):
     ) -> None:
         if self._child is not None and self._child.code is None:
             self._child.end()
-            logger.warning("the upload to %s is not finished%s", self.target.name, self._advice())
+            logger.warning("the upload to %s is not finished%s", self.repository, self._advice())
 
     def on_save(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
         """A checkpoint is committed."""
@@ -64,12 +64,12 @@ class HubUploads(RunUploads):
         if not is_complete:
             return
         self._wait()
-        logger.info("uploading to %s", self.target.name)
+        logger.info("uploading to %s", self.repository)
         self._is_told = False
         self._start()
         self._wait()
         if not self._is_told:
-            logger.info("uploaded to %s", self.target.name)
+            logger.info("uploaded to %s", self.repository)
 
     def _continue(self) -> None:
         """Note the end of an upload, and start the next one that is due."""
@@ -86,10 +86,10 @@ class HubUploads(RunUploads):
             self._note()
 
     def _start(self) -> None:
-        settings = asdict(self.target) | {"checkpoints": self.has_checkpoints}
-        command = ["-m", f"{__package__}.pushing", str(self.folder), json.dumps(settings)]
         try:
+            command = ["-m", "surefoot", *self._words]
             self._child = Child(command, log=self.folder / LOG, patience=_SECONDS)
+            os.setpriority(os.PRIO_PROCESS, self._child.process.pid, 19)
         except OSError as error:
             self._tell(str(error))
 
@@ -103,11 +103,16 @@ class HubUploads(RunUploads):
             self._is_told = True
             logger.warning("not uploaded: %s%s", reason, self._advice())
 
+    @property
+    def _words(self) -> list[str]:
+        """The command that uploads, here and afterwards."""
+        public = [] if self.is_private else ["--public"]
+        checkpoints = ["--checkpoints"] if self.has_checkpoints else []
+        return ["push", str(self.folder), self.repository, *public, *checkpoints]
+
     def _advice(self) -> str:
-        words = ["surefoot", "push", str(self.folder), self.target.name]
-        words += [] if self.target.is_private else ["--public"]
-        words += ["--checkpoints"] if self.has_checkpoints else []
-        return f". The run is not affected; to upload it afterwards: {shlex.join(words)}"
+        command = shlex.join(["surefoot", *self._words])
+        return f". The run is not affected; to upload it afterwards: {command}"
 
 
 def uploads_of(section: TrainSection) -> HubUploads:
@@ -115,7 +120,8 @@ def uploads_of(section: TrainSection) -> HubUploads:
     assert section.push_to_hub is not None
     return HubUploads(
         folder=section.folder,
-        target=Destination(name=section.push_to_hub, is_private=section.hub_private_repo),
+        repository=section.push_to_hub,
+        is_private=section.hub_private_repo,
         is_every_save=section.hub_strategy != "end",
         has_checkpoints=section.hub_strategy == "all_checkpoints",
     )
@@ -126,4 +132,5 @@ def _last_line(path: Path) -> str:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         return str(error)
-    return next((line for line in reversed(lines) if line.strip()), "no reason given")
+    last = next((line for line in reversed(lines) if line.strip()), "no reason given")
+    return last.removeprefix("error:").strip()
