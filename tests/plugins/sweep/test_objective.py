@@ -11,35 +11,33 @@ from .test_space import RECIPE
 
 LAST = Objective("eval_loss", "minimize", "last")
 BEST = Objective("eval_loss", "minimize", "best")
-WINDOW = Objective("loss", "minimize", "window")
+TENTH = Objective("loss", "minimize", "tenth")
 EVALS = [{"step": 5, "loss": 9.0}, {"step": 5, "eval_loss": 2.0}, {"step": 10, "eval_loss": 3.0}]
 
 
 def test_an_evaluation_counts_at_its_step_and_the_last_or_the_best_decides():
-    reports = LAST.reports(EVALS, 10)
-    assert reports == [(5, 2.0), (10, 3.0)]
-    assert LAST.outcome(reports) == (10, 3.0)
-    assert BEST.outcome(reports) == (5, 2.0)
+    assert LAST.evaluations(EVALS) == [(5, 2.0), (10, 3.0)]
+    assert LAST.outcome(EVALS) == (10, 3.0)
+    assert BEST.outcome(EVALS) == (5, 2.0)
     assert LAST.outcome([]) is None
 
 
 def test_nan_is_no_value_and_never_the_best():
-    reports = LAST.reports([*EVALS, {"step": 15, "eval_loss": None}], 15)
-    step, value = LAST.outcome(reports)
+    records = [*EVALS, {"step": 15, "eval_loss": None}]
+    step, value = LAST.outcome(records)
     assert (step, math.isnan(value)) == (15, True)
-    assert BEST.outcome(reports) == (5, 2.0)
-    logs = [{"step": step, "loss": None if step == 7 else 1.0} for step in range(1, 11)]
-    step, value = WINDOW.reports(logs, 10)[6]
-    assert (step, math.isnan(value)) == (7, True)
+    assert BEST.outcome(records) == (5, 2.0)
+    logs = [{"step": step, "loss": None if step == 20 else 1.0} for step in range(1, 21)]
+    step, value = TENTH.outcome(logs)
+    assert (step, math.isnan(value)) == (20, True)
 
 
-def test_a_training_loss_is_a_mean_over_each_tenth_that_is_complete():
-    logs = [{"step": step, "loss": float(step)} for step in range(1, 26)]
-    reports = WINDOW.reports(logs, 40)
-    assert reports[0] == (4, 2.5)
-    assert [step for step, _ in reports] == [4, 8, 12, 16, 20, 24], "the seventh lacks steps"
-    early = WINDOW.reports(logs, 40, is_ended=True)
-    assert early[-1] == (25, 25.0), "a run that stopped early has ended there"
+def test_a_training_loss_is_a_mean_over_the_last_tenth_of_the_steps():
+    logs = [{"step": step, "loss": float(step)} for step in range(1, 41)]
+    assert TENTH.outcome(logs) == (40, 38.5)
+    assert TENTH.outcome(logs[:25]) == (25, 24.0), "a run that stopped early has ended there"
+    assert TENTH.outcome([]) is None
+    assert not TENTH.evaluations(logs)
 
 
 @pytest.fixture
@@ -58,8 +56,8 @@ TRAIN = {**RECIPE["train"], "eval_steps": 5}
 
 
 def test_the_held_out_metric_decides_where_there_are_held_out_rows(choose):
-    assert choose() == WINDOW
-    assert "mean of its logs in the last 1/10 of the steps" in str(choose())
+    assert choose() == TENTH
+    assert "mean of its logs in the last tenth of the steps" in str(choose())
     assert choose(data=DATA, train=TRAIN) == LAST
     best = {**TRAIN, "load_best_model_at_end": True}
     assert choose(data=DATA, train=best) == BEST

@@ -45,7 +45,7 @@ def test_the_type_of_a_range_is_the_settings(opened):
     (key,) = opened("optim.adamw.weight_decay=0..1").keys
     assert key.values() is None, "not only 0 and 1"
     assert opened("method.lora.rank=8..64").size == 57
-    assert opened("method.lora.rank=8,16", "train.max_grad_norm=0..1:0.5").size == 6
+    assert opened("method.lora.rank=8,16", "train.max_grad_norm=0,0.5,1").size == 6
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_type_of_a_range_is_the_settings(opened):
         (["train.max_step=5,6"], "did you mean max_steps?"),
         (["optim.adam.learning_rate=1e-5..1e-3"], "did you mean adamw?"),
         (["optim.adamw.schedule=cosin,linear"], "did you mean cosine?"),
-        (["method.lora.rank=0.5..8"], "expected integers"),
+        (["method.lora.rank=0.5..8"], "expected LOW..HIGH"),
         (["method.lora.rank=-4..8"], "rank"),
         (["data.template=1..3"], "list its values"),
         (["train.output_dir=a,b"], "--output"),
@@ -74,7 +74,7 @@ def test_a_key_of_another_variant_does_not_replace_the_recipes(opened):
         opened("optim.lion.learning_rate=1e-5..1e-3:log")
     (key,) = opened("optim.lion.learning_rate=1e-5..1e-3:log", "optim=lion").keys
     assert key.key == "optim.lion.learning_rate"
-    with pytest.raises(RecipeError, match=r"method\.lora\.rank is a part of method"):
+    with pytest.raises(RecipeError, match=r"method would be lora, but method=.full. makes"):
         opened("method=lora,full", "method.lora.rank=8,16")
 
 
@@ -98,11 +98,9 @@ def values(opened, text, key="optim.adamw.weight_decay"):
     return opened(f"{key}={text}").keys[0].values()
 
 
-def test_a_range_has_two_ends_a_scale_and_a_step(opened):
+def test_a_range_has_two_ends_and_a_scale(opened):
     rank = "method.lora.rank"
-    assert [*values(opened, "8..64:8", rank)] == [8, 16, 24, 32, 40, 48, 56, 64]
-    assert len(values(opened, "8..64", rank)) == 57
-    assert values(opened, "0..0.3:0.1") == [0, 0.1, 0.2, 0.3]
+    assert [*values(opened, "8..64", rank)] == list(range(8, 65))
     assert values(opened, ".1..1") is None
     (key,) = opened("optim.adamw.learning_rate=1e-5..1e-3:log").keys
     made = key.distribution
@@ -131,9 +129,9 @@ def test_a_single_value_holds_for_all_trials(opened):
         ("1e-3..1e-5:log", "`low <= high` must hold"),
         ("0..1:log", "`low > 0` must hold for `log=True`"),
         ("1..9:logg", "expected LOW..HIGH"),
-        ("8..64:10", "is not divisible by `step`"),
+        ("8..64:10", "expected LOW..HIGH"),
         ("1..x", "expected LOW..HIGH"),
-        ("8,8", "8 is given twice"),
+        ("8,8", "a value is given twice"),
         ("", "expected KEY=RANGE"),
         ("8,,9", "not YAML"),
     ],

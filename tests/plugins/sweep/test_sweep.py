@@ -40,7 +40,6 @@ def test_trials_are_ordinary_runs_and_the_best_recipe_is_written(project, done):
     folder = project.folder / "run-sweep"
     assert found["output"] == str(folder)
     assert "minimize eval_loss, at the last evaluation" in err
-    assert "42, the same in every trial" in err
     values = {one["number"]: one["value"] for one in found["trials"]}
     for one in found["trials"]:
         run = folder / one["folder"]
@@ -133,7 +132,7 @@ def test_a_failed_trial_stops_nobody_and_a_bad_one_ends_early(project, tmp_path)
     assert (good["state"], broken["state"], slow["state"]) == ("complete", "failed", "pruned")
     assert results["best"] == 0
     assert slow["reason"] == "worse than the median at 8", "however late the sweep has looked"
-    assert slow["reports"][-1][0] == slow["step"] == 8
+    assert slow["step"] == 8
     best = YAML(typ="safe").load(tmp_path / "sweep/best.yaml")
     assert best["optim"]["adamw"]["learning_rate"] == 3e-3
     rows = [line.split() for line in out.splitlines()]
@@ -145,7 +144,7 @@ def test_a_folder_of_something_else_is_left_alone(project, tmp_path):
     (tmp_path / "trial-0000").mkdir()
     code, _, err = surefoot(*command)
     assert code == 2
-    assert "contains trial-0000, but no sweep.json, so no sweep wrote it" in err
+    assert "contains trial-0000, but no study.journal" in err
     assert not (tmp_path / "study.journal").exists()
 
 

@@ -23,7 +23,7 @@ _MAX_NAME = 255  # bytes, as file systems have it
 _MAX_MATERIALS = 500  # of each kind
 _ROWS = {".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"}
 _NO_ROWS = {"dataset_info.json", "package.json", "package-lock.json", "requirements.txt"}
-_NO_ROWS |= {"sweep.json", "results.json"}
+_NO_ROWS |= {"results.json"}
 _SKIPPED = {"node_modules", "__pycache__", "tensorboard", "venv"}
 _CHECKPOINT = re.compile(r"checkpoint-\d+(\..*)?")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from ...cli.table import JSON, cell, console, frame, number, print_json, table
 from ...errors import RecipeError, RunError, counted
@@ -95,8 +92,8 @@ def sweep(
     surefoot sweep recipe.yaml optim.adamw.learning_rate=1e-5..1e-3:log \\
         method.lora.rank=8,16,32 --trials 20
 
-    A RANGE is LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or values such as 8,16,32. A KEY with a
-    single value holds for all trials.
+    A RANGE is LOW..HIGH, LOW..HIGH:log, or values such as 8,16,32. A KEY with a single value
+    holds for all trials.
 
     Each trial is an ordinary run in a folder of its own. A sweep that was stopped or killed is
     resumed by the same command: half-run trials first, from their latest checkpoints.
@@ -104,7 +101,8 @@ def sweep(
     try:
         from .objective import choose_objective
         from .space import open_space
-        from .sweep import LOCK, SPEC, SearchSettings, Sweep
+        from .study import STUDY
+        from .sweep import LOCK, SearchSettings, Sweep
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "optuna":
             raise
@@ -119,23 +117,31 @@ def sweep(
     space = open_space(recipe, ranges)
     keys = [key.key for key in space.keys]
     objective = choose_objective(space.base, keys, given.pop("metric"), given.pop("direction"))
-    search = SearchSettings(
-        num_trials=_num_trials(space, given.pop("trials"), given["sampler"]), **given
-    )
+    if given["pruner"] != "none" and not objective.metric.startswith("eval_"):
+        raise RunError(
+            f"--pruner compares evaluations, and {objective.metric} is of training; set "
+            "data.val_size and train.eval_steps, or leave it out"
+        )
+    given["num_trials"] = _num_trials(space, given.pop("trials"), given["sampler"])
     output = (output or _default_output(space)).absolute()
     taken = f"{output}: another process runs this sweep; wait for it, or choose another --output"
     with lock(output, RunError, doing="sweep", taken=taken, name=LOCK):
-        is_resumed = (output / SPEC).exists()
+        search, is_resumed = SearchSettings(**given), (output / STUDY).exists()
         made = Sweep(output, space, objective, search, _environments(jobs), _tell)
         with contextlib.suppress(OSError):
-            screen = Console(stderr=True, highlight=False)
-            screen.print(frame(recipe, _facts(made, is_resumed=is_resumed)))
-        found = made.run()
+            facts = {key.key: key.text for key in space.keys} | {
+                "objective": objective,
+                "sampler": f"{search.sampler}, seed {search.seed}",
+                "trials": f"{search.num_trials}{', resumed' if is_resumed else ''}",
+                "output": output,
+            }
+            Console(stderr=True, highlight=False).print(frame(recipe, facts.items()))
+        results = made.run()
     if as_json:
-        print_json({"output": str(output), **found.as_data()})
+        print_json({"output": str(output), **results.as_data()})
     else:
-        _show(found, output)
-    _exit(made, found)
+        _show(results, output)
+    _exit(made, results)
 
 
 def _default_output(space: Space) -> Path:
@@ -154,8 +160,8 @@ def _num_trials(space: Space, trials: int | None, sampler: str) -> int:
     if space.size is None:
         endless = next(key for key in space.keys if key.values() is None)
         raise RecipeError(
-            f"{endless.argument}: a grid needs values that can be counted; list them "
-            "(1e-5,1e-4,1e-3), give a step (0..0.5:0.1), or use --sampler random"
+            f"command line: {endless.key}={endless.text}: a grid needs values that can be counted; "
+            "list them (1e-5,1e-4,1e-3), or use --sampler random"
         )
     return min(trials or space.size, space.size)
 
@@ -187,71 +193,40 @@ def _tell(line: str) -> None:
         click.echo(visible(line), err=True)
 
 
-def _facts(made: Sweep, *, is_resumed: bool) -> Iterator[tuple[str, object]]:
-    space, search = made.space, made.search
-    for key in space.keys:
-        yield key.key, key.text
-    yield "objective", made.objective
-    if "train.seed" not in [key.key for key in space.keys]:
-        yield "seed of training", f"{space.base.train.seed}, the same in every trial"
-    sampler = f"{search.sampler}, seed {search.seed}"
-    yield "sampler", "grid, in order" if search.sampler == "grid" else sampler
-    if search.pruner != "none":
-        after = counted(search.prune_after, "complete trial")
-        yield "pruner", f"{search.pruner}, from {after} of equal length"
-    jobs = f", {len(made.environments)} at once" if len(made.environments) > 1 else ""
-    yield "trials", f"{search.num_trials}{jobs}{', resumed' if is_resumed else ''}"
-    yield "output", made.output
-
-
-def _show(found: Results, output: Path) -> None:
-    """Print all trials, the importance of each setting, remarks, and the best recipe."""
+def _show(results: Results, output: Path) -> None:
+    """Print all trials from the best, and how it is trained."""
     screen = console()
-    if found.trials:
-        screen.print(_table(found))
-    for key, share in found.importance.items():
-        trials = counted(len(found.complete), "complete trial")
-        screen.print(f"importance: {key} {100 * share:.0f} % (by {trials})", soft_wrap=True)
-    for remark in found.remarks:
-        screen.print(cell(f"note: {remark}"), soft_wrap=True)
-    if (best := found.best) is None:
-        return
-    screen.print()
-    line = f"best: trial {best.number}, {found.metric} {number(best.value)} at step {best.step}"
-    screen.print(cell(line), style="bold", soft_wrap=True)
-    following = f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"
-    screen.print(cell(following), soft_wrap=True)
+    if results.trials:
+        keys = list(results.trials[0].values)
+        numbers = ["trial", results.metric, "step", *keys]
+        made = table("trial", results.metric, "step", *keys, "state", numbers=numbers)
+        for one in results.ranked:
+            made.add_row(
+                str(one.number),
+                number(one.value),
+                "" if one.step is None else f"{one.step:,}",
+                *(cell(f"{v:.4g}" if isinstance(v, float) else v) for v in one.values.values()),
+                cell(f"{one.state}: {one.reason}" if one.reason else one.state),
+                style="bold" if one == results.best else _STYLES.get(one.state, ""),
+            )
+        screen.print(made)
+    if (best := results.best) is not None:
+        line = (
+            f"best: trial {best.number}, {results.metric} {number(best.value)} at step {best.step}"
+        )
+        screen.print(cell(line), style="bold", soft_wrap=True)
+        following = f"next: surefoot train {shlex.quote(str(output / 'best.yaml'))}"
+        screen.print(cell(following), soft_wrap=True)
 
 
-def _table(found: Results) -> Table:
-    """Complete trials from the best, then the others by number."""
-    keys = list(found.trials[0].values)
-    names = [key.rpartition(".")[2] for key in keys]
-    titles = [key if names.count(name) > 1 else name for key, name in zip(keys, names, strict=True)]
-    numbers = ["trial", found.metric, "step", *titles]
-    made = table("trial", found.metric, "step", *titles, "state", numbers=numbers)
-    for one in [*found.complete, *(one for one in found.trials if one.state != "complete")]:
-        values = [
-            cell(f"{value:.4g}" if isinstance(value, float) else value)
-            for value in one.values.values()
-        ]
-        reason = f": {one.reason}" if one.reason else ""
-        state = Text.assemble((one.state, _STYLES.get(one.state, "")), cell(reason))
-        step = "" if one.step is None else f"{one.step:,}"
-        best = "bold" if one == found.best else ""
-        made.add_row(str(one.number), number(one.value), step, *values, state, style=best)
-    return made
-
-
-def _exit(made: Sweep, found: Results) -> None:
+def _exit(made: Sweep, results: Results) -> None:
     """Exit as a run does: 128 + a signal's number; 2 if no trial has a result."""
-    if made.signal is not None:
-        _tell(f"stopped by {made.signal.name}; run the same command to resume")
-        raise SystemExit(128 + made.signal)
-    left = [str(one.number) for one in found.trials if one.state == "half-run"]
-    if left:
+    if made.signals:
+        _tell(f"stopped by {made.signals[0].name}; run the same command to resume")
+        raise SystemExit(128 + made.signals[0])
+    if left := [str(one.number) for one in results.trials if one.state == "half-run"]:
         half = counted(len(left), "trial is", "trials are")
         raise RunError(f"{half} half-run ({', '.join(left)}); run the same command to resume")
-    if found.best is None:
-        first = next((one.reason for one in found.trials if one.reason), "")
+    if results.best is None:
+        first = next((one.reason for one in results.trials if one.reason), "")
         raise RunError(f"no trial has a result; the first failed: {first}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,13 +11,17 @@ from ...checkpoint.disk.retention import more_is_better
 from ...errors import RecipeError
 from ...recipe.recipe import Recipe
 
-PARTS = 10  # of a run: a metric of training is averaged over each
 Direction = Literal["minimize", "maximize"]
 Record = Mapping[str, object]  # a line of metrics.jsonl
-ReportedValue = tuple[int, float]  # at a step; NaN stands for what is not finite
+Evaluation = tuple[int, float]  # step and value; NaN stands for what is not finite
 # Settings of data that change neither the held-out rows nor what is computed of them.
 _FREE = ("data.packing", "data.shuffle", "data.cache_dir", "data.max_broken_rows", "data.hub")
 _FREE_IF_HELD_OUT = ("data.mix_strategy", "data.interleave_probs")
+_MEANING = {
+    "last": "at the last evaluation",
+    "best": "at the best evaluation, as the run ends with those weights",
+    "tenth": "mean of its logs in the last tenth of the steps",  # one log alone is noise
+}
 
 
 @dataclass(frozen=True)
@@ -26,44 +30,31 @@ class Objective:
 
     metric: str
     direction: Direction
-    value: Literal["last", "best", "window"]
+    which: Literal["last", "best", "tenth"]
 
     def __str__(self) -> str:
-        which = {
-            "last": "at the last evaluation",
-            "best": "at the best evaluation, as the run ends with those weights",
-            "window": f"mean of its logs in the last 1/{PARTS} of the steps",
-        }
-        return f"{self.direction} {self.metric}, {which[self.value]}"
+        return f"{self.direction} {self.metric}, {_MEANING[self.which]}"
 
-    def reports(
-        self, records: Sequence[Record], total: int, *, is_ended: bool = False
-    ) -> list[ReportedValue]:
-        """The values of a run so far, by step. ``total`` steps is its length; an ended run has
-        no records to come."""
-        if self.value == "window":
-            return [*self._windows(records, total, is_ended)]
+    def evaluations(self, records: Sequence[Record]) -> list[Evaluation]:
+        """The metric at each evaluation so far; none of a metric of training."""
+        if self.which == "tenth":
+            return []
         found = [record for record in records if self.metric in record and "loss" not in record]
         return [(_step(record), _mean([record[self.metric]])) for record in found]
 
-    def outcome(self, reports: Sequence[ReportedValue]) -> ReportedValue | None:
-        """What counts of all reports of an ended run; None if there is none."""
-        finite = [report for report in reports if math.isfinite(report[1])]
-        if self.value == "best" and finite:
+    def outcome(self, records: Sequence[Record]) -> Evaluation | None:
+        """What counts of a run that has ended; None if it has no such metric."""
+        values = self.evaluations(records)
+        if self.which == "tenth":
+            logs = [record for record in records if "loss" in record and self.metric in record]
+            last = _step(logs[-1]) if logs else 0
+            tenth = [log[self.metric] for log in logs if _step(log) > last * 9 // 10]
+            return (last, _mean(tenth)) if logs else None
+        finite = [value for value in values if math.isfinite(value[1])]
+        if self.which == "best" and finite:
             sign = 1 if self.direction == "minimize" else -1
-            return min(finite, key=lambda report: sign * report[1])
-        return reports[-1] if reports else None
-
-    def _windows(
-        self, records: Sequence[Record], total: int, is_ended: bool
-    ) -> Iterator[ReportedValue]:
-        logs = [record for record in records if "loss" in record and self.metric in record]
-        reached = _step(logs[-1]) if logs else 0
-        for part in range(PARTS):
-            first, last = total * part // PARTS, total * (part + 1) // PARTS
-            inside = [log[self.metric] for log in logs if first < _step(log) <= last]
-            if inside and (reached >= last or is_ended):
-                yield min(last, reached), _mean(inside)
+            return min(finite, key=lambda value: sign * value[1])
+        return values[-1] if values else None
 
 
 def choose_objective(
@@ -93,14 +84,14 @@ def choose_objective(
             f"{metric} decides which trial is best, but the recipe never evaluates; set "
             "train.eval_steps or train.eval_epoch, or choose --metric loss, the training loss"
         )
-    is_own = metric == train.metric_for_best_model
-    greater = train.is_greater_better if is_own else more_is_better(metric)
+    is_recipes = metric == train.metric_for_best_model
+    greater = train.is_greater_better if is_recipes else more_is_better(metric)
     if direction is not None:
         greater = direction == "maximize"
     way: Direction = "maximize" if greater else "minimize"
     if not is_evaluation:
-        return Objective(metric, way, "window")
-    return Objective(metric, way, "best" if is_own and train.load_best_model_at_end else "last")
+        return Objective(metric, way, "tenth")
+    return Objective(metric, way, "best" if is_recipes and train.load_best_model_at_end else "last")
 
 
 def _incomparable(recipe: Recipe, key: str, metric: str) -> str | None:

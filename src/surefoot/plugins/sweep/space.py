@@ -8,7 +8,6 @@ import json
 import math
 import re
 import typing
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +24,13 @@ from ...recipe.recipe import Recipe, changes, load, read
 from ...recipe.yaml import emit, parse_argument
 from ...schema import expand, setting_at, write
 
-FORMS = "LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or values such as 8,16,32"
-MAX_CHECKED = 300  # values of a setting, or combinations, that are all checked before the start
+FORMS = "LOW..HIGH, LOW..HIGH:log or values such as 8,16,32"
+MAX_CHECKED = 300  # values of a setting, or combinations, that are checked before the start
 _EXAMPLE = "KEY=RANGE such as optim.adamw.learning_rate=1e-5..1e-3:log"
 _NUMBER = r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-_RANGE = re.compile(rf"({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*(log|{_NUMBER}))?")
+_RANGE = re.compile(rf"({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(?::\s*(log))?")
 _BEGINS_AS_RANGE = re.compile(rf"{_NUMBER}\s*\.\.")
-_WHOLE = re.compile(r"[+-]?\d+")
-_OWN = {
+_NOT_VARIED = {
     "train.output_dir": "each trial has a folder of its own; name the sweep's with --output",
     "train.cache_dir": "trials are in the folder of the sweep",
 }
@@ -50,35 +48,23 @@ class SweptKey:
     text: str  # its values, as they were typed
     distribution: BaseDistribution  # several choices are their texts in JSON
 
-    @property
-    def argument(self) -> str:
-        """As it was typed, for messages."""
-        return f"command line: {self.key}={self.text}"
-
     def values(self) -> Sequence[object] | None:
         """All its values; None if there is no end of them."""
-        found = self.distribution
-        if isinstance(found, CategoricalDistribution):
-            return [self.value(text) for text in found.choices]
-        if isinstance(found, IntDistribution):
-            return range(found.low, found.high + 1, found.step)
-        assert isinstance(found, FloatDistribution)
-        if found.step is None:
-            return None
-        count = round((found.high - found.low) / found.step) + 1
-        return [self.value(found.low + place * found.step) for place in range(count)]
+        if isinstance(self.distribution, CategoricalDistribution):
+            return [self.value(text) for text in self.distribution.choices]
+        if isinstance(self.distribution, IntDistribution):
+            return range(self.distribution.low, self.distribution.high + 1)
+        return None
 
     def checked(self) -> Sequence[object]:
         """The values that are tried before the start, both ends among them."""
-        if (values := self.values()) is None:
-            assert isinstance(self.distribution, FloatDistribution)
+        if isinstance(self.distribution, FloatDistribution):
             return self.distribution.low, self.distribution.high
+        values = self.values() or ()
         return [*values[:MAX_CHECKED], values[-1]]
 
     def value(self, param: object) -> object:
         """The value of the setting that is ``param`` in the study."""
-        if isinstance(param, float) and getattr(self.distribution, "step", None) is not None:
-            return float(f"{param:.12g}")  # 0.3, not 0.3…04
         return json.loads(param) if isinstance(param, str) else param
 
     def param(self, value: object) -> object:
@@ -151,9 +137,11 @@ def open_space(recipe: Path, arguments: Sequence[str]) -> Space:
     space = Space(base, tuple(_key(base, key, text) for key, text in swept.items()))
     for varied in space.keys:
         _check(base, varied, list(swept))
-    if space.size is not None and space.size <= MAX_CHECKED:
-        for values in space.combinations():
-            space.recipe(values, Path("trial"))
+    # Values that are right alone may contradict each other; those of later combinations fail when
+    # their turn comes.
+    every = itertools.product(*(key.checked() for key in space.keys))
+    for values in itertools.islice(every, MAX_CHECKED):
+        space.recipe(dict(zip(swept, values, strict=True)), Path("trial"))
     return space
 
 
@@ -167,79 +155,60 @@ def _key(base: Recipe, key: str, text: str) -> SweptKey:
     """A setting with a range of its type. Raises ``RecipeError`` if the recipe does not have it, or
     if it has no numbers."""
     place = f"command line: {key}={text}"
-    if key in _OWN:
-        raise RecipeError(f"{place}: {_OWN[key]}")
+    if key in _NOT_VARIED:
+        raise RecipeError(f"{place}: {_NOT_VARIED[key]}")
     if not _BEGINS_AS_RANGE.match(text):
         texts = [as_text(item) for item in _items(key, text)]
-        if repeated := [text for number, text in enumerate(texts) if text in texts[:number]]:
-            raise RecipeError(f"{place}: {repeated[0]} is given twice; keep one")
+        if len(set(texts)) < len(texts):
+            raise RecipeError(f"{place}: a value is given twice; keep one")
         return SweptKey(key, text, CategoricalDistribution(texts))
     if (found := _RANGE.fullmatch(text)) is None:
         raise RecipeError(f"{place}: expected {FORMS}")
-    low, high, how = found.groups()
-    step = None if how in (None, "log") else how
-    kinds = _types(key)
-    if not kinds & {int, float}:
+    low, high, scale = found.groups()
+    setting = setting_at(Recipe, key.split("."))
+    is_plain = setting is not None and setting.choices is None and setting.section is None
+    hint = setting.hint if setting is not None and is_plain else None
+    types = {*typing.get_args(hint), hint}
+    if not types & {int, float}:
         _read_one(base, key, float(low))  # which explains an unknown key
         raise RecipeError(f"{place}: this setting has no range; list its values: a,b,c")
-    if float not in kinds and not all(map(_WHOLE.fullmatch, (low, high, step or "1"))):
-        raise RecipeError(f"{place}: expected integers, such as 8..64, 8..64:8 or 8,16,32")
     made: BaseDistribution
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # optuna would end a range at its last step
-            if float in kinds:
-                ends = float(low), float(high)
-                made = FloatDistribution(*ends, how == "log", float(step) if step else None)
-            else:
-                made = IntDistribution(int(low), int(high), how == "log", int(step or 1))
-    except (ValueError, UserWarning) as error:
-        raise RecipeError(f"{place}: {error}") from None
+        if float in types:
+            made = FloatDistribution(float(low), float(high), scale == "log")
+        else:
+            made = IntDistribution(int(low), int(high), scale == "log")
+    except ValueError as error:  # no integers, or ends in the wrong order
+        raise RecipeError(f"{place}: expected {FORMS}: {error}") from None
     if made.single():
         raise RecipeError(f"{place}: {low} must be below {high}")
     return SweptKey(key, text, made)
 
 
-def _types(key: str) -> set[object]:
-    """The plain types that a setting can have."""
-    setting = setting_at(Recipe, key.split("."))
-    if setting is None or setting.choices is not None or setting.section is not None:
-        return set()
-    return set(typing.get_args(setting.hint)) or {setting.hint}
-
-
 def _check(base: Recipe, key: SweptKey, names: Sequence[str]) -> None:
     """Raise ``RecipeError`` for a value that the recipe does not allow, and where not the setting
     alone would vary, or without effect."""
-    if below := next((other for other in names if other.startswith(f"{key.key}.")), None):
-        raise RecipeError(
-            f"command line: {below} is a part of {key.key}, so one would replace the other; vary "
-            "one of them, and run a sweep for each value of the other"
-        )
+    place = f"command line: {key.key}={key.text}"
     section, _, name = key.key.rpartition(".")
     stronger = f"{section}.{_PRECEDENCE.get(name)}"
-    known: object = base
+    value: object = base
     for part in stronger.split("."):
-        known = getattr(known, part, known)
-    if name in _PRECEDENCE and (known is not None or stronger in names):
+        value = getattr(value, part, value)  # the name of a variant is no attribute
+    if name in _PRECEDENCE and (value is not None or stronger in names):
         raise RecipeError(
-            f"{key.argument}: has no effect, as {stronger} has precedence and "
-            f"{'varies, too' if known is None else f'is {known}'}; vary {stronger} instead, or set "
+            f"{place}: has no effect, as {stronger} has precedence and "
+            f"{'varies, too' if value is None else f'is {value}'}; vary {stronger} instead, or set "
             "it to null"
         )
     for value in key.checked():
         for change in changes(base, _read_one(base, key.key, value)):
-            if key.key.startswith(f"{change.path}.") and _is_variant(change.path):
+            changed = setting_at(Recipe, change.path.split("."))
+            if key.key.startswith(f"{change.path}.") and changed is not None and changed.choices:
                 raise RecipeError(
-                    f"{key.argument}: the recipe's {change.path} is {change.old}, not {change.new};"
+                    f"{place}: the recipe's {change.path} is {change.old}, not {change.new};"
                     f" vary settings of {change.old}, or add {change.path}={change.new} to replace "
                     "it in all trials"
                 )
-
-
-def _is_variant(path: str) -> bool:
-    setting = setting_at(Recipe, path.split("."))
-    return setting is not None and setting.choices is not None
 
 
 def _read_one(base: Recipe, key: str, value: object) -> Recipe:

@@ -1,5 +1,5 @@
-"""The study of a sweep, in a journal of optuna: its trials, their values, how they ended, and what
-follows from them.
+"""The study of a sweep, in a journal of optuna: what is searched, its trials, their values, and
+how they ended.
 
 A trial is in the journal, complete with its values, before its run begins, and its end is written
 once. So a killed sweep neither loses nor repeats one.
@@ -7,17 +7,15 @@ once. So a killed sweep neither loses nor repeats one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
-import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import optuna
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import MedianPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
@@ -28,11 +26,8 @@ from .objective import Direction
 from .space import Space, Values, as_text
 
 STUDY = "study.journal"
-SAMPLERS = ("tpe", "random", "grid")
-_ATTEMPTS = 20  # draws before a combination that is new is taken in order
-_MAX_SIZE = 100_000  # combinations that are looked through for one that is new
+_DRAWS = 100  # that may give a combination again before all are taken for tried
 _WARMUP = 5  # a trial is not pruned in the first fifth of its steps
-_MIN_FOR_IMPORTANCE = 4  # complete trials
 _STATES = {
     TrialState.RUNNING: "half-run",
     TrialState.COMPLETE: "complete",
@@ -54,12 +49,12 @@ def open_study(folder: Path, direction: Direction) -> optuna.Study:
         with path.open("r+b") as file:
             file.truncate(data.rfind(b"\n") + 1)
     backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
-    return optuna.create_study(
-        storage=JournalStorage(backend),
-        study_name="sweep",
-        direction=direction,
-        load_if_exists=True,
-    )
+    storage = JournalStorage(backend)
+    with contextlib.suppress(
+        KeyError
+    ):  # there is none; create_study would write a line in any case
+        return optuna.load_study(study_name="sweep", storage=storage)
+    return optuna.create_study(study_name="sweep", storage=storage, direction=direction)
 
 
 def values_of(space: Space, trial: FrozenTrial) -> dict[str, object]:
@@ -90,36 +85,35 @@ def next_values(space: Space, study: optuna.Study, sampler: str, seed: int) -> V
     trials = study.get_trials(deepcopy=False)
     if sampler == "grid":
         return next(itertools.islice(space.combinations(), len(trials), None), None)
-    known = {as_text(values_of(space, trial)) for trial in trials}
+    # One that began with the same seed after a restart would draw the first trials again.
+    text = f"{seed}/{len(trials)}".encode()
+    trial_seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
+    made = TPESampler(seed=trial_seed) if sampler == "tpe" else RandomSampler(seed=trial_seed)
+    copy = _in_memory(study, trials, made)
     distributions = {key.key: key.distribution for key in space.keys}
-    for attempt in range(_ATTEMPTS):
-        # One that began with the same seed after a restart would draw the first trials again.
-        text = f"{seed}/{len(trials)}/{attempt}".encode()
-        own = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
-        made = TPESampler(seed=own) if sampler == "tpe" else RandomSampler(seed=own)
-        drawn = _mirror(study, trials, made).ask(distributions).params
-        found = {key.key: key.value(drawn[key.key]) for key in space.keys}
-        if as_text(found) not in known:
-            return found
-    if space.size is None or space.size > _MAX_SIZE:
-        return found
-    return next((one for one in space.combinations() if as_text(one) not in known), None)
+    tried = {as_text(values_of(space, trial)) for trial in trials}
+    for _ in range(_DRAWS):
+        drawn = copy.ask(distributions).params
+        values = {key.key: key.value(drawn[key.key]) for key in space.keys}
+        if as_text(values) not in tried:
+            return values
+    return None
 
 
 def should_prune(study: optuna.Study, number: int, startup: int) -> bool:
     """Whether the trial's best value so far is worse than the median, at the same step, of the
     complete trials that take as many steps; there must be ``startup`` of them."""
     trials = study.get_trials(deepcopy=False)
-    trial, total = trials[number], trials[number].user_attrs["total_steps"]
-    if trial.last_step is None or trial.last_step * _WARMUP < total:
+    trial, total = trials[number], trials[number].user_attrs.get("total_steps")
+    if total is None or trial.last_step is None or trial.last_step * _WARMUP < total:
         return False
     complete = [one for one in trials if one.state is TrialState.COMPLETE]
-    alike = [one for one in complete if one.user_attrs["total_steps"] == total]
+    alike = [one for one in complete if one.user_attrs.get("total_steps") == total]
     pruner = MedianPruner(n_startup_trials=startup, n_min_trials=startup)
-    return pruner.prune(_mirror(study, [*alike, trial]), trial)
+    return pruner.prune(_in_memory(study, [*alike, trial]), trial)
 
 
-def _mirror(
+def _in_memory(
     study: optuna.Study, trials: Sequence[FrozenTrial], sampler: BaseSampler | None = None
 ) -> optuna.Study:
     """A study in memory with these trials."""
@@ -138,112 +132,57 @@ class TrialResult:
     values: Mapping[str, object]
     value: float | None
     step: int | None  # at which the value was reported
-    total_steps: int | None
-    reports: Sequence[tuple[int, float | None]]
     reason: str | None
 
 
 @dataclass(frozen=True)
 class Results:
-    """All trials of a sweep by number, and what follows from them."""
+    """All trials of a sweep by number."""
 
-    requested: int
     metric: str
     direction: str
-    trials: tuple[TrialResult, ...]
-    importance: Mapping[str, float]
-    remarks: tuple[str, ...]
-    exhausted: bool  # all combinations have been tried
+    trials: Sequence[TrialResult]
 
     @property
-    def complete(self) -> list[TrialResult]:
-        """The complete trials from the best; of equal ones, the first one precedes."""
+    def ranked(self) -> list[TrialResult]:
+        """The complete trials from the best, of equal ones the first one before, then the others
+        by number."""
         sign = 1 if self.direction == "minimize" else -1
-        found = [one for one in self.trials if one.state == "complete"]
-        return sorted(found, key=lambda one: sign * (one.value or 0.0))
+        complete = [one for one in self.trials if one.state == "complete"]
+        others = [one for one in self.trials if one.state != "complete"]
+        return [*sorted(complete, key=lambda one: sign * (one.value or 0.0)), *others]
 
     @property
     def best(self) -> TrialResult | None:
         """The best complete trial."""
-        return next(iter(self.complete), None)
+        return next((one for one in self.ranked if one.state == "complete"), None)
 
     def as_data(self) -> dict[str, object]:
         """For a file."""
         return {**asdict(self), "best": self.best.number if self.best else None}
 
 
-def gather(
-    study: optuna.Study, space: Space, requested: int, metric: str, *, exhausted: bool = False
-) -> Results:
+def gather(study: optuna.Study, space: Space, metric: str) -> Results:
     """The results so far."""
-    frozen = study.get_trials(deepcopy=False)
-    trials = tuple(_result(space, trial) for trial in frozen)
-    return Results(
-        requested=requested,
-        metric=metric,
-        direction=study.direction.name.lower(),
-        trials=trials,
-        importance=importances(study),
-        remarks=tuple(_remarks(frozen, trials)),
-        exhausted=exhausted,
-    )
-
-
-def importances(study: optuna.Study) -> dict[str, float]:
-    """The share of each setting in what tells good trials from others (PED-ANOVA); nothing if
-    there are too few complete trials."""
-    complete = study.get_trials(deepcopy=False, states=[TrialState.COMPLETE])
-    if len(complete) < _MIN_FOR_IMPORTANCE or len({trial.value for trial in complete}) < 2:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # few trials, which is shown beside the shares
-        found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
-    return {name: round(share, 4) for name, share in found.items() if math.isfinite(share)}
+    trials = []
+    for trial in study.get_trials(deepcopy=False):
+        value, attrs = trial.value, trial.user_attrs
+        if value is None and trial.last_step is not None:
+            value = trial.intermediate_values[trial.last_step]
+        trials.append(
+            TrialResult(
+                number=trial.number,
+                folder=folder_name(trial.number),
+                state=_STATES[trial.state],
+                values=values_of(space, trial),
+                value=value if value is not None and math.isfinite(value) else None,
+                step=attrs.get("step", trial.last_step),
+                reason=attrs.get("reason"),
+            )
+        )
+    return Results(metric, study.direction.name.lower(), trials)
 
 
 def folder_name(number: int) -> str:
     """The folder of a trial's run, in that of the sweep."""
     return f"trial-{number:04d}"
-
-
-def _result(space: Space, trial: FrozenTrial) -> TrialResult:
-    attrs, last = trial.user_attrs, trial.last_step
-    value = trial.value
-    if value is None and last is not None:
-        value = trial.intermediate_values[last]
-    return TrialResult(
-        number=trial.number,
-        folder=folder_name(trial.number),
-        state=_STATES[trial.state],
-        values=values_of(space, trial),
-        value=_finite(value),
-        step=attrs.get("step", last),
-        total_steps=attrs.get("total_steps"),
-        reports=[(at, _finite(one)) for at, one in sorted(trial.intermediate_values.items())],
-        reason=attrs.get("reason"),
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _remarks(frozen: Sequence[FrozenTrial], trials: Sequence[TrialResult]) -> Iterator[str]:
-    lengths = sorted({one.total_steps for one in trials if one.total_steps is not None})
-    if len(lengths) > 1:
-        yield (
-            f"trials differ in length, from {lengths[0]:,} to {lengths[-1]:,} steps; pruning "
-            "compares only trials of equal length"
-        )
-    alike = defaultdict[str, list[TrialResult]](list)
-    for trial in frozen:
-        if trial.state is TrialState.COMPLETE:
-            alike[trial.user_attrs["losses"]].append(trials[trial.number])
-    for equal in alike.values():
-        first = equal[0].values
-        varied = [key for key in first if any(one.values[key] != first[key] for one in equal)]
-        if varied:
-            yield (
-                f"trials {', '.join(str(one.number) for one in equal)} have bitwise equal losses, "
-                f"so {' and '.join(varied)} had no effect in them"
-            )
