@@ -14,7 +14,7 @@ from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
 from surefoot.stages.kto import KTO
-from surefoot.use.data_check._rows import RowHashes, RowTexts, is_loop, repeats, signature, texts_of
+from surefoot.use.data_check._rows import hashes_of, is_loop
 from surefoot.use.data_check.figures import DatasetFigures, findings_of
 
 WORDS = "river stone light winter summer garden window table music paper silver forest"
@@ -39,7 +39,6 @@ def folder(tmp_path_factory):
     save_recipe(folder)
     bad = good_rows(60)
     bad[10] = dict(bad[3])
-    bad[11] = {**bad[4], "output": bad[4]["output"].replace(".", "!")}
     bad[12] = {"instruction": "x", "output": ""}
     bad[13] = {"instruction": "x", "output": "again and " * 100}
     bad[14] = {"instruction": "see <image>", "output": "<|im_start|>user"}
@@ -101,10 +100,8 @@ def test_each_kind_of_bad_row_is_counted_and_named(found):
     assert problems["rows equal to an earlier one"] == 1
     assert any(what.startswith("examples that are dropped: an empty") for what in problems)
     assert problems[f"rows with one response, {PHRASE!r}"] == 20
-    assert whats(found, "bad", "note")["rows that resemble an earlier one"] == 1
     named = {one["what"]: one["rows"] for one in found["findings"] if one["dataset"] == "bad"}
     assert named["rows equal to an earlier one"] == ["bad:10 is bad:3"]
-    assert named["rows that resemble an earlier one"] == ["bad:11 resembles bad:4"]
 
 
 def test_rows_to_evaluate_on_that_are_trained_on_are_found(found):
@@ -181,32 +178,11 @@ def test_the_settings_that_balance_labels_exist():
     assert {"".join(one) for one in settings} <= {field.name for field in fields(KTO)}
 
 
-def test_signatures_agree_as_far_as_texts_share_sequences():
-    text = sentence(1, 200)
-    others = [text.replace("river", "brook", 1), text[:600], sentence(2, 30), "x" * 80]
-    for other in others:
-        one, two = ({each[i : i + 8] for i in range(len(each) - 7)} for each in (text, other))
-        exact = len(one & two) / len(one | two)
-        assert abs((signature(text) == signature(other)).mean() - exact) < 0.2
-
-
-def test_thousands_of_rows_are_compared_without_false_pairs():
-    with RowHashes() as hashes:
-        for number in range(3000):
-            content = np.random.RandomState(number).bytes(60).hex()
-            hashes.add(RowTexts(content, content, content, content))
-        hashes.add(RowTexts(content, content, content, content))
-        first, second = hashes.similar()
-        assert (len(first), len(second)) == (0, 0)
-        again, origin = repeats(hashes.whole)
-        assert (again.tolist(), origin.tolist()) == ([3000], [2999])
-
-
 def test_the_same_words_with_other_functions_are_not_the_same_row():
     messages = (Message("user", "Weather?"), Message("assistant", "Sunny."))
     one, other = (Example(messages, ({"name": name},)) for name in ("weather", "sky"))
-    assert texts_of(one).whole != texts_of(other).whole
-    assert texts_of(one) == texts_of(Example(messages, ({"name": "weather"},)))
+    assert hashes_of(one)[0] != hashes_of(other)[0]
+    assert hashes_of(one) == hashes_of(Example(messages, ({"name": "weather"},)))
 
 
 def test_a_loop_is_long_and_repeats_itself():

@@ -47,7 +47,7 @@ def test_what_is_learnt_stands_between_marks(recipe):
     )
     assert "── sums:0: 26 tokens, 2 trained" in done.stdout
     assert "[[ ]]: trained; everything else is masked" in done.stdout
-    assert "sums:1" not in done.stdout
+    assert "── sums:1" not in done.stdout
 
 
 def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
@@ -55,9 +55,9 @@ def test_what_is_cut_left_out_or_broken_is_said_with_the_reason(recipe):
     assert "── sums:1: 100 tokens, truncated from 230, " in out
     assert "── sums:2: dropped: the prompt leaves no room for a response" in out
     assert "5 rows, 3 sequences" in out
-    assert "1 row cannot be read, such as sums:3: " in out
-    assert "1 example dropped: the prompt leaves no room" in out
-    assert "1 example truncated to data.cutoff_len" in out
+    assert "rows that cannot be read: 1 (sums:3: " in out
+    assert "examples that are dropped: the prompt leaves no room" in out
+    assert "examples that are truncated to data.cutoff_len: 1 (sums:1)" in out
     assert "[bold]1+2[/bold]?" in out, "a dataset's text is never markup"
 
 
@@ -204,6 +204,6 @@ def test_of_a_pair_the_length_is_that_of_the_prompt_with_its_longer_response():
 
 def test_columns_that_nothing_reads_are_named(recipe):
     done = run(recipe, "-n", 0)
-    assert "  columns that nothing reads: score\n" in done.stdout
+    assert "  columns that nothing reads: 1 (score). Name them in the entry" in done.stdout
     (stats,) = json.loads(run(recipe, "--json").stdout)["datasets"]
     assert stats["unread"] == ["score"]

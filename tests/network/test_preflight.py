@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +70,7 @@ def test_more_pipeline_stages_than_layers_are_refused(project, tmp_path):
         checked(project, tmp_path, parallel=four)
 
 
-@pytest.mark.parametrize("act", [build, partial(measure, steps=1, folder=Path("none"))])
+@pytest.mark.parametrize("act", [build, partial(measure, steps=1)])
 def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkeypatch, act):
     monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
     recipe = load(project, {"model.attention": "flash_attention_2"})

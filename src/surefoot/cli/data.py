@@ -19,7 +19,7 @@ from .loading import loading, recipe_arguments, resolved_recipe
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..recipe.recipe import Recipe
-    from ..use.data_check.figures import DataCheck, DatasetFigures, Finding
+    from ..use.data_check.figures import DataCheck, DatasetFigures
     from ..use.data_check.preview import PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
@@ -115,9 +115,9 @@ def check(
     """Check the rows of RECIPE before training.
 
     Reports lengths in tokens and what is truncated or dropped, the share of trained tokens, equal
-    and similar rows, rows of the evaluation data that are in the training data, responses that are
-    empty or repeated, and conversations with an odd order of turns. Nothing is trained, and no
-    weights are read.
+    rows, rows of the evaluation data that are in the training data, responses that are empty or
+    repeated, and conversations with an odd order of turns. Nothing is trained, and no weights are
+    read.
 
     The exit code is 0 without problems, 1 with problems, and 2 if the data cannot be read.
 
@@ -181,6 +181,8 @@ def _print_json(value: object) -> None:
 
 def show(console: Console, figures: DatasetFigures, cutoff_len: int) -> None:
     """Print examples, a legend and statistics."""
+    from ..use.data_check.figures import findings_in
+
     for shown in figures.shown:
         _show_example(console, shown)
     if any(shown.items for shown in figures.shown):
@@ -188,7 +190,8 @@ def show(console: Console, figures: DatasetFigures, cutoff_len: int) -> None:
         if not console.is_terminal:
             legend = Text("[[ ]]: trained; everything else is masked")
         console.print(legend, end="\n\n")
-    _show_lines(console, figures, [", ".join(figures.totals), *figures.warnings()], cutoff_len)
+    lines = [", ".join(figures.totals), *map(str, findings_in(figures))]
+    _show_lines(console, figures, lines, cutoff_len)
 
 
 def _show_lines(
@@ -220,16 +223,17 @@ def _show_example(console: Console, shown: PreviewExample) -> None:
 
 def histogram(lengths: Iterable[int], cutoff_len: int) -> Iterator[str]:
     """Lines with bars, and the position of ``cutoff_len`` among the lengths, or counts of them."""
-    from ..use.data_check.preview import length_bins, quantile
+    from ..use.data_check.preview import length_bins, quantiles
 
     counts = Counter(lengths)
     bins = length_bins(counts, cutoff_len)
     if not bins:
         return
-    total, longest = counts.total(), max(counts)
+    shares = quantiles(counts)
+    longest = shares[1.0]
     yield (
-        f"tokens of a sequence before truncation: median {quantile(counts, total // 2):,}, 95 % "
-        f"up to {quantile(counts, (total * 95 - 1) // 100):,}, longest {longest:,}"
+        f"tokens of a sequence before truncation: median {shares[0.5]:,}, 95 % up to "
+        f"{shares[0.95]:,}, longest {longest:,}"
     )
     most = max(each.count for each in bins)
     for each in bins:
@@ -248,21 +252,12 @@ def _show_check(console: Console, found: DataCheck) -> None:
         console.print(Text(one_line(f"evaluation data: {overlap.evaluation}"), style="bold"))
         of = f"of {counted(overlap.rows, 'row')}"
         console.print(f"  {overlap.same.count:,} {of} are in the training data", markup=False)
-        console.print(f"  {overlap.prompt.count:,} have a prompt of it", markup=False)
-        console.print(f"  {overlap.similar.count:,} resemble a row of it\n", markup=False)
+        console.print(f"  {overlap.prompt.count:,} have a prompt of it\n", markup=False)
     for finding in found.findings:
-        console.print(_finding(finding))
+        mark = ("✗ ", "bold red") if finding.level == "problem" else ("· ", "dim")
+        console.print(Text.assemble(mark, one_line(f"{finding.dataset}: {finding}")))
     problems = sum(finding.level == "problem" for finding in found.findings)
     console.print(counted(problems, "problem") if problems else "no problems", style="bold")
-
-
-def _finding(finding: Finding) -> Text:
-    is_problem = finding.level == "problem"
-    mark = ("✗ ", "bold red") if is_problem else ("· ", "dim")
-    words = f"{finding.dataset}: {finding.what}: {finding.count:,}"
-    rows = f" ({'; '.join(finding.rows)})" if finding.rows else ""
-    advice = f". {finding.advice[:1].upper()}{finding.advice[1:]}" if finding.advice else ""
-    return Text.assemble(mark, one_line(words), (one_line(rows), "dim"), one_line(advice))
 
 
 def _checked(figures: DatasetFigures) -> Iterator[str]:
@@ -270,9 +265,6 @@ def _checked(figures: DatasetFigures) -> Iterator[str]:
     rows, sequences = counted(figures.rows, "row"), counted(figures.items, "sequence")
     share = f"{100 * figures.share_trained:.1f} % trained"
     yield f"{first}{rows}, {sequences}, {counted(figures.tokens, 'token')}, {share}"
-    yield (
-        f"equal to an earlier row: {figures.equal.count:,}; similar: {figures.similar.count:,}; "
-        f"truncated: {figures.cut.count:,}"
-    )
+    yield f"equal to an earlier row: {figures.equal.count:,}; truncated: {figures.cut.count:,}"
     if figures.labels:
         yield f"marked good: {figures.labels[True]:,}; marked bad: {figures.labels[False]:,}"

@@ -25,7 +25,7 @@ from ...data.text.codec import Codec
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
 from ...recipe.recipe import Recipe
-from ._rows import Hashes, RowHashes, oddities, repeats, response_of, texts_of
+from ._rows import hashes_of, oddities, response_of
 from .figures import Counted, DataCheck, DatasetFigures, Overlap, Repeated, findings_of
 from .preview import num_limited, num_tokens_of, num_trained_of, preview_example
 
@@ -39,9 +39,9 @@ class _Reader:
     """Reads datasets and collects their figures, hashes of their rows, and the first examples."""
 
     def __init__(
-        self, recipe: Recipe, codec: Codec, hashes: RowHashes | None = None, num_shown: int = 0
+        self, recipe: Recipe, codec: Codec, *, compares: bool = False, num_shown: int = 0
     ) -> None:
-        self._recipe, self._codec, self._hashes = recipe, codec, hashes
+        self._recipe, self._codec, self._compares = recipe, codec, compares
         self._num_shown = num_shown
         section = replace(recipe.data, cutoff_len=UNLIMITED, on_too_long="truncate")
         self._unlimited = codec.with_section(section)
@@ -57,7 +57,7 @@ class _Reader:
         is_evaluation: bool = False,
     ) -> Reading:
         """Read and encode the rows of a dataset, at most ``limit``, or the ``chosen`` ones."""
-        reading = Reading(DatasetFigures(entry.name, is_evaluation), len(self._hashes or ()))
+        reading = Reading(DatasetFigures(entry.name, is_evaluation))
         reading.figures.remarks = list(entry.source.remarks)
         most = entry.limit(self._recipe.data.max_samples) if chosen is None else None
         rows = read_examples(entry, max_samples=most, max_broken_rows=UNLIMITED, chosen=chosen)
@@ -124,17 +124,8 @@ class _Reader:
             figures.odd.setdefault(what, Counted()).add(example.origin)
         if self._num_shown:
             figures.show(preview_example(self._codec, example, outcome, whole), self._num_shown)
-        if self._hashes is not None:
-            _compare(self._hashes, reading, example, number)
-
-
-def _compare(hashes: RowHashes, reading: Reading, example: Example, number: int) -> None:
-    """Keep the hashes of a row, and the beginning of its response."""
-    response, place = response_of(example), len(hashes)
-    hashes.add(texts_of(example))
-    reading.numbers.append(number)
-    if response is not None and len(reading.snippets) < SNIPPETS:
-        reading.snippets[place] = response.content[:SNIPPET]
+        if self._compares:
+            reading.compare(example, number)
 
 
 def preview_data(
@@ -166,18 +157,17 @@ def check_data(
     if not section.streaming:
         every = [catalog.entry(name) for name in names]
         drawn = draw_rows(every, max_samples=section.max_samples, seed=recipe.train.seed)
-    with RowHashes() as hashes:
-        reader = _Reader(recipe, codec, hashes)
-        readings = []
-        for entry in entries:
-            chosen = drawn[entry.name].distinct if entry.name in drawn else None
-            is_evaluation = entry.name not in section.datasets
-            reading = reader.read(entry, limit=limit, chosen=chosen, is_evaluation=is_evaluation)
-            if chosen is not None:
-                reading.num_rows = drawn[entry.name].num_rows
-            readings.append(reading)
-        overlaps = compared(recipe, readings, hashes)
-    figures = [reading.figures for reading in readings]
+    reader, readings = _Reader(recipe, codec, compares=True), []
+    for entry in entries:
+        chosen = drawn[entry.name].distinct if entry.name in drawn else None
+        is_evaluation = entry.name not in section.datasets
+        reading = reader.read(entry, limit=limit, chosen=chosen, is_evaluation=is_evaluation)
+        if chosen is not None:
+            reading.num_rows = drawn[entry.name].num_rows
+        _equal_rows(reading)
+        _repeated(reading)
+        readings.append(reading)
+    overlaps, figures = _overlaps(recipe, readings), [reading.figures for reading in readings]
     findings = findings_of(section, figures, overlaps)
     return DataCheck(codec.section.longest, figures, overlaps, findings)
 
@@ -185,150 +175,112 @@ def check_data(
 SNIPPETS, SNIPPET = 5000, 80  # responses that are remembered, and their characters
 MOST_REPEATED, AT_LEAST = 3, 3  # responses that are reported, and rows that have them
 HELD_OUT = "held out by val_size"
-Pairs = tuple[Index, Index]
 Mask = NDArray[np.bool_]
 
 
-def _integers() -> array[int]:
+def _hashes() -> array[int]:
+    return array("Q")
+
+
+def _numbers() -> array[int]:
     return array("q")
 
 
 @dataclass
 class Reading:
-    """A dataset while it is read, and afterwards where its rows are among all hashes."""
+    """A dataset while it is read, with the hashes of its rows in order."""
 
     figures: DatasetFigures
-    start: int = 0
-    numbers: array[int] = field(default_factory=_integers)  # [rows with a hash] row of the dataset
-    usable: array[int] = field(default_factory=_integers)  # rows with items
+    whole: array[int] = field(default_factory=_hashes)
+    prompt: array[int] = field(default_factory=_hashes)
+    response: array[int] = field(default_factory=_hashes)
+    numbers: array[int] = field(default_factory=_numbers)  # of these rows in the dataset
+    usable: array[int] = field(default_factory=_numbers)  # rows with items
     num_rows: int = 0  # row numbers are below this
-    snippets: dict[int, str] = field(default_factory=dict)  # by the place among all hashes
+    snippets: dict[int, str] = field(default_factory=dict)  # by the place among the hashes
 
-    @property
-    def end(self) -> int:
-        """One past its last place among all hashes."""
-        return self.start + len(self.numbers)
+    def compare(self, example: Example, number: int) -> None:
+        """Keep the hashes of a row, and the beginning of its response."""
+        response, place = response_of(example), len(self.numbers)
+        if response is not None and len(self.snippets) < SNIPPETS:
+            self.snippets[place] = response.content[:SNIPPET]
+        self.numbers.append(number)
+        for hashes, value in zip(
+            (self.whole, self.prompt, self.response), hashes_of(example), strict=True
+        ):
+            hashes.append(value)
 
     def name_of(self, place: int) -> str:
         """The dataset and the number of a row, for people."""
-        return f"{self.figures.name}:{self.numbers[place - self.start]}"
+        return f"{self.figures.name}:{self.numbers[place]}"
 
 
-def compared(recipe: Recipe, readings: Sequence[Reading], hashes: RowHashes) -> list[Overlap]:
-    """Count equal and similar rows of each dataset, and of training and evaluation data."""
-    whole, response, similar = hashes.whole, hashes.response, hashes.similar()
-    for reading in readings:
-        _equal_rows(reading, whole)
-        _similar_rows(reading, similar)
-        _repeated(reading, response)
-    sets = _evaluation_sets(recipe, readings)
-    is_eval = np.zeros(len(hashes), np.bool_)
-    for places in sets.values():
-        is_eval[places] = True
-    kept = [reading for reading in readings if not reading.figures.is_evaluation]
-    is_trained = np.zeros(len(hashes), np.bool_)
-    for reading in kept:
-        is_trained[reading.start : reading.end] = True
-    is_trained &= ~is_eval
-    if not is_trained.any():
+def _overlaps(recipe: Recipe, readings: Sequence[Reading]) -> list[Overlap]:
+    """The rows of each evaluation set that occur in the training data."""
+    training = [reading for reading in readings if not reading.figures.is_evaluation]
+    held = _held_out(recipe, training)
+    rest = [(reading, ~out) for reading, out in zip(training, held, strict=True)]
+    whole = np.concatenate([np.empty(0, np.uint64), *(_array(r.whole)[kept] for r, kept in rest)])
+    prompt = np.concatenate([np.empty(0, np.uint64), *(_array(r.prompt)[kept] for r, kept in rest)])
+    if not len(whole):
         return []
-    return [
-        _overlap(name, places, is_trained, hashes, similar, readings)
-        for name, places in sets.items()
-    ]
+    every = [(r, np.ones(len(r.numbers), np.bool_)) for r in readings if r.figures.is_evaluation]
+    sets = {reading.figures.name: [(reading, mask)] for reading, mask in every}
+    if any(out.any() for out in held):
+        sets[HELD_OUT] = list(zip(training, held, strict=True))
+    overlaps = []
+    for name, parts in sets.items():
+        overlap = Overlap(name, sum(int(mask.sum()) for _, mask in parts))
+        for reading, mask in parts:
+            is_same = mask & np.isin(_array(reading.whole), whole)
+            has_prompt = mask & ~is_same & np.isin(_array(reading.prompt), prompt)
+            for counted, places in ((overlap.same, is_same), (overlap.prompt, has_prompt)):
+                for place in np.flatnonzero(places).tolist():
+                    counted.add(reading.name_of(place))
+        overlaps.append(overlap)
+    return overlaps
 
 
-def _overlap(
-    name: str,
-    places: Index,
-    is_trained: Mask,
-    hashes: RowHashes,
-    similar: Pairs,
-    readings: Sequence[Reading],
-) -> Overlap:
-    found = Overlap(name, len(places))
-    same = np.isin(hashes.whole[places], hashes.whole[is_trained])
-    prompt = np.isin(hashes.prompt[places], hashes.prompt[is_trained]) & ~same
-    first, second = similar
-    inside = np.zeros(len(is_trained), np.bool_)
-    inside[places] = True
-    near = {*second[inside[second] & is_trained[first]].tolist()}
-    near |= {*first[inside[first] & is_trained[second]].tolist()}
-    near -= {*places[same].tolist()}
-    for counted, which in (
-        (found.same, places[same].tolist()),
-        (found.prompt, places[prompt].tolist()),
-        (found.similar, sorted(near)),
-    ):
-        for place in which:
-            counted.add(_owner(readings, place).name_of(place))
-    return found
-
-
-def _evaluation_sets(recipe: Recipe, readings: Sequence[Reading]) -> dict[str, Index]:
-    """The places of the rows of each evaluation set among all hashes."""
-    found = {
-        reading.figures.name: np.arange(reading.start, reading.end)
-        for reading in readings
-        if reading.figures.is_evaluation
-    }
-    kept = [reading for reading in readings if not reading.figures.is_evaluation]
+def _held_out(recipe: Recipe, training: Sequence[Reading]) -> list[Mask]:
+    """Which rows of each training dataset ``val_size`` holds out; none where that is not known."""
+    none = [np.zeros(len(reading.numbers), np.bool_) for reading in training]
     section = recipe.data
-    is_known = all(r.figures.all_rows for r in kept) and len(kept) == len(section.datasets)
-    if not section.val_size or section.streaming or not is_known:
-        return found
-    starts = np.cumsum([0, *(reading.num_rows for reading in kept)])
-    usable = np.concatenate(
-        [np.array(r.usable, np.int64) + s for r, s in zip(kept, starts, strict=False)]
-    )
+    are_all = all(r.figures.all_rows for r in training) and len(training) == len(section.datasets)
+    if not section.val_size or section.streaming or not are_all:
+        return none
+    starts = np.cumsum([0, *(reading.num_rows for reading in training)])
+    pairs = list(zip(training, starts[:-1], strict=True))
+    usable = np.concatenate([np.array(r.usable, np.int64) + start for r, start in pairs])
     try:
         is_held = hold_out(
             usable, num_rows=int(starts[-1]), val_size=section.val_size, seed=recipe.train.seed
         )
     except DataError:  # it would leave nothing to train on, which training reports
-        return found
+        return none
     held = usable[is_held]
-    places = [
-        r.start + np.flatnonzero(np.isin(np.array(r.numbers, np.int64) + s, held))
-        for r, s in zip(kept, starts, strict=False)
-    ]
-    return {**found, HELD_OUT: np.concatenate(places)}
+    return [np.isin(np.array(r.numbers, np.int64) + start, held) for r, start in pairs]
 
 
-def _owner(readings: Sequence[Reading], place: int) -> Reading:
-    return next(reading for reading in readings if reading.start <= place < reading.end)
+def _array(hashes: array[int]) -> NDArray[np.uint64]:
+    return np.array(hashes, np.uint64)
 
 
-def _equal_rows(reading: Reading, whole: Hashes) -> None:
+def _equal_rows(reading: Reading) -> None:
     """Count the rows that are equal to an earlier one of their dataset."""
-    again, first = repeats(whole[reading.start : reading.end])
-    for place, origin in zip(again.tolist(), first.tolist(), strict=True):
-        one, other = (reading.name_of(reading.start + at) for at in (place, origin))
-        reading.figures.equal.add(f"{one} is {other}")
+    _, first, which = np.unique(_array(reading.whole), return_index=True, return_inverse=True)
+    origin = first[which]
+    for place in np.flatnonzero(origin != np.arange(len(origin))).tolist():
+        reading.figures.equal.add(f"{reading.name_of(place)} is {reading.name_of(origin[place])}")
 
 
-def _similar_rows(reading: Reading, similar: Pairs) -> None:
-    """Count the rows that are similar to an earlier one of their dataset."""
-    first, second = similar
-    inside = (first >= reading.start) & (second < reading.end)
-    seen: set[int] = set()
-    for origin, place in zip(first[inside].tolist(), second[inside].tolist(), strict=True):
-        if place not in seen:
-            seen.add(place)
-            one, other = reading.name_of(place), reading.name_of(origin)
-            reading.figures.similar.add(f"{one} resembles {other}")
-
-
-def _repeated(reading: Reading, response: Hashes) -> None:
+def _repeated(reading: Reading) -> None:
     """The responses that most rows have."""
-    if not len(reading.snippets):
+    if not reading.snippets:
         return
-    _, first, counts = np.unique(
-        response[reading.start : reading.end], return_index=True, return_counts=True
-    )
+    _, first, counts = np.unique(_array(reading.response), return_index=True, return_counts=True)
     for at in np.argsort(-counts, kind="stable")[:MOST_REPEATED].tolist():
-        place = reading.start + int(first[at])
+        place = int(first[at])
         text = reading.snippets.get(place, "")
         if counts[at] >= AT_LEAST and (text.strip() or place not in reading.snippets):
-            found = Repeated(int(counts[at]), text, reading.name_of(place))
-            reading.figures.repeated.append(found)
+            repeated = Repeated(int(counts[at]), text, reading.name_of(place))
+            reading.figures.repeated.append(repeated)

@@ -10,11 +10,9 @@ from typing import Literal
 from ...data.section import DataSection
 from ...errors import counted
 from ._rows import ALONE, CONTROL, ECHO, FIRST, LATE, LOOP, NO_END, PLACEHOLDER, TWICE
-from .preview import PreviewExample
+from .preview import PreviewExample, quantiles
 
 ROWS_SHOWN = 3  # of each kind, by name
-TURNS = (NO_END, FIRST)  # what a preview says of turns that are omitted, or have no question
-QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 Level = Literal["problem", "note"]
 
 
@@ -28,6 +26,11 @@ class Finding:
     count: int
     rows: Sequence[str] = ()  # some of them
     advice: str = ""
+
+    def __str__(self) -> str:
+        rows = f" ({'; '.join(self.rows)})" if self.rows else ""
+        advice = f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else ""
+        return f"{self.what}: {self.count:,}{rows}{advice}"
 
 
 @dataclass
@@ -74,7 +77,6 @@ class DatasetFigures:
     unread: list[str] = field(default_factory=list)  # columns that nothing reads
     labels: Counter[bool] = field(default_factory=Counter)  # of kto
     equal: Counted = field(default_factory=Counted)  # to an earlier row
-    similar: Counted = field(default_factory=Counted)
     repeated: list[Repeated] = field(default_factory=list)
     shown: list[PreviewExample] = field(default_factory=list)  # of a preview
 
@@ -88,22 +90,6 @@ class DatasetFigures:
             counted(self.tokens, "token"),
             f"{self.trained_tokens:,} trained",
         ]
-
-    def warnings(self) -> Iterator[str]:
-        """What was not read, or not as it is; nothing if all is well."""
-        yield from self.remarks
-        if self.broken.count:
-            found = counted(self.broken.count, "row")
-            yield f"{found} cannot be read, such as {self.broken.rows[0]}"
-        for reason, dropped in sorted(self.dropped.items(), key=lambda item: -item[1].count):
-            yield f"{counted(dropped.count, 'example')} dropped: {reason}"
-        if self.unread:
-            yield f"columns that nothing reads: {', '.join(self.unread)}"
-        turns = {what: self.odd[what] for what in TURNS if what in self.odd}
-        for note, examples in {**self.notes, **turns}.items():
-            yield f"{counted(examples.count, 'example')}: {note}"
-        if self.cut.count:
-            yield f"{counted(self.cut.count, 'example')} truncated to data.cutoff_len"
 
     def show(self, example: PreviewExample, count: int) -> None:
         """Keep the first ``count`` examples; one that is dropped makes room for one that is not."""
@@ -119,7 +105,7 @@ class DatasetFigures:
             **asdict(self),
             "labels": {str(value).lower(): count for value, count in self.labels.items()},
             "lengths": {str(length): self.lengths[length] for length in sorted(self.lengths)},
-            "quantiles": {f"{share:g}": n for share, n in self.quantiles().items()},
+            "quantiles": {f"{share:g}": n for share, n in quantiles(self.lengths).items()},
             "share_trained": self.share_trained,
         }
 
@@ -127,16 +113,6 @@ class DatasetFigures:
     def share_trained(self) -> float:
         """Of all tokens, those that are trained on."""
         return self.trained_tokens / self.tokens if self.tokens else 0.0
-
-    def quantiles(self) -> Mapping[float, int]:
-        """Tokens that this share of sequences does not exceed."""
-        total, seen, found = self.lengths.total(), 0, dict[float, int]()
-        for length in sorted(self.lengths):
-            seen += self.lengths[length]
-            for share in QUANTILES:
-                if share not in found and seen >= share * total:
-                    found[share] = length
-        return found
 
 
 @dataclass
@@ -147,7 +123,6 @@ class Overlap:
     rows: int
     same: Counted = field(default_factory=Counted)  # the complete row
     prompt: Counted = field(default_factory=Counted)  # the prompt, with another response
-    similar: Counted = field(default_factory=Counted)
 
 
 @dataclass(frozen=True)
@@ -175,7 +150,7 @@ class DataCheck:
         }
 
 
-FEW_EQUAL, FEW_SIMILAR, FEW_CUT = 0.01, 0.05, 0.05  # shares up to which these are only noted
+FEW_EQUAL, FEW_CUT = 0.01, 0.05  # shares up to which these are only noted
 FEW_TRAINED = 0.01  # of the tokens, below which a dataset hardly trains
 MOST_REPEATED, LONG = 0.1, 20  # share of rows with one response; its characters, if it is no label
 UNBALANCED = 0.1  # share of the rarer label
@@ -196,20 +171,19 @@ def findings_of(
     section: DataSection, datasets: Sequence[DatasetFigures], overlaps: Sequence[Overlap]
 ) -> list[Finding]:
     """Everything to look at, problems first."""
-    found = [finding for figures in datasets for finding in _of_dataset(figures)]
+    found = [finding for figures in datasets for finding in findings_in(figures)]
     for name in section.datasets:
         if name in section.eval_datasets:
+            what = "datasets that are used for training and for evaluation"
             advice = "its evaluation does not measure generalization"
-            found.append(Finding("problem", str(name), _BOTH, 1, (), advice))
+            found.append(Finding("problem", str(name), what, 1, (), advice))
     found += [finding for overlap in overlaps for finding in _of_overlap(overlap)]
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-_BOTH = "datasets that are used for training and for evaluation"
-
-
-def _of_dataset(figures: DatasetFigures) -> Iterator[Finding]:
-    rows, name = max(1, figures.rows), figures.name
+def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
+    """What to look at in one dataset."""
+    name = figures.name
 
     def found(level: Level, what: str, count: int, shown: Sequence[str], advice: str) -> Finding:
         return Finding(level, name, what, count, tuple(shown), advice)
@@ -223,13 +197,11 @@ def _of_dataset(figures: DatasetFigures) -> Iterator[Finding]:
         what = f"examples that are dropped: {reason}"
         cure = "raise data.cutoff_len" if "cutoff_len" in reason else "mend or remove them"
         yield found("problem", what, rows_with.count, rows_with.rows, cure)
-    equal, similar = figures.equal, figures.similar
+    equal = figures.equal
     if equal.count:
-        level: Level = "problem" if equal.count > FEW_EQUAL * rows else "note"
-        yield found(level, "rows equal to an earlier one", equal.count, equal.rows, _TWICE)
-    if similar.count:
-        level = "problem" if similar.count > FEW_SIMILAR * rows else "note"
-        yield found(level, "rows that resemble an earlier one", similar.count, similar.rows, _TWICE)
+        level: Level = "problem" if equal.count > FEW_EQUAL * figures.rows else "note"
+        advice = "rows that occur several times are trained on more often than the others"
+        yield found(level, "rows equal to an earlier one", equal.count, equal.rows, advice)
     yield from _of_lengths(figures)
     yield from _of_responses(figures)
     for remark in figures.remarks:
@@ -240,9 +212,6 @@ def _of_dataset(figures: DatasetFigures) -> Iterator[Finding]:
         advice = "name them in the entry if they are part of an example"
         what = "columns that nothing reads"
         yield found("note", what, len(figures.unread), figures.unread, advice)
-
-
-_TWICE = "rows that occur several times are trained on more often than the others"
 
 
 def _of_lengths(figures: DatasetFigures) -> Iterator[Finding]:
@@ -279,7 +248,6 @@ def _of_overlap(overlap: Overlap) -> Iterator[Finding]:
     for what, rows_with in (
         ("rows that are also in the training data", overlap.same),
         ("prompts that are also in the training data, with another response", overlap.prompt),
-        ("rows that resemble one of the training data", overlap.similar),
     ):
         if rows_with.count:
             rows = tuple(rows_with.rows)

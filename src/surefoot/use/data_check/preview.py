@@ -126,6 +126,7 @@ def _answers(item: Features, count: int) -> list[str | None]:
 
 
 BINS = 8  # up to cutoff_len
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,15 @@ def length_bins(lengths: Mapping[int, int], cutoff_len: int) -> list[LengthBin]:
     ]
 
 
-def quantile(lengths: Mapping[int, int], place: int) -> int:
-    """The length at a place of all of them in order, counted from 0."""
-    seen = 0
+def quantiles(lengths: Counter[int]) -> Mapping[float, int]:
+    """Tokens that each of ``QUANTILES``, shares of all sequences, does not exceed."""
+    total, seen, found = lengths.total(), 0, dict[float, int]()
     for length in sorted(lengths):
         seen += lengths[length]
-        if seen > place:
-            return length
-    raise IndexError(place)
+        for share in QUANTILES:
+            if share not in found and seen >= share * total:
+                found[share] = length
+    return found
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:

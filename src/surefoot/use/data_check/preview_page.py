@@ -12,7 +12,7 @@ from pathlib import Path
 from ...errors import RunError
 from ...storage.files import make_folder, raising, write_aside
 from ...terminal_text import visible
-from .figures import DatasetFigures
+from .figures import DatasetFigures, findings_in
 from .preview import PreviewExample, RenderedExample, length_bins
 
 STYLE = """
@@ -86,7 +86,7 @@ def _facts(stats: DatasetFigures) -> Iterator[str]:
     rows, sequences, tokens, trained = stats.totals
     yield f"{rows}, {sequences}"
     yield f"{tokens}, {trained}"
-    yield from stats.warnings()
+    yield from map(str, findings_in(stats))
 
 
 def _text(words: object) -> str:

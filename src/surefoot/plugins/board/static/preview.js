@@ -6,8 +6,8 @@ import { h, replace, table } from "./dom.js";
 import { bytes, duration, integer, NONE, number } from "./format.js";
 import { t } from "./i18n.js";
 
-const LABELS = { broken: "Unreadable", cut: "Truncated", equal: "Equal to an earlier row", similar: "Similar to an earlier row" };
-const OVERLAPS = { same: "the same row", prompt: "the same prompt", similar: "similar" };
+const LABELS = { broken: "Unreadable", cut: "Truncated", equal: "Equal to an earlier row" };
+const OVERLAPS = { same: "the same row", prompt: "the same prompt" };
 const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
 const places = (rows) => (rows.length ? `(${rows.join(", ")} …)` : "");
 const cell = (label, value) => h("div", {}, h("dt", {}, t(label)), h("dd", {}, value));
