@@ -72,8 +72,7 @@ def train(recipe: str, overrides: tuple[str, ...], trust_pickle: bool) -> None:
         for name in loaded.method.packages:
             importlib.import_module(name)
 
-    callbacks = extras.callbacks(loaded) if is_main else ()
-    outcome = run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, choose=_choice(loaded))
+    outcome = run(loaded, trust_pickle=trust_pickle, choose=_choice(loaded))
     if is_main and outcome.state.is_complete:
         extras.finish(loaded, outcome.state)
     if outcome.is_main:

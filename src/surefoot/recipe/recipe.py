@@ -45,7 +45,7 @@ from .overrides import Overrides, override, put
 from .yaml import Document, emit, parse
 
 if TYPE_CHECKING:
-    from ..training.callback import TrainerCallback, TrainerState
+    from ..training.callback import TrainerState
 
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
@@ -88,10 +88,6 @@ class RunExtras:
 
     def check(self) -> None:
         """Raise what would fail after the run."""
-
-    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
-        """Observers of the run, on its main rank."""
-        return ()
 
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
         """Called on the main rank when the last step is saved."""

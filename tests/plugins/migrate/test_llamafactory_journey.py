@@ -76,11 +76,7 @@ def test_their_command_is_killed_and_resumed_to_the_same_bits(folder):
     logged = [line for line in metrics(folder / "out") if "learning_rate" in line]
     assert [line["step"] for line in logged][-1] == 6  # 3 x ceil(ceil(21 / 2) / 8), as there
     assert all(0 < line["learning_rate"] < 5e-5 for line in logged)
-    written = (folder / "out" / "trainer_log.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in written]
-    steps = [line["current_steps"] for line in lines if "loss" in line]
-    assert steps == sorted(set(steps))
-    assert {line["current_steps"] for line in lines if "eval_loss" in line} == {6}
+    assert [line["step"] for line in metrics(folder / "out") if "eval_loss" in line] == [6]
 
 
 def example(name):
@@ -130,8 +126,6 @@ def test_their_example_runs_to_its_end(folder, name):
     assert "trained: 2 steps" in err
     out = folder / name.replace("/", "-")
     assert final_weights(out)
-    for written in ("trainer_log.jsonl", "train_results.json", "training_loss.png"):
-        assert (out / written).stat().st_size
     weights = [path.name for path in (out / "checkpoint-2").glob("*model*.safetensors*")]
     assert weights
     for file in weights:

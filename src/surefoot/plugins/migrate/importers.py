@@ -33,6 +33,7 @@ _OTHERS = {
 # In every file of LLaMA-Factory's v1 is one of these, or `model` and `train_dataset` as text.
 _V1 = {"init_config", "peft_config", "kernel_config", "quant_config", "dist_config"}
 _V1 |= {"model_class", "sample_backend", "batching_strategy"}
+# One of these is in every file of LLaMA-Factory that runs anything.
 _SIGNS = ("model_name_or_path", "finetuning_type", "do_train", "per_device_train_batch_size")
 _SHARED = set[str]().union(*(program.arguments for program in PROGRAMS.values()))
 _ONLY_LLAMAFACTORY = ARGUMENTS.keys() - _SHARED | {"do_train"}

@@ -1,10 +1,9 @@
 """What a file of LLaMA-Factory asks of a run beside its recipe: ``do_eval``, ``do_predict`` and the
-files that scripts read of a run. The code for it is imported when it is used."""
+model in ``output_dir``. The code for it is imported when it is used."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,9 @@ from .rules import GivenArguments
 
 if TYPE_CHECKING:
     from ...recipe.recipe import Recipe
-    from ...training.callback import TrainerCallback, TrainerState
+    from ...training.callback import TrainerState
 
-_FILES, _EVALUATION = f"{__package__}.run_files", f"{__package__}.evaluation"
+_FILES = f"{__package__}.run_files"
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class AfterTraining:
 
     parts: tuple[str, ...]  # eval, predict
     with_generate: bool  # responses are generated and compared with those of the data
-    by_row: bool  # the accuracy of tokens is averaged over rows
     hides_special: bool  # special tokens are not shown in responses
 
 
@@ -49,13 +47,9 @@ class LlamaFactoryExtras(RunExtras):
         if self.after is not None and self.after.with_generate:
             imported("surefoot.cli.eval:comparison")()
 
-    def callbacks(self, recipe: Recipe) -> Sequence[TrainerCallback]:
-        """What writes the log of LLaMA-Factory."""
-        return (imported(f"{_FILES}:TrainerLog")(recipe.train.folder),)
-
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
-        """Write what LLaMA-Factory leaves in ``output_dir``, or in the local folder of a store."""
-        imported(f"{_FILES}:finish")(recipe, state)
+        """Put the model into ``output_dir``, or into the local folder of a store."""
+        imported(f"{_FILES}:place_trained_model")(recipe, state)
 
     def after_run(self, recipe: Recipe) -> None:
         """Evaluate what was trained; the ranks of a launcher have left each other."""
@@ -68,7 +62,7 @@ class LlamaFactoryExtras(RunExtras):
     def evaluate(self, recipe: Recipe, model: str | None) -> bool:
         """Evaluate with the files of LLaMA-Factory."""
         if self.after is not None:
-            imported(f"{_EVALUATION}:evaluate")(recipe, self.after, model)
+            imported(f"{_FILES}:evaluate")(recipe, self.after, model)
         return self.after is not None
 
 
@@ -79,5 +73,4 @@ def after_training(given: GivenArguments) -> AfterTraining | None:
     parts = tuple(name for name, is_on in asked.items() if is_on)
     if not parts or given["stage"] != "sft":
         return None
-    switches = ("predict_with_generate", "compute_accuracy", "skip_special_tokens")
-    return AfterTraining(parts, *(given[name] for name in switches))
+    return AfterTraining(parts, given["predict_with_generate"], given["skip_special_tokens"])

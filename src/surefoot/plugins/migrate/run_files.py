@@ -1,34 +1,37 @@
-"""Files that scripts read of a run of LLaMA-Factory: ``trainer_log.jsonl`` as the run trains, and
-at its end ``training_loss.png``, ``train_results.json`` and the model.
-"""
+"""What LLaMA-Factory leaves in the folder of a run: the model at its end, and after ``do_eval`` and
+``do_predict`` the metrics and the responses."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
+import click
+
+from ...cli.eval import comparison
+from ...cli.table import progress
+from ...data.text.prompts import write_rows
 from ...errors import RunError
+from ...parallel.section import ParallelSection
+from ...parallel.sharded_model import with_replicas
+from ...parallel.world import joined
 from ...recipe.recipe import Recipe
 from ...storage import files
-from ...training.callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
-from ...training.callbacks.plot import NAME as PLOT
+from ...training.callback import TrainerState
+from ...use.answer_journal import Output
+from ...use.evaluation import adopt, held_out, measure, num_batches
+from ...use.run_evaluation import Generation, evaluated_path, generations, open_evaluated
+from .run_extras import AfterTraining
 
 logger = logging.getLogger(__name__)
-LOG = "trainer_log.jsonl"
-_LARGEST = 1 << 28  # bytes of a log, of a picture, of a tokenizer
-_NAMES = {  # in the log of LLaMA-Factory, and in that of a run
-    "loss": "loss",
-    "eval_loss": "eval_loss",
-    "accuracy": "rewards/accuracies",
-    "lr": "learning_rate",
-    "epoch": "epoch",
-}
+PREDICTIONS = "generated_predictions.jsonl"
+_DOING = "cannot write the metrics"
+_LARGEST = 1 << 28  # bytes of a tokenizer
 # Of a checkpoint: weights, which are linked, and the small files beside them, which are copied, as
 # scripts edit them in place.
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "value_head.safetensors")
@@ -38,83 +41,11 @@ _SMALL = (
 )
 
 
-@dataclass
-class TrainerLog(TrainerCallback):
-    """Appends a line to the log in ``folder`` for each log; a resumed run repeats no step."""
-
-    folder: Path
-    _began: float = field(default=0.0, init=False)
-    _first: int = field(default=0, init=False)
-
-    @property
-    def path(self) -> Path:
-        """The log."""
-        return self.folder / LOG
-
-    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """Keep the lines of the steps that the run has saved."""
-        self._began, self._first = time.monotonic(), state.global_step
-        with files.raising(RunError, LOG):
-            if files.exists(self.path):
-                kept = [line for line in self._lines() if _step(line) <= state.global_step]
-                files.write_aside(self.path, b"".join(line + b"\n" for line in kept))
-
-    def on_log(
-        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
-    ) -> None:
-        """Append one line with the names of LLaMA-Factory."""
-        step, seconds = state.global_step, time.monotonic() - self._began
-        left = (state.max_steps - step) * seconds / max(1, step - self._first)
-        tokens = state.num_input_tokens_seen
-        line = {
-            "current_steps": step,
-            "total_steps": state.max_steps,
-            **{name: logs[own] for name, own in _NAMES.items() if own in logs},
-            "percentage": round(100 * step / max(1, state.max_steps), 2),
-            "elapsed_time": str(timedelta(seconds=int(seconds))),
-            "remaining_time": str(timedelta(seconds=int(left))),
-            "total_tokens": tokens,
-        }
-        with files.raising(RunError, LOG):
-            files.append_line(self.path, json.dumps(line))
-
-    def _lines(self) -> list[bytes]:
-        with files.open_file(self.path) as file:
-            return files.read_all(file, _LARGEST).splitlines()
-
-
-def _step(line: bytes) -> float:
-    """The step of a line; infinite if it cannot be read, as after a crash."""
-    try:
-        return int(json.loads(line)["current_steps"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
-def finish(recipe: Recipe, state: TrainerState) -> None:
-    """Write the results of a run, and put its model into its folder."""
-    folder = recipe.train.folder
-    write_results(folder, state, recipe.train.global_batch_size)
+def place_trained_model(recipe: Recipe, state: TrainerState) -> None:
+    """Put the model of the last checkpoint, or of the best one, into the folder of the run."""
     best = state.best_global_step if recipe.train.load_best_model_at_end else None
+    folder = recipe.train.folder
     place_model(folder / f"checkpoint-{best or state.global_step}", folder)
-
-
-def write_results(folder: Path, state: TrainerState, batch_size: int) -> None:
-    """Write ``train_results.json`` and ``training_loss.png`` into the ``folder`` of a run."""
-    seconds = max(1e-9, state.train_runtime)
-    results = {
-        "epoch": state.epoch,
-        "total_flos": state.total_flos,
-        "train_loss": state.train_loss_total / max(1, state.global_step - state.num_skipped_steps),
-        "train_runtime": round(state.train_runtime, 4),
-        "train_samples_per_second": round(state.global_step * batch_size / seconds, 3),
-        "train_steps_per_second": round(state.global_step / seconds, 3),
-    }
-    with files.raising(RunError, "train_results.json"):
-        text = json.dumps(results, indent=4, sort_keys=True) + "\n"
-        files.write_aside(folder / "train_results.json", text.encode())
-        if files.exists(folder / PLOT):
-            files.write_aside(folder / "training_loss.png", _content(folder / PLOT))
 
 
 def place_model(checkpoint: Path, folder: Path) -> None:
@@ -135,13 +66,72 @@ def place_model(checkpoint: Path, folder: Path) -> None:
             files.rename(aside, folder / name)
             aside.unlink(missing_ok=True)  # of a link to the same file, which rename leaves
         for name in _matching(names, _SMALL):
-            files.write_aside(folder / name, _content(checkpoint / name))
+            with files.open_file(checkpoint / name) as file:
+                files.write_aside(folder / name, files.read_all(file, _LARGEST))
 
 
 def _matching(names: list[str], patterns: tuple[str, ...]) -> Iterator[str]:
     return (name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
 
 
-def _content(path: Path) -> bytes:
-    with files.open_file(path) as file:
-        return files.read_all(file, _LARGEST)
+def evaluate(recipe: Recipe, after: AfterTraining, model: str | None) -> None:
+    """Evaluate ``model`` (see ``evaluate_run``) on the recipe's held-out rows: show the metrics,
+    and write LLaMA-Factory's files to the folder of the run. Responses are stored as they are
+    generated, and those of an earlier attempt are used.
+
+    Raises as ``evaluate_run`` does, and ``RunError``: a package is missing, or the disk is full."""
+    compare = comparison() if after.with_generate else None
+    parallel = with_replicas(ParallelSection())
+    with joined(parallel) as world:
+        path = evaluated_path(recipe, model, world)
+        opened = adopt(open_evaluated(recipe, path, None, world, parallel), recipe)
+        with world.main_first():  # which fills the cache
+            examples = [e for part in held_out(recipe, opened.codec) for e in part.examples]
+        with files.raising(RunError, _DOING):
+            files.make_folder(recipe.train.folder)
+        output, start = Output(recipe.train.folder / PREDICTIONS, force=True), time.monotonic()
+        shown = partial(progress, is_shown=world.is_main)
+        answers: Sequence[Generation] = ()
+        if compare is not None:
+            with shown("responses", len(examples)) as advance:
+                answers = generations(
+                    *(opened, recipe, examples),
+                    on_answered=advance,
+                    output=output,
+                    hides_special=after.hides_special,
+                )
+            metrics = dict(compare([a.answer for a in answers], [a.reference for a in answers]))
+        else:
+            with shown("loss", num_batches(recipe, len(examples))) as advance:
+                metrics = measure(opened, recipe, examples, on_batch=lambda: advance(1))
+        runtime = time.monotonic() - start
+        metrics |= {"runtime": runtime, "samples_per_second": len(examples) / runtime}
+        if world.is_main:
+            _write(output, after.parts, metrics, answers)
+        world.wait()  # ranks of other machines remove their own
+        if world.is_local_main:
+            output.remove_parts()
+
+
+def _write(
+    output: Output,
+    parts: Sequence[str],
+    metrics: dict[str, float],
+    answers: Sequence[Generation],
+) -> None:
+    """Show and write the metrics of each part, and the responses, in LLaMA-Factory's form."""
+    written = []
+    if "predict" in parts and answers:
+        rows = [{"prompt": a.prompt, "predict": a.answer, "label": a.reference} for a in answers]
+        write_rows(output.path, rows, doing=output.on_failure)
+        written.append(output.path)
+    for part in parts:
+        of_part = {f"{part}_{name}": value for name, value in metrics.items()}
+        path = output.path.with_name(f"{part}_results.json")
+        with files.raising(RunError, _DOING):
+            text = json.dumps(of_part, indent=4, sort_keys=True) + "\n"
+            files.write_aside(path, text.encode())
+        written.append(path)
+        for name, value in of_part.items():
+            click.echo(f"{name}: {value:.4f}")
+    click.echo(f"written: {', '.join(map(str, written))}")

@@ -18,6 +18,10 @@ _FILES: Mapping[str, tuple[str, str | None]] = {
 }
 
 
+_NEWER = ("hy_dense_1_8b", "hy_dense_7b", "moss_vl")  # than version 0.9.5
+TEMPLATES = (*families(), *_FILES, *_NEWER)  # all names that LLaMA-Factory knows
+
+
 def same_template(name: str) -> tuple[str, str | None]:
     """The template here, and the default system message there. Newer ones than those of version
     0.9.5 are the model's own."""
@@ -47,20 +51,3 @@ def next_roles(name: str) -> tuple[str, ...]:
 def thinks(name: str | None) -> bool:
     """Whether LLaMA-Factory writes empty thoughts in a template."""
     return name is not None and name in families() and bool(families()[name].thoughts)
-
-
-_NAMES = """
-alpaca bailing bailing_v2 breeze chatglm3 chatml chatml_de cohere cpm4 dbrx deepseek deepseek3
-deepseekr1 hy3 deepseekcoder default dots_ocr empty ernie ernie_nothink ernie_vl exaone falcon
-falcon_h1 fewshot gemma gemma2 gemma3 gemma3n gemma4 gemma4n glm4 glm4_moe glm4v glm4_5v glm_ocr
-glm4_7 glmz1 gpt_oss granite3 granite3_vision granite4 index hunyuan hunyuan_small intern2 intern_vl
-intern_s1 keye_vl kimi_vl lfm2 lfm2_vl llama2 llama2_zh llama3 llama4 mllama moonlight llava
-llava_next llava_next_llama3 llava_next_mistral llava_next_qwen llava_next_yi llava_next_video
-llava_next_video_mistral llava_next_video_yi mimo mimo_v2 mimo_vl minicpm_v minicpm_v_4_6 minicpm_o
-minimax1 minimax2 ministral mistral mistral_small ministral3 olmo openchat openchat-3.6 opencoder
-paligemma paligemma_chat phi phi_small phi4 phi4_mini pixtral qwen qwen3 qwen3_nothink qwen2_audio
-qwen2_omni qwen3_omni qwen3_omni_nothink qwen2_vl qwen3_vl qwen3_vl_nothink qwen3_5 qwen3_5_nothink
-qwen3_6 sailor seed_coder seed_oss smollm smollm2 solar starchat telechat2 vicuna video_llava
-xuanyuan yi yi_vl youtu youtu_vl yuan zephyr aeva hy_dense_1_8b hy_dense_7b moss_vl
-"""
-TEMPLATES = tuple(_NAMES.split())
