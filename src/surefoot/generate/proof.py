@@ -2,9 +2,6 @@
 
 The logits of two prompts in slots, after several tokens, must be those of one pass over all tokens
 without a cache. The longer prompt is longer than every window that the requests exceed.
-
-On a CPU in float32, it is also tried whether the logits of a row have the same bits whatever other
-rows are computed with it. No library promises that; it depends on the processor.
 """
 
 from __future__ import annotations
@@ -14,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ..errors import first_line
-from .onednn import onednn_products
 from .samples import Ids
 from .slots import (
     Driver,
@@ -73,48 +69,15 @@ def driver_of(model: nn.Module, longest: int) -> Driver | None:
     if (kernel, limit) not in known:
         with masked_attention(inner):
             known[kernel, limit], why = _proven(model, limit)
-        found, name = known[kernel, limit], type(inner).__name__
-        if found is None:
+        if known[kernel, limit] is None:
             logger.warning(
                 "%s: its keys and values cannot be kept in slots, so responses are generated more "
                 "slowly, in batches by transformers, each as long as its longest response: %s",
-                name,
+                type(inner).__name__,
                 why,
-            )
-        elif may_keep_bits(inner) and not keeps_bits(Driver(model, inner, found), longest):
-            logger.info(
-                "%s: on this processor, the last bits of log-probabilities depend on the responses "
-                "that are generated at the same time",
-                name,
             )
     masks = known[kernel, limit]
     return None if masks is None else Driver(model, inner, masks)
-
-
-def may_keep_bits(inner: PreTrainedModel) -> bool:
-    """Whether a row may have the same bits whatever is computed with it: on a CPU, in float32."""
-    return bool(inner.device.type == "cpu" and inner.dtype == torch.float32)
-
-
-@torch.no_grad()
-def keeps_bits(driver: Driver, longest: int) -> bool:
-    """Whether a row has the same bits alone, among equal rows, and beside one of up to ``longest``
-    tokens, with the products that sampling has."""
-    vocabulary = driver.inner.config.get_text_config().vocab_size
-    short, long = ([(7 * n + 3) % vocabulary for n in range(min(m, longest))] for m in (5, 40))
-    found = list[torch.Tensor]()
-    with masked_attention(driver.inner), onednn_products(driver.model):
-        prefixes = [*driver.prefill([short]), *driver.prefill([short] * 3)]
-        beside = [(long, driver.prefill([long])[0])]
-        for count, others in ((4, []), (1, []), (9, beside)):
-            rows = [*((short, prefixes[n % 4]) for n in range(count)), *others]
-            cache = SlotCache(len(rows), len(long), len(long))
-            for slot, (_, prefix) in enumerate(rows):
-                cache.put(slot, prefix)
-            tokens, positions = zip(*((ids[-1], len(ids) - 1) for ids, _ in rows), strict=True)
-            found += driver.decode(cache, tokens, positions)[:count]
-    first = found[0]
-    return all(torch.equal(logits, first) for logits in found)
 
 
 def _proven(model: nn.Module, limit: int) -> tuple[Masks | None, str]:

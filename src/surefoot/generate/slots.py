@@ -9,8 +9,7 @@ sees. A slot whose row has ended is taken by the next one.
 Columns are read in multiples of 16, and rows are computed in multiples of 4. On some CPUs in
 float32, the fused attention then gives a row the same bits whatever the others' lengths are, and a
 matrix product does whatever the number of rows and of threads. (Threads divide the rows of a
-product: of 5 rows, one of two threads has 2, and rounds differently from one with 4.) ``proof.py``
-tries whether it is so.
+product: of 5 rows, one of two threads has 2, and rounds differently from one with 4.)
 
 Shapes: S slots, B rows, H heads of keys, C columns, E size of a head.
 """
