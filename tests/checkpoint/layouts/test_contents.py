@@ -5,10 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from surefoot.checkpoint.layouts.detection import (
-    find_tensor,
     open_contents,
     plain,
-    shown,
     states_of,
 )
 from surefoot.checkpoint.saving.preparation import save
@@ -44,17 +42,6 @@ def test_a_model_of_others_has_only_a_model(tmp_path):
     assert states_of(tmp_path) == {}
     with pytest.raises(CheckpointError, match="does not exist"):
         open_contents(tmp_path / "none")
-
-
-def test_names_as_people_write_them(ours):
-    contents = open_contents(ours)
-    assert find_tensor(contents, "model.norm.weight") == "model/model.norm.weight"
-    assert find_tensor(contents, "model/model.norm.weight") == "model/model.norm.weight"
-    assert find_tensor(contents, "state/random.torch") == "state/random.torch"
-    for name in contents.tensors:
-        assert find_tensor(contents, shown(name)) == name
-    with pytest.raises(CheckpointError, match=r"no tensor 'q_proj'; did you mean .*q_proj.weight"):
-        find_tensor(contents, "q_proj")
 
 
 def test_states_are_plain_data_without_their_tensors(tmp_path):

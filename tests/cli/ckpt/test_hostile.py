@@ -27,7 +27,6 @@ def test_hostile_checkpoints(folder, name):
     assert_calm("show", folder, "--norms")
     assert_calm("show", folder, "--state", "loader")
     assert assert_calm("diff", sound, folder).exit_code
-    assert_calm("cat", folder, "model.norm.weight")
     assert_calm("prune", folder.parent, "--keep", 1, "--dry-run")
     assert sound.is_dir()
 
@@ -62,7 +61,3 @@ def test_plain_folders_with_any_header(tmp_path_factory, entries, log):
     assert_calm("ls", folder.parent, "--verify")
     assert_calm("show", folder, "--norms")
     assert_calm("diff", folder, folder)
-    for name in entries:
-        for where in ("", "0", "::2, 1:"):
-            assert_calm("cat", folder, "--", name, where)
-            assert_calm("cat", folder, "--json", "--", name, where)

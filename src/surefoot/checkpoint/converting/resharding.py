@@ -9,7 +9,6 @@ time.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,6 @@ ALONE = Mesh()
 SHARD_SIZE = 5_000_000_000  # bytes of the largest file
 _INDEX = ".safetensors.index.json"
 _CONFIG = "config.json"
-_MESH = re.compile(r"rank_\d{5}/")
 
 
 @dataclass(frozen=True)
@@ -51,30 +49,6 @@ class Resharding:
     sources: Mapping[str, TensorSource]  # by role
     shards: Sequence[Shard]
     small: Mapping[str, bytes]
-
-    @property
-    def reads(self) -> dict[str, int]:
-        """Bytes of tensors read from each file."""
-        found: dict[str, int] = {}
-        for piece in self.manifest.pieces:
-            found[piece.file] = found.get(piece.file, 0) + piece.num_bytes
-        return dict(sorted(found.items()))
-
-    @property
-    def writes(self) -> dict[str, int]:
-        """Bytes of each file except ``manifest.json``."""
-        large = {shard.plan.name: shard.plan.header.file_size for shard in self.shards}
-        return dict(sorted({**large, **{n: len(data) for n, data in self.small.items()}}.items()))
-
-    @property
-    def by_rank(self) -> list[int]:
-        """Bytes of tensor files that each rank of the mesh writes."""
-        found = [0] * self.mesh.size
-        for shard in self.shards:
-            name = shard.plan.name
-            rank = int(name[5:10]) if _MESH.match(name) else 0
-            found[rank] += shard.plan.header.file_size
-        return found
 
     @property
     def num_bytes(self) -> int:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import Any
 from ...errors import CheckpointError, ModelError
 from ...storage import files
 from ...storage.weight_files import adapter_names, is_adapter, plain_names
-from ...terminal_text import one_line
 from ..disk import strict_json
 from ..disk.commit import named
 from ..disk.manifest import MANIFEST
@@ -171,20 +169,6 @@ def open_contents(folder: Path, roles: Collection[str] | None = None) -> FolderW
 def shown(name: str) -> str:
     """A tensor's full name in the form for users."""
     return name.removeprefix(_MODEL)
-
-
-def find_tensor(contents: FolderWeights, name: str) -> str:
-    """The full name of the tensor that a user calls ``name``; an error suggests near names."""
-    for full in (_MODEL + name, name):
-        if full in contents.tensors:
-            return full
-    near = difflib.get_close_matches(name, map(shown, contents.tensors), n=3, cutoff=0.5)
-    inside = [known for known in map(shown, contents.tensors) if name in known][:3]
-    hint = " or ".join(map(one_line, inside or near))
-    raise CheckpointError(
-        f"{contents.folder}: it contains no tensor {name!r}"
-        + (f"; did you mean {hint}?" if hint else "; `surefoot ckpt show --tensors` lists them")
-    )
 
 
 def states_of(folder: Path) -> Mapping[str, Any]:

@@ -5,8 +5,8 @@ Modules that need torch are imported by the command that needs them, so that ``l
 
 import click
 
-from .contents import cat, ls, show
-from .convert import convert, plan
+from .contents import ls, show
+from .convert import convert
 from .diff import diff
 from .keeping import pin_command, prune, verify_command
 
@@ -16,5 +16,5 @@ def ckpt() -> None:
     """List, show, compare, verify, prune and convert checkpoints."""
 
 
-for command in (ls, show, diff, cat, verify_command, prune, pin_command, convert, plan):
+for command in (ls, show, diff, verify_command, prune, pin_command, convert):
     ckpt.add_command(command)
