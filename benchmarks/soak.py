@@ -44,7 +44,7 @@ STEADY = "steady"  # the name of an adapter that stays
 CUT = (  # requests whose connections are cut
     (TEXT, b'{"model": "model", "prompt": "x", "max_tokens": 200, "ignore_eos": true}'),
 )
-GAUGES = ("surefoot_rows_open", "surefoot_rows_running", "surefoot_rows_waiting")
+GAUGES = ("responses_open", "responses_running", "responses_waiting")
 
 
 @dataclass(frozen=True)
@@ -208,10 +208,8 @@ class Soak:
 
     def gauges(self) -> list[float]:
         """Responses that are open, running and waiting."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text
-        lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
-        known = {line[0]: float(line[1]) for line in lines}
-        return [known[name] for name in GAUGES]
+        figures = httpx.get(f"{self.url}/health", timeout=60, trust_env=False).json()
+        return [figures[name] for name in GAUGES]
 
     def moment(self, process: psutil.Process, minute: float) -> Moment:
         """Let the clients pause; what the server has then."""

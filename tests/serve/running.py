@@ -45,9 +45,8 @@ class Client:
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
-    def metric(self, name):
-        lines = self.http.get("/metrics").text.splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+    def figure(self, name):
+        return self.http.get("/health").json()[name]
 
     def until(self, is_so, seconds=20):
         end = time.monotonic() + seconds

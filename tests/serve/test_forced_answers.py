@@ -1,15 +1,12 @@
-"""Answers that must be JSON or calls of tools, of a model that knows nothing of them."""
+"""Answers that must be JSON, of a model that knows nothing of it."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
 from folders import save_model
 from serve.running import running
 from surefoot.data.text.templates import bundled
-from surefoot.data.text.tool_calls import parse_tool_calls
-from surefoot.plugins.serve.grammar import call_grammar
 from tiny_tokenizers import tokenizer
 
 pytest.importorskip("llguidance")
@@ -49,28 +46,30 @@ def test_a_response_follows_its_schema(client):
     assert free["choices"][0]["message"]["content"][:1] != "{"
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "other"}}]
-)
-def test_a_forced_call_is_one(choice, client):
-    body = {**SAMPLED, "seed": 2, "tools": TOOLS, "tool_choice": choice}
-    body["parallel_tool_calls"] = False
-    whole = client.ok(CHAT, **body)
-    done = [one for one in whole["choices"] if one["finish_reason"] == "tool_calls"]
-    assert done
-    for one in done:
-        (call,) = one["message"]["tool_calls"]
-        assert call["function"]["name"] in ("pick", "other")
-        assert choice == "required" or call["function"]["name"] == "other"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
-        assert one["message"]["content"] is None
-    deltas = [
-        part["function"]
-        for chunk in client.chunks(CHAT, **body)
-        for one in chunk["choices"]
-        if one["index"] == done[0]["index"]
-        for part in one["delta"].get("tool_calls", [])
-    ]
+def test_a_call_is_read_from_a_response_and_from_its_stream(tmp_path):
+    """In the syntax of Llama 3 a call is JSON, which the request lets the model write alone."""
+    long = {"max_position_embeddings": 2048}
+    save_model(tmp_path / "base", template=bundled()["llama3"].source, **long)
+    call = {"name": {"const": "pick"}, "parameters": SCHEMA}
+    schema = {**SCHEMA, "properties": call, "required": ["name", "parameters"]}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body = {**SAMPLED, "seed": 2, "tools": TOOLS, "response_format": form}
+    with running(tmp_path / "base") as client:
+        whole = client.ok(CHAT, **body)
+        done = [one for one in whole["choices"] if one["finish_reason"] == "tool_calls"]
+        assert done
+        for one in done:
+            (made,) = one["message"]["tool_calls"]
+            assert made["function"]["name"] == "pick"
+            jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
+            assert one["message"]["content"] is None
+        deltas = [
+            part["function"]
+            for chunk in client.chunks(CHAT, **body)
+            for one in chunk["choices"]
+            if one["index"] == done[0]["index"]
+            for part in one["delta"].get("tool_calls", [])
+        ]
     assert deltas == [done[0]["message"]["tool_calls"][0]["function"]]
 
 
@@ -79,7 +78,6 @@ def test_a_forced_call_is_one(choice, client):
     [
         {"response_format": SHORT},
         {"response_format": {"type": "json_object"}},
-        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     ],
 )
 def test_a_forced_answer_ends_though_the_model_writes_white_space_wherever_it_may(forced, client):
@@ -89,18 +87,8 @@ def test_a_forced_answer_ends_though_the_model_writes_white_space_wherever_it_ma
     body = {**SAMPLED, **forced, "max_tokens": 150, "seed": 1}
     found = client.ok(CHAT, **body, logit_bias={**white, brace: 90})
     for choice in found["choices"]:
-        assert choice["finish_reason"] in ("stop", "tool_calls")
-        called = choice["message"].get("tool_calls")
-        json.loads(called[0]["function"]["arguments"] if called else choice["message"]["content"])
-
-
-def test_a_forced_call_that_is_cut_off_is_no_content(client):
-    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 9}
-    (choice,) = client.ok(CHAT, **body)["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None}
-    assert choice["finish_reason"] == "length"
-    deltas = [chunk["choices"][0]["delta"] for chunk in client.chunks(CHAT, **body)]
-    assert deltas == [{"role": "assistant", "content": ""}, {}]
+        assert choice["finish_reason"] == "stop"
+        json.loads(choice["message"]["content"])
 
 
 def test_what_clients_send_by_habit_is_accepted(client):
@@ -115,15 +103,9 @@ def test_what_clients_send_by_habit_is_accepted(client):
     [
         (
             {"tool_choice": "yes"},
-            "tool_choice: Input should be 'none', 'auto' or 'required', or "
-            "Input should be a valid dictionary or instance of FunctionChoice",
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
-            "tool_choice.function.name: Field required",
+            "tool_choice: Input should be 'none' or 'auto'",
         ),
         ({"tool_choice": "auto"}, "tool_choice: it needs tools"),
-        ({"tool_choice": {"function": {"name": "pick"}}}, "tool_choice: it needs tools"),
         ({"top_logprobs": 2}, "top_logprobs: it needs logprobs: true"),
         ({"stream_options": {"include_usage": True}}, "stream_options: it needs stream: true"),
         (
@@ -156,10 +138,6 @@ def test_an_error_names_the_parameter_and_what_it_may_be(body, said, client):
             "response_format",
         ),
         ({"tool_choice": "required"}, "tool_choice"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
-            "tool_choice",
-        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools"),
     ],
 )
@@ -167,26 +145,3 @@ def test_what_cannot_be_followed_is_refused(body, param, client):
     status, found = client.post(CHAT, messages=ASKED, max_tokens=2, **body)
     assert status == 400, found
     assert found["error"]["param"] == param, found
-
-
-@pytest.mark.parametrize("name", ["llama3", "mistral", "qwen", "glm4", "default"])
-def test_forced_calls_are_read_back_in_each_syntax(name):
-    """What a grammar allows, the parser of the syntax reads."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    known = tokenizer()
-    model = SimpleNamespace(tool_syntax=name, opened=SimpleNamespace(tokenizer=known))
-    grammar = call_grammar(model, TOOLS, several=True)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar)
-    assert not matcher.get_error()
-    said = {
-        "llama3": '{"name": "pick", "parameters": {"a": 1, "b": "x"}}',
-        "mistral": '[TOOL_CALLS][{"name": "pick", "arguments": {"a": 1, "b": "x"}}]',
-        "qwen": '<tool_call>\n{"name": "pick", "arguments": {"a": 1, "b": "x"}}\n</tool_call>',
-        "glm4": 'pick\n{"a": 1, "b": "x"}',
-        "default": 'Action: pick\nAction Input: {"a": 1, "b": "x"}',
-    }[name]
-    assert matcher.consume_tokens(list(said.encode()))
-    assert matcher.is_accepting()
-    call = {"name": "pick", "arguments": {"a": 1, "b": "x"}}
-    assert parse_tool_calls(said, name, TOOLS).calls == (call,)

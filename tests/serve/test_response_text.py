@@ -73,11 +73,3 @@ def test_text_is_shown_as_soon_as_it_can_be_no_mark():
     parser = ResponseText(USUAL, **WITH_TOOLS)
     shown = ["".join(one.text for one in parser.push(text)) for text in ("I", " add", " <t", "a>")]
     assert shown == ["I", " add", "", " <ta>"]
-
-
-@pytest.mark.parametrize("syntax", ["qwen", "default", "glm4", "llama3", "mistral"])
-def test_a_forced_call_that_cannot_be_read_is_no_text(syntax):
-    for text in ("<tool_call>\n{", "Act", "pick", '{"name": "pi', "[TOOL_CALLS]["):
-        parser = ResponseText(USUAL, is_forced=True, syntax=syntax, tools=WITH_TOOLS["tools"])
-        assert [parser.push(letter) for letter in text] == [[]] * len(text)
-        assert parser.push("", is_last=True) == []

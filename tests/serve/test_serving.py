@@ -218,18 +218,18 @@ def test_adapters_come_and_go_while_others_are_answered(folder, client):
 def test_a_client_that_leaves_frees_its_place(client):
     # so many tokens that they are never done before the client leaves
     body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 128}
-    before = client.metric("surefoot_generated_tokens_total")
+    before = client.figure("generated_tokens")
     with client.http.stream("POST", TEXT, json={**body, "stream": True}) as found:
         lines = found.iter_lines()  # the connection closes when nothing holds them
         next(lines)
-        assert client.metric("surefoot_rows_running") > 0
-    client.until(lambda: client.metric("surefoot_rows_running") == 0)
-    assert client.metric("surefoot_rows_open") == 0
-    assert client.metric("surefoot_generated_tokens_total") - before < 200 * 128
+        assert client.figure("responses_running") > 0
+    client.until(lambda: client.figure("responses_running") == 0)
+    assert client.figure("responses_open") == 0
+    assert client.figure("generated_tokens") - before < 200 * 128
     with pytest.raises(Exception, match="timed out"):
         client.http.post(TEXT, json=body, timeout=0.15)
-    client.until(lambda: client.metric("surefoot_rows_open") == 0)
-    client.until(lambda: client.metric("surefoot_rows_running") == 0)
+    client.until(lambda: client.figure("responses_open") == 0)
+    client.until(lambda: client.figure("responses_running") == 0)
 
 
 def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
@@ -353,7 +353,7 @@ def test_a_full_queue_refuses_with_the_time_to_wait(folder):
         body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True}
         with ThreadPoolExecutor(2) as pool:
             slow = [pool.submit(client.ok, TEXT, **body) for _ in range(2)]
-            client.until(lambda: client.metric("surefoot_rows_open") == 2)
+            client.until(lambda: client.figure("responses_open") == 2)
             found = client.http.post(TEXT, json=body)
             assert found.status_code == 429
             assert int(found.headers["retry-after"]) >= 1
@@ -373,7 +373,7 @@ def test_a_key_and_this_machines_name_are_needed(folder):
         assert found.status_code == 401
         assert found.json()["error"]["code"] == "invalid_api_key"
         assert client.http.get("/health", headers={"Authorization": ""}).status_code == 200
-        for path in ("/health", "/v1/models", "/metrics"):
+        for path in ("/health", "/v1/models"):
             for host in ("evil.example", "127.0.0.1.evil.example", "a@127.0.0.1"):
                 found = client.http.get(path, headers={"Host": host})
                 assert found.status_code == 421
@@ -396,4 +396,4 @@ def test_two_hundred_streams_at_a_time_say_what_each_says_alone(client):
     with ThreadPoolExecutor(200) as pool:
         together = list(pool.map(streamed, range(200)))
     assert together[::40] == [streamed(number) for number in range(0, 200, 40)]
-    client.until(lambda: client.metric("surefoot_rows_open") == 0)
+    client.until(lambda: client.figure("responses_open") == 0)

@@ -84,11 +84,11 @@ def test_an_adapters_answer_is_that_of_peft(name, folder, client):
 
 def passes(client, names):
     """Passes for as many requests at a time, of 60 tokens each."""
-    before = client.metric("surefoot_passes")
+    before = client.figure("passes")
     with ThreadPoolExecutor(len(names)) as pool:
         bodies = [asked(name, number, max_tokens=60) for number, name in enumerate(names)]
         list(pool.map(lambda body: answer(client, body), bodies))
-    return client.metric("surefoot_passes") - before
+    return client.figure("passes") - before
 
 
 def test_adapters_share_passes_unless_their_layers_forbid_it(client):
@@ -125,7 +125,7 @@ def test_an_adapter_with_open_requests_is_unloaded_after_them(folder, client):
     expected = answer(client, asked("four", 5, max_tokens=120))
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(answer, client, asked("guest", 5, max_tokens=120))
-        client.until(lambda: client.metric("surefoot_rows_running") > 0)
+        client.until(lambda: client.figure("responses_running") > 0)
         client.ok(UNLOAD, lora_name="guest")
         assert client.post(TEXT, **asked("guest"))[0] == 404
         assert alike(slow.result(), expected)

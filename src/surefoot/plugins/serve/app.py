@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
-from prometheus_client import generate_latest
 from pydantic import Field
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import __version__
 from ...storage.web import Hosts, LimitedBody
@@ -58,20 +57,11 @@ def create_app(settings: ServeSettings) -> ASGIApp:
         app.add_exception_handler(error, answered)
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        """For whoever watches over the server."""
-        return {"status": "ok"}
+    async def health() -> dict[str, str | int]:
+        """Whether it is up, and how much it does."""
+        return {"status": "ok", **state.figures}
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Figures in Prometheus' format."""
-        figures = generate_latest(state.metrics.registry)
-        return Response(figures, media_type="text/plain; version=0.0.4")
-
-    def note(path: str, status: int) -> None:
-        state.metrics.requests.labels(path, str(status)).inc()
-
-    return ApiGuard(app, settings.api_key, settings.hosts, settings.max_body, note)
+    return ApiGuard(app, settings.api_key, settings.hosts, settings.max_body)
 
 
 class AdapterNameBody(Strict):
@@ -139,7 +129,6 @@ class ApiGuard:
     api_key: str | None
     hosts: Hosts
     max_body: int
-    note: Callable[[str, int], None]  # gets the address and the status of each request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or refuse one request."""
@@ -147,15 +136,10 @@ class ApiGuard:
             await self.app(scope, receive, send)
             return
 
-        async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.note(getattr(scope.get("route"), "path", "other"), message["status"])
-            await send(message)
-
         if (refused := self._refusal(scope)) is not None:
-            await refused.response(scope, receive, noted)
+            await refused.response(scope, receive, send)
         else:
-            await self.app(scope, LimitedBody(receive, self.max_body), noted)
+            await self.app(scope, LimitedBody(receive, self.max_body), send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

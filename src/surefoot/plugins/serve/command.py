@@ -11,7 +11,7 @@ from ...cli.loading import dtype_option, loading, trust_remote_code_option
 from ...errors import RunError
 
 _SECONDS_TO_FINISH = 30  # for requests that have begun when the server is stopped
-_EXTRA = ("fastapi", "uvicorn", "starlette", "prometheus_client")
+_EXTRA = ("fastapi", "uvicorn", "starlette")
 
 
 @click.command()

@@ -19,7 +19,7 @@ from ...generate.live import Token
 from ...generate.responses import HOLE
 from .body import WITHOUT_EFFECT, Prompts
 from .engine import EngineThread
-from .grammar import ResponseFormat, ToolChoice, grammar_of
+from .grammar import ResponseFormat, grammar_of
 from .models import ServedModel
 from .prompts import ChatPrompt, chat_prompt, each_prompt, plain_prompts
 from .response_text import ResponseText
@@ -42,7 +42,7 @@ class ChatCompletionBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     tools: list[ChatMessage] | None = Field(default=None, max_length=512, fail_fast=True)
-    tool_choice: ToolChoice | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=100)
@@ -79,8 +79,8 @@ class ChatCompletionBody(SamplingBody):
 
     @field_validator("tool_choice")
     @classmethod
-    def _check_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-        if value not in (None, "none") and not info.data.get("tools"):
+    def _check_choice(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value == "auto" and not info.data.get("tools"):
             raise ValueError("it needs tools")
         return value
 
@@ -96,8 +96,7 @@ class Chat(ServedResponses[ChatCompletionBody]):
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __post_init__(self) -> None:
-        is_forced = self.body.tool_choice not in (None, "none", "auto")
-        self.texts = [self.prompt.text(self.model, is_forced=is_forced) for _ in self.rows]
+        self.texts = [self.prompt.text(self.model) for _ in self.rows]
         self.num_calls = [0] * len(self.rows)
 
     @classmethod
@@ -108,9 +107,7 @@ class Chat(ServedResponses[ChatCompletionBody]):
         if body.reasoning_effort:
             arguments["reasoning_effort"] = body.reasoning_effort
         prompt = chat_prompt(model, body.messages, tools, arguments)
-        several = body.parallel_tool_calls is not False
-        form, choice = body.response_format, body.tool_choice
-        grammar = grammar_of(model, prompt, form, choice, several=several)
+        grammar = grammar_of(model, prompt, body.response_format)
         # marks of calls and of thoughts may be special tokens, and are read from the text
         reads_marks = bool(prompt.tools) or model.has_special_thoughts
         hides_special = body.skip_special_tokens and not reads_marks
@@ -158,7 +155,7 @@ class Chat(ServedResponses[ChatCompletionBody]):
         calls = said.pop("tool_calls", [])
         for call in calls:
             del call["index"]
-        content = said.pop("content", None if calls or self.texts[place].is_forced else "")
+        content = said.pop("content", None if calls else "")
         message = {"role": "assistant", "content": content, **said}
         return {**joined, "message": {**message, "tool_calls": calls} if calls else message}
 

@@ -27,12 +27,12 @@ class ChatPrompt:
     tools: Sequence[JSON]
     is_thinking: bool  # it has begun a thought
 
-    def text(self, model: ServedModel, *, is_forced: bool) -> ResponseText:
-        """What takes a response apart; ``is_forced``: it must be calls."""
+    def text(self, model: ServedModel) -> ResponseText:
+        """What takes a response apart."""
         template = model.opened.template
         assert template is not None
         syntax = model.tool_syntax if self.tools else None
-        return ResponseText(template.thoughts, self.is_thinking, syntax, self.tools, is_forced)
+        return ResponseText(template.thoughts, self.is_thinking, syntax, self.tools)
 
 
 def chat_prompt(

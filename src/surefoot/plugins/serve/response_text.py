@@ -36,7 +36,6 @@ class ResponseText:
     is_thinking: bool = False  # the prompt has begun a thought
     syntax: str | None = None  # of tool calls; None: there are none to be read
     tools: Sequence[JSON] = ()
-    is_forced: bool = False  # all of it is calls, so what cannot be read as one was cut off
     _text: str = ""  # that is not given yet
     _state: Literal["start", "thinking", "gap", "answer", "call"] = field(default="start")
     _has_said: bool = False
@@ -87,9 +86,6 @@ class ResponseText:
         if self.syntax is None:
             text, self._text = self._text, ""
             return [TextPiece("content", text)]
-        if self.is_forced:
-            self._state = "call"
-            return []
         openings = SYNTAXES[self.syntax].openings
         if SYNTAXES[self.syntax].is_at_start:
             return self._answer_or_call(openings, is_last)
@@ -113,15 +109,13 @@ class ResponseText:
         return []
 
     def _call(self, is_last: bool) -> list[TextPiece]:
-        """The calls, once the response has ended; what cannot be read is text, unless calls are
-        forced."""
+        """The calls, once the response has ended; what cannot be read is text."""
         if not is_last:
             return []
         text, self._text = self._text, ""
         found = parse_tool_calls(text, self.syntax, self.tools)
         said = "\n".join(filter(None, [found.text, *found.broken])) if found.calls else text
-        pieces = [] if self.is_forced else [TextPiece("content", said)]
-        return [*pieces, *(TextPiece(call=call) for call in found.calls)]
+        return [TextPiece("content", said), *(TextPiece(call=call) for call in found.calls)]
 
     def _shown(self, kind: Kind, marks: Sequence[str], *, is_last: bool) -> list[TextPiece]:
         """The text, without an end that may be the beginning of a mark, and space before it."""

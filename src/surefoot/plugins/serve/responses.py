@@ -10,15 +10,13 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -33,7 +31,6 @@ logger = logging.getLogger(__name__)
 SECONDS_TO_READ = 60  # for which a client of a stream may read nothing
 _GONE = 499  # the client has closed the connection; nobody reads it
 _SHARE = 0.1  # of the newest response in the mean of their seconds
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Choice = dict[str, Any]  # one response of an answer, or a part of one
 Chunks = AsyncGenerator[Mapping[str, object], None]
@@ -58,44 +55,28 @@ def answer_at(
         return EventStream(await anext(chunks), chunks)
 
 
-class Metrics:
-    """Figures of one server for Prometheus."""
-
-    def __init__(self, num_open: Callable[[], float], engine: EngineThread) -> None:
-        self.registry = CollectorRegistry()
-        count = partial(Counter, registry=self.registry)
-        seconds = partial(Histogram, buckets=_SECONDS, registry=self.registry)
-        labels = ["path", "status"]
-        self.requests = count("surefoot_requests", "Requests by address and status", labels)
-        self.refused = count("surefoot_refused_requests", "Requests for which there was no room")
-        self.prompt_tokens = count("surefoot_prompt_tokens", "Tokens of prompts")
-        self.tokens = count("surefoot_generated_tokens", "Tokens of responses")
-        self.first_token = seconds(
-            "surefoot_time_to_first_token_seconds", "From a request to its first token"
-        )
-        self.seconds = seconds(
-            "surefoot_response_seconds", "From a request to the last token of a response"
-        )
-        for name, text, read in (
-            ("rows_running", "Responses being generated", lambda: engine.num_running),
-            ("rows_waiting", "Responses without a slot", lambda: engine.num_waiting),
-            ("rows_open", "Responses that clients wait for", num_open),
-            ("passes", "Passes of models, of a token each", lambda: engine.num_steps),
-        ):
-            Gauge(f"surefoot_{name}", text, registry=self.registry).set_function(read)
-
-
 class ServerState:
     """What the addresses of one server share. Its methods belong to the event loop."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.engine = EngineThread()
         self.models = Models(settings, self.engine)
-        self.metrics = Metrics(lambda: self._num_open, self.engine)
         self._max_batch = settings.max_batch
         self._most = settings.max_batch + settings.max_waiting
         self._num_open = 0  # responses that are waiting or being generated
+        self._num_tokens = 0  # of all responses so far
         self._seconds = 1.0  # that a response takes, from recent ones
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """How much is being done, and how much was done since the start."""
+        return {
+            "responses_open": self._num_open,
+            "responses_running": self.engine.num_running,
+            "responses_waiting": self.engine.num_waiting,
+            "passes": self.engine.num_steps,
+            "generated_tokens": self._num_tokens,
+        }
 
     def check_room(self, count: int) -> None:
         """Raise ``ApiError`` if there is no room for ``count`` responses: now, with the time after
@@ -107,7 +88,6 @@ class ServerState:
                 param="n",
             )
         if self._num_open + count > self._most:
-            self.metrics.refused.inc()
             waiting = max(0, self._num_open - self._max_batch)
             rounds = 1 + waiting / self._max_batch
             seconds = min(60, max(1, round(rounds * self._seconds)))
@@ -128,8 +108,6 @@ class ServerState:
         places = {request.index: place for place, (request, _) in enumerate(rows)}
         sink: Sink = asyncio.Queue()
         started = time.monotonic()
-        prompts = {id(request.prompt): len(request.prompt) for request, _ in rows}
-        self.metrics.prompt_tokens.inc(sum(prompts.values()))
         self._num_open += len(rows)
         self.engine.submit(model.lane, rows, sink)
         try:
@@ -141,24 +119,18 @@ class ServerState:
     async def _tokens(
         self, sink: Sink, places: dict[int, int], started: float
     ) -> AsyncIterator[tuple[int, Token]]:
-        is_first = True
         while places:
             event = await sink.get()
             place = places[event.index]
-            seconds = time.monotonic() - started
             if isinstance(event, FailedRequest):
                 del places[event.index]
                 if isinstance(event.error, ApiError):
                     raise event.error
                 raise ApiError(f"the model has failed: {event.error}", status=500)
-            self.metrics.tokens.inc()
-            if is_first:
-                self.metrics.first_token.observe(seconds)
-                is_first = False
+            self._num_tokens += 1
             if event.finish_reason is not None:
                 del places[event.index]
-                self.metrics.seconds.observe(seconds)
-                self._seconds += _SHARE * (seconds - self._seconds)
+                self._seconds += _SHARE * (time.monotonic() - started - self._seconds)
             yield place, event
 
 
