@@ -176,8 +176,6 @@ def test_commands_show_it_and_a_model_is_written_without_it(saved, tmp_path):
     assert listed[0]["problem"] is None
     assert run(main, ["ckpt", "verify", str(saved)]).exit_code == 0
     assert run(main, ["ckpt", "diff", str(saved), str(saved)]).exit_code == 0
-    cat = run(main, ["ckpt", "cat", str(saved), "value/score.weight"])
-    assert cat.exit_code == 0, cat.output
     made = run(main, ["ckpt", "convert", str(saved), str(tmp_path / "dcp"), "--to", "dcp"])
     assert made.exit_code == 0, made.output
     assert not [name for name in open_folder(tmp_path / "dcp").shapes() if "score" in name]

@@ -121,15 +121,12 @@ def test_the_type_of_the_weights_changes_alone(real, tmp_path):
     assert found["optimizer/adam_m.lm_head.weight"].dtype == torch.float32
 
 
-def test_slices_without_strategy_files_are_found_by_the_base(copied, tmp_path):
+def test_slices_without_strategy_files_beside_them_need_their_place(copied, tmp_path):
     folder = copied("dp2mp2")
-    plain = tmp_path / "plain"
-    ok(folder, plain, "--to", "huggingface")
-    for path in (folder / "strategy").iterdir():
-        path.unlink()
-    refused = run("convert", folder, tmp_path / "out", "--to", "huggingface")
-    assert "name the same model, unsharded, with --base MODEL" in refused.stderr
-    ok(folder, tmp_path / "out", "--to", "mindspore", "--base", plain)
+    elsewhere = (folder / "strategy").rename(tmp_path / "elsewhere")
+    refused = run("convert", folder, tmp_path / "out", "--to", "mindspore")
+    assert "4 ranks without strategy files" in refused.stderr
+    ok(folder, tmp_path / "out", "--to", "mindspore", "--strategy", elsewhere)
     assert_equal(everything(tmp_path / "out"), everything(folder / "unified"))
 
 

@@ -126,7 +126,7 @@ Holders = tuple[int, ...]  # ranks
 def balance(holdings: Holdings) -> list[dict[str, Box]]:
     """The box of each tensor that each rank writes, by name; most tensors are written by one rank.
 
-    Boxes are dealt out one after another: those with the fewest holders first, because they leave
+    Boxes are assigned one after another: those with the fewest holders first, because they leave
     the least choice, and of these the largest first. A large one is divided among its holders so
     that they end level; any other goes to the holder with the least so far. A tensor without
     dimensions or elements is written by the first rank that has it.
