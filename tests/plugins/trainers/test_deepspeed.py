@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from zero_folders import model_state, write_universal, write_zero
+from zero_folders import model_state, write_zero
 
 from checkpoint.sample import num_open, same
 from surefoot.checkpoint.layouts.opening import open_any, open_folder
@@ -57,17 +57,6 @@ def test_what_the_ranks_hold_is_put_together(stage, ranks, tmp_path):
     assert same(as_names(read(place)), as_names(tensors))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_universal_checkpoint_is_read(stage, tmp_path):
-    tensors = made()
-    place = write_universal(tmp_path, tensors, GROUPS, stage=stage, **OPTIONS)
-    found = read(tmp_path)
-    if stage == 2:  # DeepSpeed has made float32 of it
-        tensors["still.weight"] = tensors["still.weight"].float()
-    assert same(as_names(found), as_names(tensors))
-    assert same(read(place), found)
-
-
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_box_is_read_from_the_ranks_that_hold_it(data, tmp_path_factory):
@@ -91,10 +80,8 @@ def test_without_zero_the_weights_are_whole_in_one_file(tmp_path):
     assert same(as_names(read(tmp_path)), as_names(tensors))
 
 
-@pytest.mark.parametrize("writer", [write_universal, write_zero])
-def test_pickles_are_read_on_the_users_word_only(writer, tmp_path):
-    options = {} if writer is write_universal else {"stage": 2, "ranks": 2}
-    writer(tmp_path, made(), GROUPS, **options)
+def test_pickles_are_read_on_the_users_word_only(tmp_path):
+    write_zero(tmp_path, made(), GROUPS, stage=2, ranks=2)
     with pytest.raises(CheckpointError, match="--trust-pickle") as error:
         open_any(tmp_path)
     assert "\n" not in str(error.value)
@@ -169,7 +156,7 @@ def test_what_is_not_read_is_named(tmp_path, zero):
         (zero / name).unlink()
     place = write_zero(tmp_path / "tp", made(), GROUPS, stage=2, ranks=1)
     shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
-    with pytest.raises(CheckpointError, match=r"tensor or pipeline parallelism .*ds_to_universal"):
+    with pytest.raises(CheckpointError, match=r"tensor or pipeline parallelism .*, whose cut"):
         read(place)
     (tmp_path / "lone").mkdir()
     (tmp_path / "lone" / "latest").write_text("../zero")
@@ -179,21 +166,6 @@ def test_what_is_not_read_is_named(tmp_path, zero):
     (tmp_path / "lone" / "zero_to_fp32.py").touch()
     with pytest.raises(CheckpointError, match="no mp_rank_00_model_states"):
         read(tmp_path / "lone")
-
-
-def test_a_universal_checkpoint_of_tensor_parallel_ranks(tmp_path):
-    tensors = made()
-    place = write_universal(tmp_path, tensors, GROUPS)
-    shutil.copy(place / "mp_rank_00_model_states.pt", place / "mp_rank_01_model_states.pt")
-    with pytest.raises(CheckpointError, match="was frozen, and DeepSpeed keeps"):
-        read(place)
-    for name in ("still.weight", "inverse"):
-        shutil.rmtree(place / "zero" / name)
-    learned = {n for group in GROUPS for n in group}
-    assert same(as_names(read(place)), as_names({n: tensors[n] for n in learned}))
-    shutil.rmtree(place / "zero" / "norm.weight")
-    with pytest.raises(CheckpointError, match=r"norm.weight is missing"):
-        read(place)
 
 
 def test_every_flipped_byte_gives_values_or_an_error(zero):

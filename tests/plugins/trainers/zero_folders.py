@@ -93,29 +93,3 @@ def flat_by_rank(tensors, groups, rank, ranks):
     parts[0].ds_id = parts[1].ds_id = 3  # as theirs: pickled as something around a tensor
     parts[2] = torch.nn.Parameter(parts[2])
     return {"fp32_flat_groups": parts, "partition_count": ranks}
-
-
-def write_universal(folder, tensors, groups, *, stage=2, frozen=(), shared=()):
-    """What ``ds_to_universal`` makes of a checkpoint of two ranks."""
-    place = folder / "global_step3"
-    learned = [name for group in groups for name in group]
-    for name, tensor in tensors.items():
-        if stage == 3 and name not in learned:
-            continue
-        inner = place / "zero" / name
-        inner.mkdir(parents=True)
-        value = tensor.float()
-        torch.save(value.flatten() if stage == 3 else {"param": value}, inner / "fp32.pt")
-        if name in learned:
-            torch.save(torch.zeros(3), inner / "exp_avg.pt")
-    for alias, name in shared:
-        (place / "zero" / alias).mkdir()
-        torch.save({"param": tensors[name].float()}, place / "zero" / alias / "fp32.pt")
-    torch.save({"param_groups": [LossScaler()]}, place / "zero" / "optimizer_state.pt")
-    for rank in range(2 if stage == 3 else 1):
-        options = {"stage": stage, "rank": rank, "ranks": 2, "frozen": frozen, "shared": shared}
-        name = f"zero_pp_rank_{rank}_mp_rank_00" if stage == 3 else "mp_rank_00"
-        state = model_state(tensors, groups, **options)
-        torch.save(state, place / f"{name}_model_states.pt")
-    (folder / "latest_universal").write_text("global_step3")
-    return place

@@ -18,7 +18,7 @@ MODEL_INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 DISTRIBUTED = (".metadata", "pytorch_model_fsdp_0")  # of DCP; of the Trainer with FSDP
-DEEPSPEED = ("latest", "latest_universal", "zero_to_fp32.py")  # beside its checkpoints
+DEEPSPEED = ("latest", "zero_to_fp32.py")  # beside its checkpoints
 OF_DEEPSPEED = ("_model_states.pt", "_optim_states.pt")  # in them
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 

@@ -32,7 +32,6 @@ from .pickles import expect_tensor, read_mapped, read_record, read_tensor
 
 INDEX, FSDP = DISTRIBUTED
 _TOP = "model"  # of ``dcp.save({"model": model.state_dict()})``
-_UNIVERSAL = "zero"  # the folder of a universal checkpoint: a folder for every parameter
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{2,9})_model_states\.pt")
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{2,9})_optim_states\.pt"
@@ -46,8 +45,8 @@ def open_weights(folder: Path, *, trust_pickle: bool) -> TensorSource | None:
     float32, and of tied weights one is returned.
 
     Raises ``CheckpointError`` for pickles that the user does not trust, missing files, damage, and
-    what is not supported: weights of DeepSpeed that are sharded by tensor or pipeline parallelism
-    (except in universal checkpoints), and experts.
+    what is not supported: weights of DeepSpeed that are sharded by tensor or pipeline parallelism,
+    and experts.
     """
     with files.raising(CheckpointError, f"cannot read {folder}"):
         for inner in (folder, folder / FSDP):
@@ -208,14 +207,14 @@ def _part(
 
 def _saved_last(folder: Path) -> Path:
     """``global_step500``, or the folder whose file ``latest`` names it."""
-    for name in DEEPSPEED[:2]:
-        if files.exists(folder / name):
-            with files.open_file(folder / name) as file:
-                tag = files.read_all(file, strict_json.MAX_BYTES).decode(errors="replace").strip()
-            if not is_plain_name(tag) or not files.is_folder(folder / tag):
-                raise CheckpointError(f"{folder / name}: {tag[:200]!r} is no folder beside it")
-            return folder / tag
-    return folder
+    latest = folder / DEEPSPEED[0]
+    if not files.exists(latest):
+        return folder
+    with files.open_file(latest) as file:
+        tag = files.read_all(file, strict_json.MAX_BYTES).decode(errors="replace").strip()
+    if not is_plain_name(tag) or not files.is_folder(folder / tag):
+        raise CheckpointError(f"{latest}: {tag[:200]!r} is no folder beside it")
+    return folder / tag
 
 
 def _deepspeed(place: Path) -> dict[str, _Stored]:
@@ -228,12 +227,10 @@ def _deepspeed(place: Path) -> dict[str, _Stored]:
     models, optimizers = _ranks(place, names, _MODEL), _ranks(place, names, _OPTIMIZER)
     if not models:
         raise CheckpointError(f"{place}: it has no mp_rank_00_model_states.pt of DeepSpeed")
-    if files.is_folder(place / _UNIVERSAL):
-        return _universal(place, models)
     if {*models, *optimizers} != {0}:
         raise CheckpointError(
-            f"{place}: a model sharded by tensor or pipeline parallelism (mp_rank_01); convert "
-            "it to a universal checkpoint with DeepSpeed's ds_to_universal.py first"
+            f"{place}: a model sharded by tensor or pipeline parallelism (mp_rank_01), whose cut "
+            "is not in its files; merge it with the program that trained it"
         )
     return _zero(place, models[0], optimizers.get(0, []))
 
@@ -344,37 +341,6 @@ def _untrained(place: Path, states: Sequence[Any]) -> Iterator[tuple[str, _Store
         shape = tuple(saved_shape)
         parts = [expect_tensor(s["frozen_param_fragments"][name], name) for s in states]
         yield name, _joined(place, name, shape, tuple(_cut(parts, 0, Box.whole(shape).size)))
-
-
-def _universal(place: Path, models: Mapping[int, list[Path]]) -> dict[str, _Stored]:
-    """A folder for every parameter, unsharded: with its shape, or flat (from ZeRO 3)."""
-    states = [read_mapped(path) for path in models[0]]
-    shapes = {name: shape for group in _trained_shapes(states[0]) for name, shape in group.items()}
-    is_sharded = len(models) > 1
-    stored: dict[str, _Stored] = {}
-    for name in sorted(files.list_folder(place / _UNIVERSAL)):
-        inner = place / _UNIVERSAL / name
-        if not files.is_folder(inner):
-            continue
-        if is_sharded and not files.exists(inner / "exp_avg.pt"):
-            raise CheckpointError(
-                f"{inner}: it was frozen, and DeepSpeed keeps only one part of {len(models)} of "
-                "such weights in a universal checkpoint"
-            )
-        content = read_mapped(inner / "fp32.pt")
-        is_flat = not isinstance(content, dict) and name in shapes
-        tensor = expect_tensor(content["param"] if isinstance(content, dict) else content, name)
-        stored[name] = _joined(
-            place, name, shapes[name] if is_flat else tuple(tensor.shape), (tensor,)
-        )
-    if missing := sorted(shapes.keys() - stored.keys()):
-        raise CheckpointError(f"{place / _UNIVERSAL}: {missing[0]} is missing")
-    if is_sharded:
-        return stored
-    shared, buffers = states[0].get("shared_params") or {}, set(states[0]["buffer_names"])
-    kept = {n: s for n, s in stored.items() if n not in buffers and shared.get(n) not in stored}
-    is_whole = "zero_pp_rank" not in models[0][0].name
-    return _with_others(states[0], kept) if is_whole else kept | dict(_untrained(place, states))
 
 
 def _whole(value: object, name: str) -> _Stored:
