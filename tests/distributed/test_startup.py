@@ -77,8 +77,7 @@ def begun(world, folder, *, method=None, model=None, tokens=(), packing=False, p
         folder / "out", kind=policy.weights.kind, has_lock=True, writers=writers, keep=3
     )
     made = build_trainer(recipe, codec, networks, columns, saver, (), nullcontext())
-    may_share = packing and "shifted_attention_group" not in (model or {})
-    assert policy.sharing.is_proven == may_share, "prompts may be shared"
+    assert policy.sharing.is_proven == packing, "prompts may be shared"
     return made
 
 
@@ -250,12 +249,6 @@ def test_packed_rows(tmp_path):
     folders.save_model(tmp_path, **UNEVEN)
     cases = {"packing": True}, {"packing": True, "method": ADAPTER}
     assert_starts_alike(2, tmp_path, {"tp": 2}, *cases, steps=1)
-
-
-def test_packed_rows_that_attend_in_groups(tmp_path):
-    folders.save_model(tmp_path, **UNEVEN)
-    case = {"packing": True, "model": {"shifted_attention_group": 4}}
-    assert_starts_alike(2, tmp_path, {"dp_shard": 2}, case, steps=1)
 
 
 @pytest.mark.parametrize("parallel", [{"dp_shard": 2}, {"tp": 2}], ids=str)

@@ -31,10 +31,8 @@ from .packed_attention import (
     BoundsMissingError,
     attend_by_mask,
     by_document,
-    has_groups,
     packed_arguments,
     plain_kernel,
-    refuse_without_groups,
     switch_to_packed,
     uses_document_attention,
 )
@@ -117,12 +115,9 @@ def settle_attention(
     if uses_document_attention(model):
         own, may_share = _attempt(model, run, longest)
         if (first := agreed(own)) is None:
-            return may_share and not has_groups(model)  # of which responses would cut a part
-        refuse_without_groups(model, first)
+            return may_share
         model.set_attn_implementation(plain)
         logger.info("packed attention: masks of whole rows: %s", first)
-    else:
-        refuse_without_groups(model, f"its packed rows need masks for the attention {plain}")
     for is_on in (False, True):
         attend_by_mask(model, is_on=is_on)
         if (problem := agreed(_attempt(model, run, longest)[0])) is None:

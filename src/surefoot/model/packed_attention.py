@@ -14,17 +14,6 @@ shapes and type, differs from SDPA one document at a time, or, with ``train.dete
 not repeat its bits. What it cannot do (windows, capped scores, dropout, prompts that two answers
 share) goes through SDPA, one call per document. A resume keeps the kernel.
 
-Shifted sparse attention in training (S²-Attn of LongLoRA, arXiv:2309.12307).
-
-Every document is divided into groups of G tokens, and each token attends within its group: to half
-of the heads from the beginning of the document, to the other half shifted by G/2, so that their
-groups overlap. The cost of a document of T tokens falls from T² to T G. Evaluation and generation
-have full attention, and a trained model is an ordinary one.
-
-The paper rolls the row, so that its first and last G/2 tokens share a group: there the first ones
-attend to the last ones, their own future. Here the shifted half has a group of G/2 tokens at each
-end instead. Groups start again in each document, so nothing depends on what is packed beside it.
-
 Attention on a GPU that repeats its bits: torch's strict mode, for attention alone.
 
 A run with ``train.deterministic`` has torch only warn of operations without a deterministic
@@ -43,7 +32,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from inspect import signature
 from itertools import pairwise
 from typing import Any, cast
@@ -65,17 +53,13 @@ class Bounds:
     for a list, it would be compiled again for each length.
 
     ``branches`` are the tokens of prompt, first and second response of each document, if some share
-    a prompt (see ``Batch``). ``group`` are the tokens of a group, if documents attend in groups
-    (see ``in_groups``).
+    a prompt (see ``Batch``).
     """
 
     def __init__(
-        self,
-        values: Sequence[int],
-        branches: Sequence[Sequence[int]] | None = None,
-        group: int | None = None,
+        self, values: Sequence[int], branches: Sequence[Sequence[int]] | None = None
     ) -> None:
-        self.values, self.branches, self.group = values, branches, group
+        self.values, self.branches = values, branches
         self._kept: dict[str, object] = {}
 
     @property
@@ -88,19 +72,6 @@ class Bounds:
         """Tokens of the longest document."""
         return max(b - a for a, b in pairwise(self.values))
 
-    def half(self, number: int) -> Bounds:
-        """The bounds of groups for the first or the second half of the heads."""
-        made = self.kept(f"half {number}", lambda: self._half(number))
-        assert isinstance(made, Bounds)
-        return made
-
-    def _half(self, number: int) -> Bounds:
-        assert self.group is not None
-        found, first = [0], self.group - number * (self.group // 2)
-        for start, stop in pairwise(self.values):
-            found += [*range(start + first, stop, self.group), stop]
-        return Bounds(found)
-
     def on(self, device: torch.device) -> torch.Tensor:
         """[documents + 1] the bounds as int32 on ``device``."""
         made = self.kept("bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device))
@@ -112,82 +83,6 @@ class Bounds:
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
-
-
-Attend = Callable[..., tuple[torch.Tensor, None]]
-_GROUP = "attention_group"  # an attribute of such models
-_KEY = "model.shifted_attention_group"
-
-
-def use_groups(model: PreTrainedModel, size: int) -> None:
-    """Let ``model`` attend within groups of ``size`` tokens in training. Raises ``ModelError`` if
-    its heads cannot be divided in two halves."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 0)
-    if heads < 2 or heads % 2:
-        raise ModelError(
-            f"{_KEY}: {type(model).__name__} has {heads} attention heads, not two halves; remove it"
-        )
-    vars(model)[_GROUP] = size
-
-
-def group_of(model: PreTrainedModel) -> int | None:
-    """The tokens of a group, if ``model`` is in training mode and attends in groups."""
-    size: int | None = vars(model).get(_GROUP)
-    return size if model.training else None
-
-
-def has_groups(model: PreTrainedModel) -> bool:
-    """Whether ``model`` attends in groups when it is trained."""
-    return vars(model).get(_GROUP) is not None
-
-
-def refuse_without_groups(model: PreTrainedModel, reason: str) -> None:
-    """Raise ``ModelError`` if ``model`` shall attend in groups, and for ``reason`` packed rows do
-    not go through this module."""
-    if has_groups(model):
-        raise ModelError(
-            f"{_KEY}: {type(model).__name__} cannot attend in groups: {reason}; remove it"
-        )
-
-
-def in_groups(attend: Attend) -> Attend:
-    """``attend``, an attention function for packed rows, with groups where bounds have some."""
-
-    def grouped(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, None]:
-        bounds = kwargs.get("document_bounds")
-        if not isinstance(bounds, Bounds) or bounds.group is None:
-            return attend(module, query, key, value, attention_mask, **kwargs)
-        assert bounds.branches is None  # see ``settle_attention``
-        heads = query.shape[1]
-        if key.shape[1] % 2:  # one key for both halves
-            repeats = heads // key.shape[1]
-            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-        halves = zip(*(each.chunk(2, dim=1) for each in (query, key, value)), strict=True)
-        found = []
-        for number, (q, k, v) in enumerate(halves):
-            inside = {
-                **kwargs,
-                **_half(kwargs, number, heads),
-                "document_bounds": bounds.half(number),
-            }
-            found.append(attend(module, q, k, v, None, **inside)[0])
-        return torch.cat(found, dim=2), None
-
-    return grouped
-
-
-def _half(kwargs: Mapping[str, object], number: int, heads: int) -> dict[str, object]:
-    """Arguments that have a value for each head."""
-    sinks = cast("Any", kwargs.get("s_aux"))
-    return {} if sinks is None else {"s_aux": sinks.view(heads).chunk(2)[number]}
 
 
 DEVICES = {"cuda"}  # attention of CPUs adds in a fixed order
@@ -371,7 +266,7 @@ def _after(prompt: int, first: Heads, second: Heads) -> Heads:
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
 for _name, _kernel in KERNELS.items():
     # Not to be compiled: it would be compiled again for every number of documents.
-    _attend = torch.compiler.disable(in_groups(by_document(_kernel)))  # type: ignore[no-untyped-call]
+    _attend = torch.compiler.disable(by_document(_kernel))  # type: ignore[no-untyped-call]
     AttentionInterface.register(PREFIX + _name, _attend)
 
 
@@ -466,7 +361,7 @@ def packed_arguments(
     bounds = cu_seqlens.tolist()
     if uses_document_attention(model):
         parts = None if branches is None else branches.tolist()
-        return {"document_bounds": Bounds(bounds, parts, group_of(model))}
+        return {"document_bounds": Bounds(bounds, parts)}
     if branches is not None:
         raise ModelError(
             f"{type(model).__name__}: responses cannot share a prompt with the attention "
@@ -528,21 +423,6 @@ def _takes_enable_gqa(attend: Callable[..., torch.Tensor]) -> bool:
     return "enable_gqa" in signature(attend).parameters
 
 
-def flash(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
-    """The package flash-attn."""
-    from flash_attn import flash_attn_varlen_func
-
-    starts, longest = bounds.on(heads[0].device), bounds.longest
-    found: torch.Tensor = flash_attn_varlen_func(
-        *_tokens_first(heads),
-        *(starts, starts, longest, longest),
-        softmax_scale=scaling,
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return found[None]
-
-
 def flex(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's flex attention with a block mask that skips blocks outside of documents."""
     attend = cast("Callable[..., object]", _compiled() if heads[0].is_cuda else flex_attention)
@@ -571,13 +451,10 @@ def _blocks(bounds: Bounds, device: torch.device) -> BlockMask:
 def candidates(device: torch.device) -> dict[str, RowKernel]:
     """The kernels that may run on ``device``, by name, in order of preference.
 
-    varlen comes first because every CUDA build of torch has it, so that a run has the same numbers
-    whether flash-attn is installed or not. flex knows every type and head size, but is compiled.
+    varlen comes first, since it is not compiled; flex knows every type and head size. torch has
+    both, so a run has the same numbers whatever else is installed.
     """
-    if device.type != "cuda":
-        return {}
-    optional: dict[str, RowKernel] = {"flash": flash} if find_spec("flash_attn") else {}
-    return {"varlen": varlen, **optional, "flex": flex}
+    return {"varlen": varlen, "flex": flex} if device.type == "cuda" else {}
 
 
 def register(name: str, kernel: RowKernel) -> None:
@@ -600,7 +477,7 @@ def register(name: str, kernel: RowKernel) -> None:
         return kernel((query, key, value), bounds, scaling).contiguous(), None
 
     # as in ``packed``: not to be compiled for every number of documents
-    AttentionInterface.register(PREFIX + name, torch.compiler.disable(in_groups(attend)))  # type: ignore[no-untyped-call]
+    AttentionInterface.register(PREFIX + name, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
 
 
 BY_DOCUMENT = "sdpa"

@@ -36,8 +36,8 @@ class ModelSection:
     (float32 on a CPU)."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel. ``auto`` takes sdpa where the architecture has it, otherwise eager. Packed
-    rows on a GPU use the first of varlen, flash-attn, flex and sdpa that passes a self-check, which
-    a resume keeps."""
+    rows on a GPU use the first of varlen, flex and sdpa that passes a self-check, which a resume
+    keeps."""
     max_positions: int | None = None
     """Positions of the model (default: its own, ``max_position_embeddings``). More of them rescale
     its rotary embeddings; checkpoints contain them in ``config.json``."""
@@ -56,9 +56,6 @@ class ModelSection:
     """
     neftune_noise_alpha: float | None = None
     """Noise on the embeddings of tokens in training (NEFTune, arXiv:2310.05914), such as 5."""
-    shifted_attention_group: int | None = None
-    """Tokens of a group in shifted sparse attention (LongLoRA, arXiv:2309.12307), which replaces
-    full attention in training: a quarter of ``data.cutoff_len``, for example."""
     router_aux_loss_coef: float | None = None
     """Weight of the loss that balances the experts of a mixture. Unset: as ``config.json`` says.
     Otherwise saved ones say it, too (``output_router_logits``)."""
@@ -89,9 +86,6 @@ class ModelSection:
                 "gradient_checkpointing: selective cannot look into layers that compile has fused; "
                 "set it to full, or compile to false"
             )
-        group = self.shifted_attention_group
-        if group is not None and (group < 2 or group % 2):
-            raise ValueError(f"shifted_attention_group must be even and positive, got {group}")
         for name in ("neftune_noise_alpha", "router_aux_loss_coef"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")

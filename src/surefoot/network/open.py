@@ -37,7 +37,7 @@ from ..model.layers import (
 from ..model.loading import WEIGHTS, grow_embeddings, resolve, training_dtype, upcast_trained
 from ..model.lora_targets import refuse_read_weights
 from ..model.outputs import logprob_head_of
-from ..model.packed_attention import follow_calls, switch_to_packed, use_groups
+from ..model.packed_attention import follow_calls, switch_to_packed
 from ..model.section import ModelSection
 from ..parallel.sharded_model import layers
 from ..parallel.world import World
@@ -240,9 +240,6 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
     """Attend within documents, if rows are packed; proven at once, if the values are there."""
-    group = draft.section.shifted_attention_group
-    if draft.options.packing and draft.options.is_trainable and group is not None:
-        use_groups(draft.inner, group)
     if draft.options.packing and tensors.have_values and draft.start is None:
         draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
     elif draft.options.packing:

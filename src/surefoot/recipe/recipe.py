@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
 # a run outlives the version that began it, and so does the recipe in its folder.
-GONE = {("train", "hub"): "huggingface"}
+GONE = {("train", "hub"): "huggingface", ("model", "shifted_attention_group"): None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,22 +379,6 @@ def noise_needs_whole_rows(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(("parallel", name), message)
 
 
-def groups_need_packed_rows(recipe: Recipe) -> Iterator[Problem]:
-    """Attention in groups is Surefoot's own for packed rows, and divides the heads in two halves.
-    What is compared with full attention (references, samples) would be of another model."""
-    if recipe.model.shifted_attention_group is None:
-        return
-    needs = "model.shifted_attention_group needs"
-    if not recipe.data.packing:
-        yield Problem(("data", "packing"), f"{needs} packed rows; set it to true")
-    if recipe.parallel.tp > 1:
-        message = f"{needs} all heads on one rank; set it to 1, and use parallel.dp_shard"
-        yield Problem(("parallel", "tp"), message)
-    if recipe.stage.auxiliary or recipe.stage.max_new_tokens:
-        message = f"{needs} a stage without a reference model or samples, such as pt or sft"
-        yield Problem(("stage",), message)
-
-
 RULES: list[Rule] = [
     evaluating_needs_data,
     best_needs_evaluations,
@@ -404,7 +388,6 @@ RULES: list[Rule] = [
     rounding_needs_bfloat16_weights,
     float8_needs_whole_matrices,
     noise_needs_whole_rows,
-    groups_need_packed_rows,
 ]
 
 

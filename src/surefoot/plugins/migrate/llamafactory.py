@@ -35,12 +35,6 @@ def _adapters(given: GivenArguments) -> Settings:
     return settings | ({"model.adapter": trained[0]} if trained else {})
 
 
-def _shifted_attention(given: GivenArguments) -> Settings:
-    if not given["shift_attn"]:
-        return {}
-    return {"model.shifted_attention_group": max(1, given["cutoff_len"] // 4)}
-
-
 def _dataset_dir(given: GivenArguments) -> Settings:
     folder = str(given["dataset_dir"])
     if folder.startswith("REMOTE:"):
@@ -415,7 +409,6 @@ LLAMAFACTORY = Program(
         "llamafactory",
         functions=(
             ("adapter_name_or_path", _adapters),
-            ("shift_attn", _shifted_attention),
             ("dataset_dir", _dataset_dir),
             ("template", _template),
             ("tokenized_path", _tokenized),
