@@ -87,7 +87,9 @@ class Popen:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, error, *_):
+        if error is not None:
+            self.kill()  # else a failed test waits for what it has not come to end
         for name, _ in STREAMS:
             if stream := getattr(self, name):
                 stream.close()

@@ -24,11 +24,11 @@ READER = """\
 import socket, sys, time
 with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
     connection.sendall(sys.argv[2].encode())
-    while b"data:" not in connection.recv(4096):
-        pass
+    while b"data:" not in (data := connection.recv(4096)):
+        assert data, "the server has ended its answer"
     print("reads", flush=True)
-    while True:
-        connection.recv(4096)
+    while connection.recv(4096):
+        pass
 """
 
 
@@ -54,15 +54,15 @@ def is_free(client):
 
 def test_a_client_that_is_killed_frees_its_slots(folder):
     with running(folder, max_batch=8) as client:
-        asked = raw(ASKED % b"").decode()
+        asked = raw(ASKED.replace(b'"n": 24', b'"n": 128') % b"").decode()  # seconds of work
         command = [sys.executable, "-c", READER, str(port_of(client)), asked]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
             assert reader.stdout.readline() == "reads\n"
-            assert client.figure("responses_open") == 24
+            assert client.figure("responses_open") > 0
             os.kill(reader.pid, signal.SIGKILL)
         client.until(lambda: is_free(client))
         made = client.figure("generated_tokens")
-        assert made < 24 * 200
+        assert made < 128 * 200
         found = client.ok(TEXT, prompt="x", max_tokens=4, ignore_eos=True)
         assert client.figure("generated_tokens") == made + 4
         assert found["usage"]["completion_tokens"] == 4
