@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 from board.runs import COMPLETE, RECIPE, write_run
 from surefoot import __version__
 from surefoot.plugins.board.app import create_app
-from surefoot.plugins.board.board import Board, matches
 from surefoot.plugins.board.processes import ChildCommands
 from surefoot.training.callbacks.launches import process, start_training, started
 
@@ -52,26 +51,9 @@ def test_every_run_below_the_root_is_found_with_its_figures(board):
     assert rows["runs/one"]["loss"] == pytest.approx(2 / 20**0.5)
     assert rows["runs/one"]["metric"] == {"name": "eval_loss", "value": 0.5}
     assert (rows["runs/two"]["state"], rows["runs/two"]["step"]) == ("died", 4000)
-    assert rows["runs/two"]["size"] > 100_000
+    assert board.get("/api/run", params={"run": "runs/two"}).json()["size"] > 100_000
     assert rows["deep/er/three"]["end"]["error"] == "the loss is nan"
     assert rows["runs/one"]["method"] == "lora"
-
-
-def test_a_first_look_is_answered_with_what_is_known_by_then(tmp_path):
-    """And the looks after it know all."""
-    for number in range(3):
-        write_run(tmp_path / f"run-{number}", end=COMPLETE)
-    found = Board(tmp_path)
-    rows = found.table(seconds=0)["runs"]
-    assert {row["run"] for row in rows} == {"run-0", "run-1", "run-2"}
-    for row in rows:
-        assert (row["state"], row["step"], row["metric"]["value"]) == ("complete", 20, 0.5)
-        assert (row["model"], row["size"]) == ("", None)
-        assert matches(row, "complete")
-    complete = found.table()["runs"]
-    assert all(row["model"] == "base-model" and row["size"] > 1000 for row in complete)
-    assert rows[0].keys() == complete[0].keys()
-    assert found.table(seconds=0)["runs"] == complete, "what was read once is known at once"
 
 
 def test_a_run_that_trains_is_running_with_the_time_that_is_left(board, root):

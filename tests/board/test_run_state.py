@@ -1,13 +1,12 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 
 import pytest
 
 from board.runs import COMPLETE, write_run
-from surefoot.plugins.board.run_state import Summaries, disk_size, is_locked, state_of
+from surefoot.plugins.board.run_state import Summaries, is_locked, state_of
 from surefoot.training.callbacks.launches import HEARTBEAT, LaunchFiles, is_alive, process
 
 
@@ -94,18 +93,6 @@ def test_a_process_is_known_by_machine_and_start():
     assert is_alive(mine)
     assert is_alive({**mine, "pid_started": "x"}) is False
     assert is_alive({**mine, "host": "elsewhere"}) is None
-
-
-def test_the_size_of_a_run_that_does_not_train_is_never_that_of_before(tmp_path):
-    run = write_run(tmp_path / "run", end=COMPLETE)
-    summaries = Summaries(tmp_path)
-    before = summaries.size(run, is_live=True)
-    (run / "checkpoint-20").mkdir()
-    (run / "checkpoint-20/model.safetensors").write_bytes(b"x" * 100_000)
-    assert summaries.size(run, is_live=True) == before, "measured now and then"
-    assert summaries.size(run) == disk_size(run) > before + 90_000
-    shutil.rmtree(run / "checkpoint-20")
-    assert summaries.size(run) == disk_size(run)
 
 
 def test_what_did_not_begin_says_why_and_a_recipe_that_is_not_there_is_no_problem(tmp_path):

@@ -46,10 +46,7 @@ def watch(*words, **environment):
     ],
 )
 def test_a_curve_is_drawn_as_far_as_it_can_be(values, drawn):
-    steps = list(range(len(values)))
-    finite = [value for value in values if value is not None]
-    scale = 0, steps[-1], min(finite), max(finite)
-    assert sparkline((steps, values), 4, scale, "▁▂▃▄▅▆▇█") == drawn
+    assert sparkline(values, 4, "▁▂▃▄▅▆▇█") == drawn
 
 
 def test_one_run_is_shown_with_its_figures_and_its_curves(root):
@@ -71,12 +68,11 @@ def test_a_narrow_terminal_and_one_without_unicode_are_enough(root):
     watch(root, COLUMNS="1")
 
 
-def test_several_runs_are_drawn_on_one_scale(root):
-    one, _, two, _, name, *curves = watch(root, "--metric", "loss", COLUMNS="100").splitlines()
+def test_several_runs_are_below_each_other(root):
+    one, _, first, two, _, second = watch(root, "--metric", "loss", COLUMNS="100").splitlines()
     assert (one.split()[:2], two.split()[:2]) == (["one", "complete"], ["two", "died"])
-    assert name.strip() == "loss"
-    assert [line.split()[0] for line in curves] == ["one", "two"]
-    assert all(line.rstrip().endswith("0.4472 to 3, steps 1 to 20") for line in curves)
+    assert first.rstrip().endswith("0.4472 to 2, steps 1 to 20")
+    assert second.rstrip().endswith("1.447 to 3, steps 1 to 20")
 
 
 def test_what_is_no_run_is_an_error(root, tmp_path):

@@ -43,9 +43,8 @@ from .run_folders import (
 )
 from .run_state import has_begun, state_of
 
-_LOOK = 1.0  # seconds for the table; 2,000 runs that nobody has looked at take half a minute
 _POLL = 0.3  # seconds between looks at the files of a run that is watched
-_NOT_LIVE = ("changed", "size", "broken_metrics")
+_NOT_LIVE = ("changed", "broken_metrics")
 _OF_A_START = {LOCK, LOG, LAUNCHES, HEARTBEAT}  # files of a run before it has begun
 
 
@@ -74,7 +73,7 @@ def facts(board: OfBoard) -> Answer:
 @routes.get("/runs")
 def table(board: OfBoard) -> Answer:
     """All runs below ROOT."""
-    return board.table(_LOOK)
+    return board.table()
 
 
 @routes.get("/run")

@@ -3,10 +3,8 @@ recipes differ. It reads files, and caches what it has read; no restart needs th
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -16,6 +14,7 @@ from typing import Any
 from ...errors import RecipeError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.recipe import changes, load_text
+from ...storage.disk_usage import added, stored
 from ...storage.files import open_inside
 from ...training.callbacks.launches import LOG
 from ...training.callbacks.launches import NAME as LAUNCHES
@@ -60,21 +59,16 @@ class Board:
         """What each page shows of the board itself."""
         return {"root": str(self.root), "is_read_only": self.is_read_only}
 
-    def table(self, seconds: float = math.inf) -> dict[str, Any]:
-        """All runs: those that trained first, the latest at the top. After ``seconds`` the rest is
-        only what is known at once; the next call knows more."""
+    def table(self) -> dict[str, Any]:
+        """All runs: those that trained first, the latest at the top."""
         self.commands.reap()
-        found, deadline = find_runs(self.root), time.monotonic() + seconds
-        rows = [
-            self.summaries.of(folder, is_quick=time.monotonic() >= deadline)
-            for folder in found.folders
-            if folder.exists()
-        ]
+        found = find_runs(self.root)
+        rows = [self.summaries.of(folder) for folder in found.folders if folder.exists()]
         rows.sort(key=lambda row: (not row["step"], -(row["changed"] or 0.0), row["run"]))
         return {**self.facts(), "runs": rows, "is_cut": found.is_cut}
 
     def details(self, run: str) -> dict[str, Any]:
-        """One run: its row, recipe, launches and files."""
+        """One run: its row, recipe, launches, files, and bytes on the disk."""
         folder = run_inside(self.root, run)
         metrics = self.metrics(folder)
         try:
@@ -84,6 +78,7 @@ class Board:
         return {
             "row": self.summaries.of(folder),
             "folder": str(folder),
+            "size": added([stored(folder)])[0],
             "recipe": recipe,
             "recipe_problem": problem,
             "launches": _launches(folder),

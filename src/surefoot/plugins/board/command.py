@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
+import itertools
 import math
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.disk.commit import committed, step_of
-from ...cli.table import JSON, cell, console, fitted, frame, in_bytes, number, print_json, table
+from ...cli.table import JSON, cell, console, fitted, frame, in_bytes, number, print_json
 from ...errors import RunError, SurefootError, counted
 from ...storage.address import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
-from .board import Board, differences, matches
-from .metrics import Curve
+from .board import Board, matches
 from .run_folders import find_runs, is_run
 from .run_state import Row, changed
 
 ROOT = click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True)
 _MAX_OPEN = 512  # connections at a time; a page has up to six
 _STYLES = {"running": "green", "complete": "", "failed": "red", "died": "red", "gone": "red"}
-_NUMBERS = ("step", "loss", "metric", "tokens/s", "size")
-_OPTIONAL = ("tokens/s", "size", "metric")
+_NUMBERS = ("step", "loss", "metric", "tokens/s")
+_OPTIONAL = ("tokens/s", "metric")
 _WATCHED = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 _MAX_WATCHED = 8  # runs
 _POINTS = 2000  # of a curve
@@ -109,7 +108,7 @@ def board(
 
 @click.group()
 def runs() -> None:
-    """List runs, show one, and compare recipes."""
+    """List runs, and show one."""
 
 
 @runs.command()
@@ -145,7 +144,6 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Text]]:
         "loss": [number(row["loss"]) for row in rows],
         "metric": [number(row["metric"]["value"]) for row in rows],
         "tokens/s": [number(row["speed"]) for row in rows],
-        "size": [in_bytes(row["size"]) for row in rows],
     }
     return {
         "run": [cell(row["run"]) for row in rows],
@@ -190,33 +188,13 @@ def show(run: Path, *, as_json: bool) -> None:
         "of": row["max_steps"],
         "loss": number(row["loss"]),
         row["metric"]["name"]: number(row["metric"]["value"]),
-        "size": in_bytes(row["size"]),
+        "size": in_bytes(found["size"]),
         "launches": len(found["launches"]),
         "metrics": ", ".join(found["metrics"]),
         "problem": found["recipe_problem"] or found["metrics_problem"],
     }
     shown = [(name, value) for name, value in facts.items() if value not in (None, "", [])]
     console().print(frame(cell(found["folder"]), shown))
-
-
-@runs.command()
-@click.argument("a", metavar="RUN_A", type=ROOT)
-@click.argument("b", metavar="RUN_B", type=ROOT)
-@JSON
-def diff(a: Path, b: Path, *, as_json: bool) -> None:
-    """Show the settings in which the recipes of two runs differ."""
-    changes = differences(_opened(a).root, _opened(b).root)
-    if as_json:
-        print_json({"a": str(a), "b": str(b), "changes": changes})
-        return
-    made = table("setting", "a", "b")
-    for one in changes:
-        made.add_row(*(cell(text) for text in (one["path"], _json(one["old"]), _json(one["new"]))))
-    console().print(made if changes else "both recipes are equal")
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 @click.command()
@@ -235,10 +213,9 @@ def _json(value: object) -> str:
 def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, every: float) -> None:
     """Show how RUNS train: curves, figures, time left, checkpoints and state.
 
-    Each of RUNS is the folder of a run, or one above several, whose curves are shown below each
-    other, on one scale. It only reads files, so it works over ssh, and also for runs that were
-    started elsewhere. It ends when no run is running any more, or with Ctrl-C, which leaves the
-    runs alone.
+    Each of RUNS is the folder of a run, or one above several. It only reads files, so it works over
+    ssh, and also for runs that were started elsewhere. It ends when no run is running any more, or
+    with Ctrl-C, which leaves the runs alone.
     """
     boards = [Board(folder) for folder in _watched(places)]
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name may have letters that a terminal lacks
@@ -249,8 +226,10 @@ def watch(places: tuple[str, ...], *, metrics: tuple[str, ...], once: bool, ever
     def look() -> tuple[Group, bool]:
         rows = [_look(board, metrics or _WATCHED) for board in boards]
         is_running = any(row["state"] in ("running", "unknown") for row in rows)
-        lines = [line for row in rows for line in _facts(row)]
-        return Group(*lines, _curves(rows, metrics or _WATCHED, screen)), is_running
+        parts: list[Text | Table] = []
+        for row in rows:
+            parts += [*_facts(row), _curves(row["series"], screen)]
+        return Group(*parts), is_running
 
     shown, is_running = look()
     if not once and is_running and screen.is_terminal:
@@ -336,54 +315,44 @@ def _facts(row: Row) -> Iterator[Text]:
     yield Text("  ".join(parts))
 
 
-def _curves(rows: Sequence[Row], metrics: Sequence[str], screen: Console) -> Table:
-    """A line for each metric of each run: its curve, its last value, and the scale, which the runs
-    share."""
+def _curves(series: Mapping[str, Any], screen: Console) -> Table:
+    """A line for each metric: its curve, its last value and its scale."""
     is_unicode = (screen.encoding or "").lower().startswith("utf")
     has_scale = screen.width >= _WIDTH_WITH_SCALE
     width = max(4, min(_MAX_WIDTH, screen.width - (62 if has_scale else 32)))
     lines = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(3 + has_scale):
         lines.add_column(no_wrap=True, overflow="crop")
-    for name in metrics:
-        found = [(row["name"], row["series"][name]) for row in rows if name in row["series"]]
-        points = [p for _, one in found for p in zip(one["steps"], one["values"], strict=True)]
-        finite = [value for _, value in points if value is not None] or [0.0]
-        steps = [step for step, _ in points]
-        if len(rows) > 1 and found:
-            lines.add_row(Text(one_line(name), "bold"))
-        for run, one in found:
-            first, last, low, high = scale = min(steps), max(steps), min(finite), max(finite)
-            curve = one["steps"], one["values"]
-            drawn = sparkline(curve, width, scale, _BLOCKS if is_unicode else _PLAIN_BLOCKS)
-            newest = next((value for value in reversed(one["values"]) if value is not None), None)
-            said = f"{number(low)} to {number(high)}, steps {first:,.0f} to {last:,.0f}"
-            if num_odd := one["values"].count(None):
-                said = f"({num_odd} not finite) {said}"
-            cells: list[str | Text] = [Text(drawn, "cyan"), number(newest), Text(said, "dim")]
-            lines.add_row(one_line(run if len(rows) > 1 else name), *cells[: 2 + has_scale])
+    for name, curve in series.items():
+        values, steps = curve["values"], curve["steps"]
+        finite = [value for value in values if value is not None]
+        if name == "peak_memory" or not finite:
+            continue
+        scale = f"{number(min(finite))} to {number(max(finite))}, "
+        scale += f"steps {steps[0]:,.0f} to {steps[-1]:,.0f}"
+        if num_odd := len(values) - len(finite):
+            scale = f"({num_odd} not finite) {scale}"
+        drawn = Text(sparkline(values, width, _BLOCKS if is_unicode else _PLAIN_BLOCKS), "cyan")
+        cells = [Text(one_line(name)), drawn, Text(number(finite[-1])), Text(scale, "dim")]
+        lines.add_row(*cells[: 3 + has_scale])
     return lines
 
 
-def sparkline(
-    curve: Curve, width: int, scale: tuple[float, float, float, float], blocks: str
-) -> str:
+def sparkline(values: Sequence[float | None], width: int, blocks: str) -> str:
     """A curve in at most ``width`` blocks, each as high as the largest of its values, so that no
-    spike is lost. A block without a value is as the one before. ``scale``: the first and the last
-    step, the least and the largest value."""
-    first, last, low, high = scale
-    largest: list[float | None] = [None] * width
-    for step, value in zip(*curve, strict=True):
-        place = round(_part(step, first, last) * (width - 1))
-        if value is not None:
-            largest[place] = max(value, -math.inf if (known := largest[place]) is None else known)
+    spike is lost. A block without a value is as the one before."""
+    finite = [value for value in values if value is not None]
+    low, high = min(finite), max(finite)
+    bounds = [len(values) * n // width for n in range(width + 1)]
+    if len(values) < width:
+        bounds = list(range(len(values) + 1))
     drawn = ""
-    for top in largest:
-        before = drawn[-1:] or " "
-        drawn += before if top is None else blocks[round(_part(top, low, high) * (len(blocks) - 1))]
-    return drawn[: 1 + round(_part(curve[0][-1], first, last) * (width - 1))]
-
-
-def _part(value: float, low: float, high: float) -> float:
-    """Where a value is between two others, from 0 to 1; in the middle if they are the same."""
-    return (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+    for start, end in itertools.pairwise(bounds):
+        top = max((v for v in values[start:end] if v is not None), default=None)
+        if top is None:
+            drawn += drawn[-1:] or " "
+            continue
+        # halves, since the difference of the largest floats is infinite
+        part = (top / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+        drawn += blocks[round(part * (len(blocks) - 1))]
+    return drawn

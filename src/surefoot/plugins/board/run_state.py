@@ -1,5 +1,5 @@
 """State of a run, from evidence: its lock, its launches, its results. Never a guess. And its row
-in the table of runs: step, loss, metric, speed, time left, size.
+in the table of runs: step, loss, metric, speed, time left.
 
 ``running``   a process holds the lock of the folder; without locks, or before it trains, is alive
 ``complete``  the last launch ended after the last step
@@ -23,7 +23,6 @@ from ...errors import SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.yaml import parse
 from ...storage import files
-from ...storage.disk_usage import stored
 from ...storage.folder_lock import is_held
 from ...terminal_text import plain
 from ...training.callbacks.launches import HEARTBEAT, LOG, is_alive
@@ -46,9 +45,7 @@ MAX_SMALL = 1 << 20
 _LOG_TAIL = 1 << 14  # bytes of a log that are enough for its last line
 _MAX_REASON = 300  # characters
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log and the last evaluation
-_SIZE_SECONDS = 20.0  # for which a size is not measured again
 _STALLED = 600.0  # seconds without a step
-_UNREAD = {"model": "", "stage": "", "method": "", "begins_with": None, "best_metric": "eval_loss"}
 Row = dict[str, Any]
 _BY_PROCESS = {  # without locks, by whether its process is alive
     None: ("unknown", "no_locks"),
@@ -146,20 +143,18 @@ def tail(path: Path, length: int) -> bytes:
 
 @dataclass
 class Summaries:
-    """Rows of runs, with sizes that are measured now and then."""
+    """Rows of runs. What recipes say is kept, since reading one costs five times the rest."""
 
     root: Path
-    _sizes: dict[Path, tuple[float, object, int]] = field(default_factory=dict)
     _facts: dict[Path, tuple[object, Row]] = field(default_factory=dict)
 
-    def of(self, folder: Path, *, is_quick: bool = False) -> Row:
-        """The row of a run. If it ``is_quick``, without what its recipe says and its size, which
-        cost 40 times the rest, unless these were read before."""
+    def of(self, folder: Path) -> Row:
+        """The row of a run."""
         state, is_begun = state_of(folder), has_begun(folder)
         is_running = state.name == "running"
         beat, end = state.heartbeat or {}, state.end or {}
         train, evaluation, is_broken = last_rows(folder)
-        facts = self._facts_of(folder, is_quick=is_quick)
+        facts = self._facts_of(folder)
         steps = [row.get("step") for row in (beat, train, end)]
         step = max((value for value in steps if type(value) is int), default=None)
         most = beat.get("max_steps", step if state.name == "complete" else None)
@@ -183,21 +178,16 @@ class Summaries:
             "metric": {"name": metric, "value": figure(evaluation.get(metric))},
             "speed": figure(train.get("tokens_per_second")),
             "seconds_left": _seconds_left(beat, step, most) if is_running else None,
-            "size": self._sizes.get(folder, (0, 0, None))[2]
-            if is_quick
-            else self.size(folder, is_live=is_running),
             "changed": changed(folder),
             "broken_metrics": is_broken,
             **facts,
             **({} if is_begun else {"recipe_problem": None}),
         }
 
-    def _facts_of(self, folder: Path, *, is_quick: bool) -> Row:
+    def _facts_of(self, folder: Path) -> Row:
         """What the recipe says; read again if it was replaced."""
         stamp, known = _stamp(folder / RUN_RECIPE), self._facts.get(folder)
         if known is None or known[0] != stamp:
-            if is_quick:
-                return _UNREAD
             known = self._facts[folder] = stamp, self._recipe_facts(folder)
         return known[1]
 
@@ -220,20 +210,6 @@ class Summaries:
             "best_metric": setting("train", "metric_for_best_model") or "eval_loss",
             "begins_with": resume if "checkpoint-" in resume else None,
         }
-
-    def size(self, folder: Path, *, is_live: bool = False) -> int:
-        """Bytes on the disk; a file with several names counts once."""
-        known = self._sizes.get(folder)
-        age = _SIZE_SECONDS if is_live else 10 * _SIZE_SECONDS
-        stamp = None if is_live else _stamp(folder)  # a live run changes all the time
-        if known is None or known[1] != stamp or time.monotonic() - known[0] > age:
-            known = self._sizes[folder] = time.monotonic(), stamp, disk_size(folder)
-        return known[2]
-
-
-def disk_size(folder: Path) -> int:
-    """Bytes that a folder needs on the disk."""
-    return sum({one.inode: one.disk_bytes for one in stored(folder)}.values())
 
 
 def last_rows(folder: Path) -> tuple[Row, Row, bool]:

@@ -57,7 +57,7 @@ export async function page(body, { run, tab = "curves" }) {
         cell("Step", row.step === null ? NONE : row.max_steps ? `${integer(row.step)} / ${integer(row.max_steps)}` : integer(row.step)),
         cell("Loss", number(row.loss)), row.metric.value === null ? null : cell(row.metric.name, number(row.metric.value)), cell("Tokens/s", integer(row.speed)),
         row.state === "running" ? cell("Time left", duration(row.seconds_left)) : null,
-        cell("Size", bytes(row.size)), cell("Launches", details.launches.length || NONE)));
+        cell("Size", bytes(details.size)), cell("Launches", details.launches.length || NONE)));
   }
 
   top();

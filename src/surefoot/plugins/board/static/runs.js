@@ -3,7 +3,7 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { ask, h, redraw, replace, toast } from "./dom.js";
-import { ago, badge, bytes, duration, integer, NONE, number, stateOf } from "./format.js";
+import { ago, badge, duration, integer, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./preview.js";
 
@@ -15,7 +15,6 @@ const COLUMNS = [
   { key: "metric", label: "Metric", num: true, of: (r) => r.metric.value },
   { key: "speed", label: "Tokens/s", num: true, of: (r) => r.speed },
   { key: "left", label: "Time left", num: true, of: (r) => r.seconds_left },
-  { key: "size", label: "Size", num: true, of: (r) => r.size },
   { key: "changed", label: "Changed", num: true, of: (r) => r.changed },
 ];
 const EVERY = 3000;
@@ -80,7 +79,6 @@ export async function page(body) {
       h("td.num", { "data-label": run.metric.name, title: run.metric.name }, number(run.metric.value)),
       h("td.num", { "data-label": t("Tokens/s") }, integer(run.speed)),
       h("td.num", { "data-label": t("Time left"), class: run.seconds_left === null ? "hide" : "" }, duration(run.seconds_left)),
-      h("td.num", { "data-label": t("Size") }, bytes(run.size)),
       h("td.num.soft.hide", {}, ago(run.changed)));
   };
 
