@@ -178,18 +178,6 @@ def test_a_response_is_generated_again_in_place_of_the_last(opened):
     assert again == converse(opened, "Hi", "Ho")[1].messages, "greedy"
 
 
-def test_settings_are_changed_in_a_talk(opened):
-    lines = ["/set temperature 0.5", "/set top_k 3", "/set max_new_tokens=2", "Hi"]
-    out, conversation = converse(opened, *lines)
-    section = conversation.section
-    assert (section.do_sample, section.temperature, section.top_k) == (True, 0.5, 3)
-    assert section.max_new_tokens == 2
-    for wrong in ("/set speed 3", "/set top_k many", "/set top_p 7", "/set"):
-        out, conversation = converse(opened, wrong)
-        assert "/set" in out
-        assert conversation.section == converse(opened)[1].section
-
-
 def test_what_only_looks_like_a_command_is_said_to_the_model(opened):
     _, conversation = converse(opened, "/usr/bin holds what?", "[bold]not markup[/]")
     assert len(conversation.messages) == 4

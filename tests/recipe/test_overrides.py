@@ -80,15 +80,13 @@ def test_text_is_what_the_shell_passed(text):
     assert build("", f"train.name={text}").train.name == text
 
 
-def test_texts_of_lists_and_sections_are_kept_as_they_are_written():
+def test_texts_of_lists_are_kept_as_they_are_written():
     assert build("", "method.lora.targets=a #1").method.targets == ("a #1",)
     assert build("", "method.lora.targets=[a #1, 007, 1e3]").method.targets == (
         "a #1",
         "007",
         "1e3",
     )
-    assert build("", "train={name: 007, steps: 0x10}").train == Train(name="007", steps=16)
-    assert build("", "method={lora: {targets: [1e3]}}").method.targets == ("1e3",)
 
 
 def test_quotes_around_a_whole_text_are_yaml():

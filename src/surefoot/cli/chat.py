@@ -17,7 +17,6 @@ from .loading import dtype_option, loading, thinking_option, trust_remote_code_o
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..generate.section import GenerateSection
     from ..use.conversation import Answer, Conversation
 
 HELP = """\
@@ -25,15 +24,11 @@ HELP = """\
 /system TEXT    set the system message; without TEXT, remove it
 /retry          generate the last response again
 /result TEXT    answer a tool call with its result
-/set NAME VALUE set max_new_tokens, temperature, top_p, top_k, min_p or repetition_penalty
 /exit           exit; so does Ctrl-D. Ctrl-C ends a response early"""
-SETTINGS: Mapping[str, Callable[[str], float]] = {  # of /set
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
+_INCOMPLETE = {  # by why a response has ended
+    "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
+    "context": "(truncated: the context length is reached; /clear starts a new conversation)",
+    "interrupted": "(interrupted)",
 }
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 
@@ -221,79 +216,44 @@ def talk(conversation: Conversation, console: Console, read: Callable[[], str]) 
 
 
 def _reply(conversation: Conversation, console: Console, line: str) -> bool:
-    """Run the command of the line; False to exit."""
+    """Respond to a line, or run the command in it; False to exit."""
     from rich.text import Text
 
-    if not line.strip():
-        return True
-    command = _COMMAND.fullmatch(line.strip())
-    is_spoken = command and (
-        command[1] == "result" or (command[1] == "retry" and conversation.messages)
-    )
-    if command and not is_spoken:
-        return _obey(conversation, console, command[1], command[2] or "")
+    from ..errors import RunError
 
     def show(piece: str) -> None:
         console.print(Text(visible(piece)), end="", soft_wrap=True)
 
-    answer = _spoken(conversation, command, line, show)
-    console.print()
-    for note in notes_on(answer):
-        console.print(note, style="yellow", markup=False)
-    return True
-
-
-def _spoken(
-    conversation: Conversation,
-    command: re.Match[str] | None,
-    line: str,
-    show: Callable[[str], None],
-) -> Answer:
-    """The response to a line, to the result of a tool, or once more to the last line."""
-    if command is None:
-        return conversation.ask(line, show)
-    if command[1] == "retry":
-        return conversation.retry(show)
-    if not conversation.messages or not conversation.messages[-1].tool_calls:
-        from ..errors import RunError
-
-        raise RunError("/result: the last response calls no tool; --tools FILE offers some")
-    return conversation.ask(command[2] or "", show, role="tool")
-
-
-def _obey(conversation: Conversation, console: Console, command: str, text: str) -> bool:
+    found = _COMMAND.fullmatch(line.strip())
+    command, text = (found[1], (found[2] or "").strip()) if found else (None, line)
+    answer = None
     if command in ("exit", "quit"):
         return False
-    if command == "clear":
-        conversation.clear()
-        console.print("a new conversation", style="dim")
+    if command is None:
+        answer = conversation.ask(text, show) if text.strip() else None
+    elif command == "retry" and conversation.messages:
+        answer = conversation.retry(show)
     elif command == "retry":
         console.print("there is no response yet", style="yellow")
-    elif command == "set":
-        conversation.section = changed(conversation.section, text)
-        console.print(text.strip(), style="dim", markup=False)
+    elif command == "result":
+        if not conversation.messages or not conversation.messages[-1].tool_calls:
+            raise RunError("/result: the last response calls no tool; --tools FILE offers some")
+        answer = conversation.ask(text, show, role="tool")
+    elif command == "clear":
+        conversation.clear()
+        console.print("a new conversation", style="dim")
     elif command == "system":
-        conversation.set_system(text.strip())
+        conversation.set_system(text)
         console.print(f"system message: {conversation.system or 'none'}", style="dim", markup=False)
     else:
         if command != "help":
             console.print(f"no command /{command}; there are", style="yellow")
         console.print(HELP, style="dim", markup=False)
+    if answer is not None:
+        console.print()
+        for note in notes_on(answer):
+            console.print(note, style="yellow", markup=False)
     return True
-
-
-def changed(section: GenerateSection, text: str) -> GenerateSection:
-    """``section`` with a setting such as ``temperature 0.7``. Raises ``RecipeError``."""
-    from ..errors import RecipeError
-    from ..generate.section import with_options
-
-    name, _, value = text.strip().replace("=", " ").partition(" ")
-    if name not in SETTINGS:
-        raise RecipeError(f"/set: expected one of {', '.join(SETTINGS)}, got {name!r}")
-    try:
-        return with_options(section, {name: SETTINGS[name](value)})
-    except ValueError as error:
-        raise RecipeError(f"/set {name}: {error}") from None
 
 
 def note_plain(conversation: Conversation) -> None:
@@ -312,17 +272,8 @@ def notes_on(answer: Answer) -> Iterator[str]:
         yield visible(f"tool call: {call['name']}({arguments})")
     for text in answer.broken_calls:
         yield visible(f"a tool call that cannot be read: {text}")
-    if note := _note_on(answer):
-        yield note
-
-
-def _note_on(answer: Answer) -> str | None:
-    return {
-        "stop": None,
-        "length": "(truncated at max_new_tokens; --max-new-tokens N allows more)",
-        "context": "(truncated: the context length is reached; /clear starts a new conversation)",
-        "interrupted": "(interrupted)",
-    }[answer.finish_reason]
+    if answer.finish_reason != "stop":
+        yield _INCOMPLETE[answer.finish_reason]
 
 
 def _writer() -> Callable[[str], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,7 @@ from .loading import loading, recipe_arguments, resolved_recipe, start_ranks
 from .table import cell, console, progress, table
 
 if TYPE_CHECKING:
-    from ..parallel.world import World
-    from ..recipe.prediction import Prediction
     from ..use import Generation
-    from ..use.harness import TaskSettings
-    from ..use.model_loading import LoadedModel
     from ..use.run_evaluation import Compare, EvaluationReport
 
 
@@ -89,8 +85,7 @@ def eval_(
     `surefoot predict`.
     """
     if options["tasks"] is not None:
-        command = TaskCommand(str(recipe), overrides, output, force, as_json, options["limit"])
-        run_tasks(command, options)
+        run_tasks(str(recipe), overrides, options, output=output, force=force, as_json=as_json)
         return
     if options["include_path"] is not None:
         raise RecipeError("--include-path: has no effect without --tasks; remove it")
@@ -178,16 +173,12 @@ def _of_recipe(
 
 
 def _show(report: EvaluationReport, written: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(report.as_data(written), indent=2))
-    else:
-        _print(report, written)
-
-
-def _print(report: EvaluationReport, written: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    if as_json:
+        click.echo(json.dumps(report.as_data(written), indent=2))
+        return
     console = Console(highlight=False)
     results = report.results
     metrics = [name for name in results[0].metrics if name not in UNSHOWN]
@@ -222,91 +213,64 @@ def match_line(answers: Sequence[Generation]) -> str:
     return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"
 
 
-@dataclass(frozen=True)
-class TaskCommand:
-    """The command line, without what it says of tasks."""
-
-    path: str
-    overrides: Sequence[str]
-    output: Path | None
-    force: bool
-    as_json: bool
-    limit: int | None
-
-
-def run_tasks(asked: TaskCommand, options: Mapping[str, Any]) -> None:
-    """Run the tasks, write the results of all rows and show the metrics."""
-    from ..data.text.prompts import check_output
-
-    prediction = _prediction(asked, options)
-    settings = _settings(asked, options)
-    path = asked.output or Path(f"{'-'.join(settings.names)}.jsonl")
-    check_output(path, force=asked.force)
-    start_ranks(prediction.parallel)
-    with loading():
-        from ..data.text.prompts import write_rows
-        from ..parallel.sharded_model import with_replicas
-        from ..parallel.world import joined
-        from ..use import harness
-        from ..use.answer_journal import Output
-
-    output = Output(path, asked.force)
-    with joined(with_replicas(prediction.parallel)) as world:
-        opened, size = _open(prediction, asked, world)
-        if settings.is_chat and opened.template is None:
-            raise RecipeError("--prompts chat: the model has no chat template; write text")
-        found = harness.run_tasks(opened, settings, output=output, batch_size=size)
-        if world.is_main:
-            write_rows(path, list(harness.sample_rows(found)), doing=output.on_failure)
-        world.wait()  # ranks of other machines remove their own
-        if world.is_local_main:
-            output.remove_parts()
-    if world.is_main:
-        _show_tasks(found, path, as_json=asked.as_json)
-
-
-def _prediction(asked: TaskCommand, options: Mapping[str, Any]) -> Prediction:
-    """The model to open. ``--model`` names another one than PATH; a checkpoint by its name is of
-    the run at PATH. Raises ``RecipeError``: an option has no effect here."""
+def run_tasks(
+    path: str,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    output: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Run the tasks, write the results of all rows and show the metrics. ``--model`` names another
+    one than ``path``; a checkpoint by its name is of the run at ``path``."""
+    from ..data.text.prompts import check_output, write_rows
     from ..recipe.prediction import load
 
     if options["dataset"] is not None:
         raise RecipeError("--dataset: has no effect on tasks; remove it")
-    path, model = asked.path, options["model"]
-    if model is not None:
-        own = Path(path) / str(model)
-        path = str(own if own.is_dir() else model)
+    if not (names := [name.strip() for name in options["tasks"].split(",") if name.strip()]):
+        raise RecipeError("--tasks: expected names of tasks, separated by commas")
+    if (model := options["model"]) is not None:
+        checkpoint = Path(path) / str(model)
+        path = str(checkpoint if checkpoint.is_dir() else model)
     base = [] if options["base"] is None else [f"model.base={options['base']}"]
-    return load(path, [*asked.overrides, *base])
-
-
-def _open(prediction: Prediction, asked: TaskCommand, world: World) -> tuple[LoadedModel, int]:
-    """The model, and ``generate.batch_size`` of its run or of the command line."""
-    from ..parallel.sharded_model import with_replicas
-    from ..recipe.prediction import load
-    from ..use.model_loading import open_model
-
-    parallel = with_replicas(prediction.parallel)
-    opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
-    section = load(prediction.model.path, asked.overrides, generate=opened.generate).generate
-    return opened, section.batch_size
-
-
-def _settings(asked: TaskCommand, options: Mapping[str, Any]) -> TaskSettings:
-    """The tasks of the command line. Raises ``RunError``: lm-eval is not installed."""
+    prediction = load(path, [*overrides, *base])
     try:
         with loading():
-            from ..use.harness import TaskSettings
+            from ..use import harness
     except ImportError as error:
         raise RunError(
             f"--tasks needs the package {error.name}; install it: pip install 'surefoot[lm-eval]'"
         ) from None
-    names = [name.strip() for name in options["tasks"].split(",") if name.strip()]
-    if not names:
-        raise RecipeError("--tasks: expected names of tasks, separated by commas")
-    return TaskSettings(
-        names, options["include_path"], options["shots"], asked.limit, options["prompts"] == "chat"
+    is_chat = options["prompts"] == "chat"
+    settings = harness.TaskSettings(
+        names, options["include_path"], options["shots"], options["limit"], is_chat
     )
+    output = output or Path(f"{'-'.join(names)}.jsonl")
+    check_output(output, force=force)
+    start_ranks(prediction.parallel)
+    with loading():
+        from ..parallel.sharded_model import with_replicas
+        from ..parallel.world import joined
+        from ..use.answer_journal import Output
+        from ..use.model_loading import open_model
+
+    journal, parallel = Output(output, force), with_replicas(prediction.parallel)
+    with joined(parallel) as world:
+        opened = open_model(**asdict(prediction.model), world=world, parallel=parallel)
+        if is_chat and opened.template is None:
+            raise RecipeError("--prompts chat: the model has no chat template; write text")
+        # generate.batch_size is that of the command line, or of the model's run
+        section = load(path, overrides, generate=opened.generate).generate
+        results = harness.run_tasks(opened, settings, output=journal, batch_size=section.batch_size)
+        if world.is_main:
+            write_rows(output, list(harness.sample_rows(results)), doing=journal.on_failure)
+        world.wait()  # ranks of other machines remove their own
+        if world.is_local_main:
+            journal.remove_parts()
+    if world.is_main:
+        _show_tasks(results, output, as_json=as_json)
 
 
 def _show_tasks(found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -140,19 +140,6 @@ def in_bytes(num_bytes: int | None) -> str:
 def dims(shape: Iterable[int] | None) -> str:
     """A shape as people write it."""
     return "" if shape is None else " × ".join(map(str, shape)) or "scalar"
-
-
-def when(created: str | None) -> str:
-    """Local date and time, and how long ago; the text itself if it is no time."""
-    text = time(created)
-    if text == (created or ""):
-        return text
-    then = datetime.fromisoformat(created or "").astimezone()
-    seconds = max((datetime.now(UTC) - then).total_seconds(), 0)
-    for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{text} ({seconds / length:.0f} {unit} ago)"
-    return f"{text} ({seconds / 86400:.0f} days ago)"
 
 
 def time(created: str | None) -> str:

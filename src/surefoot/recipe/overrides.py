@@ -118,33 +118,15 @@ def _value(setting: Setting | None, text: str, place: str) -> object:
         hint = typing.get_args(hint)[0]  # one item, which stands for a list
     if is_text(hint):
         return parse_text(text)
-    return _texts(setting, *parse_argument(text, place))
-
-
-def _texts(setting: Setting | None, data: object, written: object) -> object:
-    """``data`` with what is ``written`` for it where settings hold text: ``007`` and not 7."""
-    if setting is None or data is None:
-        return data
-    if isinstance(data, Mapping) and isinstance(written, Mapping):
-        if setting.choices is not None:
-            return {
-                name: _section_texts(setting.choices.get(name), value, written[name])
-                for name, value in data.items()
-            }
-        return _section_texts(setting.section, data, written)
-    if isinstance(data, list) and isinstance(written, list):
-        args = typing.get_args(setting.hint)
-        of_text = bool(args) and not setting.variants and is_text(args[0])
+    data = parse_argument(text, place)
+    args = typing.get_args(hint)
+    if isinstance(data, list) and args and is_text(args[0]):
+        # a text of a list is as it is written, too: 007 and not 7
+        written = parse_argument(text, place, as_written=True)
+        assert isinstance(written, list)
         pairs = zip(data, written, strict=True)
-        return [text if of_text and isinstance(text, str) else item for item, text in pairs]
-    return written if not setting.variants and is_text(setting.hint) else data
-
-
-def _section_texts(cls: type | None, data: object, written: object) -> object:
-    if cls is None or not isinstance(data, Mapping) or not isinstance(written, Mapping):
-        return data
-    known = settings(cls)
-    return {key: _texts(known.get(key), value, written[key]) for key, value in data.items()}
+        return [text if isinstance(text, str) else item for item, text in pairs]
+    return data
 
 
 def _merge_section(cls: type, old: object, new: object) -> object:

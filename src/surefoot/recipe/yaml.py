@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -81,9 +80,7 @@ def _composed(text: str, name: str, read: Callable[[Node], object]) -> Document:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an anchor used twice
-            yaml = YAML(typ="safe", pure=True)
-            yaml.Composer = _Composer
-            node = yaml.compose(io.StringIO(text))
+            node = YAML(typ="safe", pure=True).compose(io.StringIO(text))
         data = None if node is None else builder.build(node, (), 0)
     except YAMLError as error:
         raise RecipeError(_syntax(error, name, text)) from None
@@ -95,21 +92,17 @@ def _composed(text: str, name: str, read: Callable[[Node], object]) -> Document:
     return document
 
 
-def parse_argument(text: str, name: str) -> tuple[object, object]:
-    """A value of a command line: as data, and the same with every scalar as it is written, so that
-    ``007`` is not 7. ``#`` begins no comment there.
+def parse_argument(text: str, name: str, *, as_written: bool = False) -> object:
+    """A value of a command line, or the same with every scalar ``as_written``, so that ``007`` is
+    not 7. ``#`` begins no comment there.
 
     Raises:
         RecipeError: as of ``parse``.
     """
     stand_in = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in text)
-    found = [
-        _composed(text.replace("#", stand_in), name, read).data for read in (_scalar, _as_written)
-    ]
-    typed, written = (
-        json.loads(json.dumps(data, ensure_ascii=False).replace(stand_in, "#")) for data in found
-    )
-    return typed, written
+    read = _as_written if as_written else _scalar
+    data = _composed(text.replace("#", stand_in), name, read).data
+    return json.loads(json.dumps(data, ensure_ascii=False).replace(stand_in, "#"))
 
 
 def parse_text(text: str) -> str | None:
@@ -118,7 +111,7 @@ def parse_text(text: str) -> str | None:
         return None
     if text[0] in "'\"":
         with contextlib.suppress(RecipeError):  # such as 'a' and 'b'
-            data, _ = parse_argument(text, "")
+            data = parse_argument(text, "")
             return data if isinstance(data, str) else text
     return text
 
@@ -209,24 +202,6 @@ _Representer.add_representer(list, _Representer.represent_list)
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-class _Composer(Composer):
-    """Ends where a text has more nodes than any recipe, not after it has read all of them."""
-
-    num_nodes = 0
-
-    def compose_node(self, parent: Node | None, index: int) -> Node | None:
-        """The next node."""
-        self.num_nodes += 1
-        if self.num_nodes > MAX_NODES:
-            raise _beyond(self.parser.peek_event().start_mark)
-        return super().compose_node(parent, index)  # type: ignore[no-any-return]
-
-
-def _beyond(mark: object) -> MarkedYAMLError:
-    problem = "nested or repeated far beyond what a recipe needs"
-    return MarkedYAMLError(problem=problem, problem_mark=mark)
-
-
 @dataclass
 class _Builder:
     """Converts nodes to plain data, and records positions and problems."""
@@ -239,7 +214,8 @@ class _Builder:
     def build(self, node: Node, path: Keys, depth: int) -> object:
         self.num_nodes += 1
         if depth > MAX_DEPTH or self.num_nodes > MAX_NODES:
-            raise _beyond(node.start_mark)
+            problem = "nested or repeated far beyond what a recipe needs"
+            raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, MappingNode):
             self._refuse_tag(node, path, ("map",))
             return self._mapping(node, path, depth)

@@ -7,11 +7,10 @@ that a recipe means the same wherever it is read again.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
@@ -20,10 +19,24 @@ from ..storage import files
 from ..storage.address import is_address
 
 DATA_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt", ".arrow")
-_FUNCTION = re.compile(r".+\.py:[A-Za-z_][A-Za-z0-9_]*")
 
 
-class ModelPath(str):
+class _Location(str):
+    """Text that pydantic reads as text of a ``pattern``."""
+
+    __slots__ = ()
+    pattern: ClassVar[str | None] = None
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Expect text."""
+        text = core_schema.str_schema(pattern=cls.pattern)
+        return core_schema.no_info_after_validator_function(cls, text)
+
+
+class ModelPath(_Location):
     """A model: a folder, or a hub id."""
 
     __slots__ = ()
@@ -35,18 +48,12 @@ class ModelPath(str):
         found = locate(Path(self), base)
         return ModelPath(found) if files.exists(found) else self
 
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, _source: Any, _handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Expect text."""
-        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
 
-
-class FunctionPath(str):
+class FunctionPath(_Location):
     """A Python function by its file and name: ``rewards.py:exact_match``."""
 
     __slots__ = ()
+    pattern = r"^.+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 
     @property
     def file(self) -> Path:
@@ -62,18 +69,8 @@ class FunctionPath(str):
         """The same function with its file made absolute."""
         return FunctionPath(f"{locate(self.file, base)}:{self.name}")
 
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, _source: Any, _handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Expect text such as ``rewards.py:exact_match``."""
-        pattern = f"^{_FUNCTION.pattern}$"
-        return core_schema.no_info_after_validator_function(
-            cls, core_schema.str_schema(pattern=pattern)
-        )
 
-
-class FilePath(str):
+class FilePath(_Location):
     """A file that is read, beside the recipe or in the current folder."""
 
     __slots__ = ()
@@ -81,13 +78,6 @@ class FilePath(str):
     def located(self, base: Path) -> FilePath:
         """The same made absolute."""
         return FilePath(locate(Path(self), base))
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, _source: Any, _handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Expect text."""
-        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
 
 
 class DatasetReference(str):

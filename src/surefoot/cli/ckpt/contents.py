@@ -36,7 +36,6 @@ from ..table import (
     reading,
     table,
     time,
-    when,
 )
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, object]]:
         "trainer_state" in summary.states
     )
     for name, value in {"layout": layout, **summary.facts}.items():
-        yield name, when(value) if name == "saved" else value
+        yield name, time(str(value)) if name == "saved" else value
     yield "tensors", in_bytes(sum(group.num_bytes for group in summary.groups))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ from ..table import (
 )
 
 if TYPE_CHECKING:
-    from ...checkpoint.looking.diff import Comparison, TensorChange, TensorDifference, Verdict
+    from ...checkpoint.looking.diff import Comparison, TensorChange, TensorDifference
 
 _LARGEST = 5  # tensors of each role, and values of each part, in the summary
 _WIDTH = 60  # characters of a value
@@ -124,44 +125,22 @@ def _more(screen: Console, left: int) -> None:
 
 
 def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
-    """Those of each role that differ most."""
-    found = []
+    """Those of each role that differ most; first what has no numbers, as it is in one alone."""
+    largest = []
     for role in roles_of(tensor.name for tensor in changed):
-        mine = sorted((t for t in changed if t.role == role), key=_distance, reverse=True)
-        found += mine[:_LARGEST]
-    return found
-
-
-def _distance(change: TensorChange) -> float:
-    """Sort key: tensors without numbers first, then the largest difference."""
-    if change.figures is None:
-        return -1.0 if change.verdict == "equal" else float("inf")
-    return change.figures.relative
+        of_role = [tensor for tensor in changed if tensor.role == role]
+        of_role.sort(key=lambda t: -t.figures.relative if t.figures else -math.inf)
+        largest += of_role[:_LARGEST]
+    return largest
 
 
 def _counts(tensors: Sequence[TensorChange]) -> Table:
-    known: tuple[Verdict, ...] = (
-        "equal",
-        "differs",
-        "other type",
-        "other shape",
-        "only in A",
-        "only in B",
-    )
-    counts = {
-        role: Counter(t.verdict for t in tensors if t.role == role)
-        for role in dict.fromkeys(t.role for t in tensors)
-    }
-    columns = [v for v in known if any(count[v] for count in counts.values())]
-    made = table("tensors", *columns, numbers=columns)
-    for role, count in counts.items():
-        cells = (
-            Text(f"{count[v]:,}", style="green" if v == "equal" else "yellow")
-            if count[v]
-            else Text("")
-            for v in columns
-        )
-        made.add_row(cell(role), *cells)
+    counts = Counter((tensor.role, tensor.verdict) for tensor in tensors)
+    verdicts = sorted({verdict for _, verdict in counts}, key=lambda name: (name != "equal", name))
+    made = table("tensors", *verdicts, numbers=verdicts)
+    for role in dict.fromkeys(tensor.role for tensor in tensors):
+        figures = (counts[role, verdict] for verdict in verdicts)
+        made.add_row(cell(role), *(f"{count:,}" if count else "" for count in figures))
     return made
 
 
@@ -199,11 +178,9 @@ def _verdict(change: TensorChange) -> str:
 def _values(part: str, changes: Sequence[ValueChange]) -> Table:
     made = table(part, "A", "B")
     for change in changes:
-        texts = (
-            "" if change.what == missing else _clipped(value)
-            for missing, value in (("only in B", change.a), ("only in A", change.b))
-        )
-        made.add_row(cell(change.path), *map(cell, texts))
+        a = "" if change.what == "only in B" else _clipped(change.a)
+        b = "" if change.what == "only in A" else _clipped(change.b)
+        made.add_row(cell(change.path), cell(a), cell(b))
     return made
 
 

@@ -205,4 +205,4 @@ def _argument_of(word: str) -> tuple[str, object]:
     key, _, text = word.partition("=")
     if ARGUMENTS[key].kind == "text":
         return key, parse_text(text)
-    return key, parse_argument(text, f"{_LINE}: {word}")[0]
+    return key, parse_argument(text, f"{_LINE}: {word}")

@@ -146,7 +146,7 @@ def open_space(recipe: Path, arguments: Sequence[str]) -> Space:
 
 
 def _items(key: str, text: str) -> list[object]:
-    items, _ = parse_argument(f"[{text}]", f"command line: {key}={text}")
+    items = parse_argument(f"[{text}]", f"command line: {key}={text}")
     assert isinstance(items, list)
     return items
 
