@@ -129,7 +129,7 @@ def test_options_of_another_target_are_refused(known, tmp_path):
         True,
     )
     done = run(known, tmp_path / "a", "--to", "compressed-tensors", "--quantize", "q8_0")
-    said = "--quantize q8_0 is not written by --to compressed-tensors; expected one of fp8, fp8-b"
+    said = "--quantize q8_0 is not written by --to compressed-tensors; expected one of fp8, w8a8"
     assert (done.exit_code, said in done.stderr) == (2, True)
     assert not list(tmp_path.iterdir())
 

@@ -124,17 +124,6 @@ def _root(hessian_II: torch.Tensor) -> torch.Tensor:
     raise AssertionError("a matrix that is nearly diagonal has a factor")
 
 
-def output_error(
-    weight_OI: torch.Tensor, found_OI: torch.Tensor, hessian_II: torch.Tensor
-) -> float:
-    """The mean squared change of the outputs, relative to their mean square."""
-    change = (weight_OI - found_OI).double()
-    hessian = hessian_II.double()
-    plain = weight_OI.double()
-    total = float(((plain @ hessian) * plain).sum())
-    return float(((change @ hessian) * change).sum()) / total if total else 0.0
-
-
 Place = tuple[int, int, int]  # of a matrix in memory; see ``place``
 
 
@@ -155,17 +144,6 @@ class InputStatistics:
 
     gram: torch.Tensor  # [I, I], X'X
     num_tokens: int
-
-    def add(self, other: InputStatistics) -> None:
-        """More inputs."""
-        self.gram = self.gram + other.gram
-        self.num_tokens += other.num_tokens
-
-    @classmethod
-    def of(cls, inputs: torch.Tensor) -> InputStatistics:
-        """Of inputs [..., I]."""
-        inputs_NI = inputs.detach().flatten(0, -2).float()
-        return cls(inputs_NI.T @ inputs_NI, len(inputs_NI))
 
 
 class LinearCalls(TorchFunctionMode):
@@ -212,25 +190,25 @@ def statistics_of(
 ) -> Mapping[Place, InputStatistics]:
     """Of the inputs of all ``matrices`` of ``layer`` that get any."""
     wanted = {matrix.place for matrix in matrices}
-    found: dict[Place, InputStatistics] = {}
-    last: tuple[torch.Tensor, InputStatistics] | None = None
+    statistics: dict[Place, InputStatistics] = {}
+    last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def seen(inputs: torch.Tensor, weight: torch.Tensor) -> None:
         nonlocal last
         if (key := place(weight)) not in wanted or not inputs.numel():
             return
+        inputs_NI = inputs.detach().flatten(0, -2).float()
         if last is None or last[0] is not inputs:  # q, k and v have the same
-            last = inputs, InputStatistics.of(inputs)
-        if key in found:
-            found[key].add(last[1])
-        else:
-            found[key] = InputStatistics(**vars(last[1]))
+            last = inputs, inputs_NI.T @ inputs_NI
+        before = statistics.get(key, InputStatistics(torch.zeros_like(last[1]), 0))
+        num_tokens = before.num_tokens + len(inputs_NI)
+        statistics[key] = InputStatistics(before.gram + last[1], num_tokens)
 
-    for one, call in zip(hidden, calls, strict=True):
+    for row, call in zip(hidden, calls, strict=True):
         with LinearCalls(seen):
-            run(layer, one, call)
+            run(layer, row, call)
         last = None
-    return found
+    return statistics
 
 
 LONGEST = 2048  # tokens of a row
@@ -247,17 +225,17 @@ def calibration_rows(parts: ModelFolders, count: int) -> list[list[int]]:
             f"{parts.folder}: has no recipe, so no data to calibrate on; export the folder of a "
             "run, or use --algorithm rtn"
         )
-    codec, found = own_codec(recipe, codec_of(parts)), []
+    codec, rows = own_codec(recipe, codec_of(parts)), []
     for item in (_of_stream if recipe.data.streaming else _spaced)(recipe, codec, count):
         chat = with_chosen(item)
         name = next(name for name in chat if name.endswith("input_ids"))
-        found.append([int(i) for i in chat[name][:LONGEST]])
-    if (tokens := sum(map(len, found))) < FEWEST_IN_ALL:
+        rows.append([int(i) for i in chat[name][:LONGEST]])
+    if (tokens := sum(map(len, rows))) < FEWEST_IN_ALL:
         raise ModelError(
-            f"{parts.folder}: {len(found)} rows of its training data have {tokens} tokens in all, "
+            f"{parts.folder}: {len(rows)} rows of its training data have {tokens} tokens in all, "
             f"too few to calibrate on (at least {FEWEST_IN_ALL}); use --algorithm rtn"
         )
-    return found
+    return rows
 
 
 def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
@@ -269,24 +247,13 @@ def _spaced(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
 def _of_stream(recipe: Recipe, codec: Codec, count: int) -> Iterator[Features]:
     """The first that are not held out; encoded as far as that takes."""
     data = open_stream(encoding_of(recipe, codec))
-    held = set(data.held.tolist())
-    known = data.train.reach(count + len(held))
-    chosen = [item for item in range(min(known, count + len(held))) if item not in held]
+    held_out = set(data.held.tolist())
+    num_encoded = min(data.train.reach(count + len(held_out)), count + len(held_out))
+    chosen = [item for item in range(num_encoded) if item not in held_out]
     yield from (data.train[item] for item in chosen[:count])
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A decoder layer with its weights in memory."""
-
-    module: nn.Module
-    prefix: str
-    matrices: Sequence[QuantizedMatrix]
-    hidden: Sequence[torch.Tensor]  # [1, T, D] of each row
-    calls: Sequence[Call]
 
 
 @dataclass(frozen=True)
@@ -305,73 +272,58 @@ class Calibrator:
         stored in the new folder ``scratch``; the others as ``QuantizedSource`` has them."""
         hidden, calls = self.model.record(rows)
         _refuse_infinite(hidden, "the embeddings")
-        count, chosen, dtypes = len(self.model.layers), [], self.model.source.dtypes()
-        num_weights = 0
-        for index in range(count):
+        sources, dtypes, num_weights = list[TensorSource](), self.model.source.dtypes(), 0
+        for index, layer_calls in enumerate(calls):
             with self.model.loaded(index) as (prefix, module):
                 matrices = matrices_of(module, prefix, self.layers, dtypes)
-                layer = _Layer(module, prefix, matrices, hidden, calls[index])
-                tensors = self._gptq(layer)
                 num_weights += len(matrices)
-                for row, call in enumerate(calls[index]):
+                for matrix in matrices:
+                    _stored(matrix)  # is finite, before its outputs are not
+                statistics = statistics_of(module, matrices, hidden, layer_calls)
+                _refuse_infinite([each.gram for each in statistics.values()], prefix)
+                tensors: dict[str, torch.Tensor] = {}
+                for matrix in matrices:
+                    tensors |= self._quantized(matrix, statistics.get(matrix.place))
+                for row, call in enumerate(layer_calls):
                     hidden[row] = run(module, hidden[row], call)
             _refuse_infinite(hidden, prefix)
             copy(TensorsInMemory(tensors), scratch / str(index))
-            chosen.append(("", open_folder(scratch / str(index))))
-            calls[index] = []
-            logger.info("calibrated layer %d of %d", index + 1, count)
+            sources.append(open_folder(scratch / str(index)))
+            layer_calls.clear()
+            logger.info("calibrated layer %d of %d", index + 1, len(calls))
         if self.rounded:
             logger.warning(
                 "%d of %d weights got too few tokens of the calibration rows (an expert needs %d), "
                 "and are rounded to nearest (%s, for example)",
                 *(len(self.rounded), num_weights, FEWEST, self.rounded[0]),
             )
-        done = {name for _, source in chosen for name in source.shapes()}
+        done = {name for source in sources for name in source.shapes()}
         plain = QuantizedSource(self.model.source, self.scheme, self.layers.names)
         left = Renamed(plain, {name: name for name in plain.shapes() if name not in done})
-        return JoinedSource([("", left), *chosen])
+        return JoinedSource([("", left), *(("", source) for source in sources)])
 
-    def _gptq(self, layer: _Layer) -> dict[str, torch.Tensor]:
-        """The tensors of a layer, whose weights become those that they stand for."""
-        for matrix in layer.matrices:
-            self._stored(matrix)  # is finite
-        statistics = statistics_of(layer.module, layer.matrices, layer.hidden, layer.calls)
-        _refuse_infinite([one.gram for one in statistics.values()], layer.prefix)
-        found: dict[str, torch.Tensor] = {}
-        for matrix in layer.matrices:
-            inputs = self._enough(matrix, statistics)
-            stored = self._stored(matrix)
-            if inputs is None:
-                values = round_to_nearest(stored.float(), self.scheme, stored.dtype)
-            else:
-                values = round_by_gptq(stored, inputs.gram, self.scheme)
-                error = output_error(matrix.weight, values, inputs.gram)
-                logger.debug("%s: error of outputs %.2e", matrix.name, error)
-            scales, zeros = self.scheme.scales(stored)
-            matrix.weight.copy_(values)
-            packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
-            module = matrix.name.removesuffix("weight")
-            found |= {f"{module}{role}": tensor for role, tensor in packed.items()}
-        return found
+    def _quantized(
+        self, matrix: QuantizedMatrix, inputs: InputStatistics | None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a matrix, which becomes what they stand for."""
+        stored = _stored(matrix)
+        if inputs is None or (matrix.is_expert and inputs.num_tokens < FEWEST):
+            self.rounded.append(matrix.name)
+            values = round_to_nearest(stored.float(), self.scheme, stored.dtype)
+        else:
+            values = round_by_gptq(stored, inputs.gram, self.scheme)
+        scales, zeros = self.scheme.scales(stored)
+        matrix.weight.copy_(values)
+        packed = self.scheme.packed(values.cpu(), scales.cpu(), zeros.cpu())
+        return {f"{matrix.name.removesuffix('weight')}{role}": t for role, t in packed.items()}
 
-    def _enough(
-        self, matrix: QuantizedMatrix, statistics: Mapping[Place, InputStatistics]
-    ) -> InputStatistics | None:
-        """Those of a matrix, unless there are none, or an expert has few."""
-        found = statistics.get(matrix.place)
-        if found is not None and (found.num_tokens >= FEWEST or not matrix.is_expert):
-            return found
-        self.rounded.append(matrix.name)
-        return None
 
-    def _stored(self, matrix: QuantizedMatrix) -> torch.Tensor:
-        """The weight in the type of the files."""
-        stored = matrix.weight.to(matrix.dtype)
-        if not stored.isfinite().all():
-            raise ModelError(
-                f"{matrix.name}: it contains NaN or infinite values; nothing was written"
-            )
-        return stored
+def _stored(matrix: QuantizedMatrix) -> torch.Tensor:
+    """The weight in the type of the files."""
+    stored = matrix.weight.to(matrix.dtype)
+    if not stored.isfinite().all():
+        raise ModelError(f"{matrix.name}: it contains NaN or infinite values; nothing was written")
+    return stored
 
 
 def _refuse_infinite(values: Sequence[torch.Tensor], where: str) -> None:

@@ -24,7 +24,7 @@ from .target import QuantizedFolder
 
 _ROWS = 128  # of the training data, for calibration
 _SCRATCH = ".calibrated"
-_WITHOUT_EXPERTS = ("fp8-block", "w8a8")  # transformers 5 dequantizes the others' as it opens them
+_WITHOUT_EXPERTS = ("w8a8",)  # transformers 5 dequantizes the others' as it opens them
 
 
 def write_quantized(

@@ -12,7 +12,7 @@ A view of a source in which the weights of linear layers are quantized, rows by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,10 +27,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     preset_name_to_scheme,
 )
-from compressed_tensors.quantization.utils import (
-    calculate_qparams,
-    maybe_pad_tensor_for_block_quant,
-)
+from compressed_tensors.quantization.utils import calculate_qparams
 from compressed_tensors.version import __version__
 from torch import nn
 from transformers import PreTrainedModel
@@ -114,7 +111,7 @@ def _experts(
     return found
 
 
-PRESETS = {"fp8": "FP8_DYNAMIC", "fp8-block": "FP8_BLOCK", "w8a8": "W8A8", "w4a16": "W4A16"}
+PRESETS = {"fp8": "FP8_DYNAMIC", "w8a8": "W8A8", "w4a16": "W4A16"}
 """``--quantize``: the preset of the package."""
 SCALE, SHAPE = "weight_scale", "weight_shape"
 _SIZES = (128, 64, 32)  # of groups, which the kernels of vLLM have
@@ -143,22 +140,15 @@ class WeightScheme:
         return str(infer_module_format(torch.nn.Linear, self.preset).value)
 
     @property
-    def row_block(self) -> int:
-        """Rows that share scales, and so are quantized together."""
-        return int(self.args.block_structure[0]) if self.args.strategy == "block" else 1
-
-    @property
-    def column_block(self) -> int:
-        """Inputs that share a scale; 1 if all do."""
-        if self.args.strategy == "block":
-            return int(self.args.block_structure[1])
-        return int(self.args.group_size) if self.args.strategy == "group" else 1
+    def group_size(self) -> int | None:
+        """Inputs that share a scale; None if all do."""
+        return int(self.args.group_size) if self.args.strategy == "group" else None
 
     def parts(self, shape: Shape, dtype: torch.dtype) -> dict[str, tuple[Shape, torch.dtype]]:
         """The tensors that take the place of a weight [O, I]: shape and dtype by role."""
         rows, columns = shape
-        groups = columns // self.column_block if self.column_block > 1 else 1
-        scales = {SCALE: ((rows // self.row_block, groups), dtype)}
+        groups = 1 if self.group_size is None else columns // self.group_size
+        scales = {SCALE: ((rows, groups), dtype)}
         if self.format == "pack-quantized":
             words = -(-columns * self.args.num_bits // 32)
             return {
@@ -169,35 +159,23 @@ class WeightScheme:
         return {"weight": (shape, self.args.pytorch_dtype()), **scales}
 
     def check(self, shapes: Mapping[str, Shape], where: str) -> None:
-        """Raise ``ModelError`` if a weight does not divide into the blocks that share a scale."""
+        """Raise ``ModelError`` if a weight does not divide into groups that share a scale."""
         for name, (rows, columns) in shapes.items():
-            if rows % self.row_block or columns % self.column_block:
-                block = f"groups of {self.column_block} inputs"
-                if self.args.strategy == "block":
-                    block = f"blocks of {self.row_block} x {self.column_block}"
+            if self.group_size is not None and columns % self.group_size:
                 fitting = [n for n in _SIZES if not any(shape[1] % n for shape in shapes.values())]
-                cure = "--quantize fp8 or w8a8"
-                if self.args.strategy == "group" and fitting:
-                    cure = f"--group-size {fitting[0]}"
+                cure = f"--group-size {fitting[0]}" if fitting else "--quantize fp8 or w8a8"
                 raise ModelError(
-                    f"{where}: {name} is {rows} x {columns}, which {block} do not divide; use "
-                    f"{cure}"
+                    f"{where}: {name} is {rows} x {columns}, which groups of {self.group_size} "
+                    f"inputs do not divide; use {cure}"
                 )
 
     def scales(self, weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zero points by the largest values: [O, 1], [O, G] or of blocks."""
-        if self.args.strategy == "block":
-            block = tuple(self.args.block_structure)
-            padded: torch.Tensor = maybe_pad_tensor_for_block_quant(weight_OI, block)
-            blocks = (-(-len(weight_OI) // block[0]), block[0], -1, block[1])
-            split = padded.reshape(blocks)
-            low, high = split.amin((1, 3)), split.amax((1, 3))
-        else:
-            size = self.column_block if self.column_block > 1 else weight_OI.shape[1]
-            split = weight_OI.reshape(len(weight_OI), -1, size)
-            low, high = split.amin(2), split.amax(2)
-        found: tuple[torch.Tensor, torch.Tensor] = calculate_qparams(low, high, self.args)
-        return found
+        """Scales and zero points by the largest values: [O, 1] or [O, G]."""
+        size = self.group_size or weight_OI.shape[1]
+        split_OGI = weight_OI.reshape(len(weight_OI), -1, size)
+        low_OG, high_OG = split_OGI.amin(2), split_OGI.amax(2)
+        scales: tuple[torch.Tensor, torch.Tensor] = calculate_qparams(low_OG, high_OG, self.args)
+        return scales
 
     def compress(self, weight_OI: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         """Complete rows of the weight ``name`` rounded to nearest: the tensors by role. Raises
@@ -282,31 +260,12 @@ class QuantizedSource:
             return self.source.read(name, box)
         weight, role, shape, _ = self._parts()[name]
         if role == SHAPE:
-            found = torch.tensor(self.source.shapes()[weight])
-        else:
-            rows = [self._rows(weight, role, part) for part in self._split(weight, role, box)]
-            found = torch.cat(rows)
-            box = Box((0, *box.start[1:]), box.shape)
-            shape = (len(found), *shape[1:])
-        return found[box.slices_in(Box.whole(shape))]
-
-    def _split(self, weight: str, role: str, box: Box) -> Iterator[Box]:
-        """Some rows of the new tensor at a time."""
+            return torch.tensor(self.source.shapes()[weight])[box.slices_in(Box.whole(shape))]
         columns = self.source.shapes()[weight][1]
         step = max(1, _CHUNK // columns)
-        if role == "weight_scale":
-            step = max(1, step // self.scheme.row_block)
+        parts = []
         for first in range(box.start[0], box.stop[0], step):
-            yield Box((first, 0), (min(step, box.stop[0] - first), columns))
-
-    def _rows(self, weight: str, role: str, rows: Box) -> torch.Tensor:
-        """The ``rows`` of the new tensor; those of the weight that share a scale are read whole."""
-        block, columns = self.scheme.row_block, rows.shape[1]
-        first, stop = rows.start[0], rows.stop[0]
-        if role == "weight_scale":
-            start, end = first * block, stop * block
-        else:
-            start, end = first // block * block, -(-stop // block) * block
-        read = self.source.read(weight, Box((start, 0), (end - start, columns)))
-        found = self.scheme.compress(read, weight)[role]
-        return found if role == "weight_scale" else found[first - start : stop - start]
+            rows = Box((first, 0), (min(step, box.stop[0] - first), columns))
+            parts.append(self.scheme.compress(self.source.read(weight, rows), weight)[role])
+        _, columns_of_box = box.slices_in(Box.whole(shape))
+        return torch.cat(parts)[:, columns_of_box]

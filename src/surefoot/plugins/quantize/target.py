@@ -24,7 +24,7 @@ class QuantizedFolder(Target):
     )
     package: ClassVar[str | None] = "compressed_tensors"
 
-    quantize: Literal["fp8", "fp8-block", "w8a8", "w4a16"] = "fp8"
+    quantize: Literal["fp8", "w8a8", "w4a16"] = "fp8"
     """Type of the weights."""
 
     group_size: Literal["32", "64", "128"] | None = None

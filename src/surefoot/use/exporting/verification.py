@@ -197,7 +197,7 @@ EXACT = 1e-3  # other orders of summation in float32
 BOUNDS: Mapping[str, float] = {
     **dict.fromkeys(("float32", "f32"), EXACT),
     **dict.fromkeys(("bfloat16", "float16", "bf16", "f16"), 0.02),
-    **dict.fromkeys(("q8_0", "w8a8", "fp8", "fp8-block", "q6_k"), 0.1),
+    **dict.fromkeys(("q8_0", "w8a8", "fp8", "q6_k"), 0.1),
     **dict.fromkeys(("q5_k_m", "q5_k_s", "q5_0"), 0.2),
     **dict.fromkeys(("q4_k_m", "q4_k_s", "q4_0", "w4a16"), 0.5),
 }
