@@ -439,10 +439,10 @@ def tiny_work(tmp_path_factory):
 @pytest.mark.parametrize(
     ("part", "only", "figure"),
     [
-        ("speed", "full 1.7B, chats, surefoot", "operations"),
         ("speed", "head 151,936 x 2,048, heads", ""),
         ("save", "full 1.7B, surefoot", "first_step_after_s"),
         ("profile", "full 1.7B, chats, surefoot", "kernels"),
+        pytest.param("speed", "full 1.7B, chats, surefoot", "operations", marks=pytest.mark.proof),
     ],
 )
 def test_a_tiny_case_of_each_part_runs_on_the_cpu(part, only, figure, tiny_work):

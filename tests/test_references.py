@@ -68,7 +68,7 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == 5
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.proof), "lora"])
 def test_a_resume_finds_what_was_asked_and_where_it_is_gone_asks_again(method, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     saves = {"save_steps": 8}  # and when it is stopped
@@ -332,7 +332,7 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
     assert [known is None for known in open_pairs(tmp_path, items).known] == [True, True, False]
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.proof), "full"])
 def test_a_reference_in_the_window_computes_what_one_before_the_first_step_does(method, tmp_path):
     """With an adapter it is the base, and there is no second model."""
     data = {"datasets": ["marked"], "cache_dir": str(tmp_path / "cache"), "val_size": 4}

@@ -22,7 +22,7 @@ def run(*arguments, code=0):
     return found.output if code else found.stdout
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.proof), "lora"])
 def trained(request, tmp_path_factory):
     """A run, the file of its pairs, and their rewards."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -126,7 +126,9 @@ def extended(folder, kind, **changes):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["yarn", "linear", "llama3"])
+@pytest.mark.parametrize(
+    "kind", ["yarn", *(pytest.param(k, marks=pytest.mark.proof) for k in ("linear", "llama3"))]
+)
 def test_extended_positions_are_saved_with_a_full_model(project, tmp_path, kind):
     settings = {"model": {"max_positions": 512, "rope_scaling": kind}, "data.cutoff_len": 400}
     run = tmp_path / "run"

@@ -14,7 +14,11 @@ ADAPTER = LoRA(rank=2, alpha=8.0)
 
 
 @pytest.mark.parametrize("method", [Full(), ADAPTER], ids=["full", "lora"])
-@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, pytest.param({"dp_replicate": 2}, marks=pytest.mark.proof), {"tp": 2}],
+    ids=str,
+)
 def test_recomputed_activations_change_nothing(parallel, method, tmp_path):
     expected = learn(trainer(ALONE, tmp_path, method=method), STEPS)
 

@@ -29,8 +29,17 @@ METHODS = {"full": Full(), "freeze": Freeze(num_layers=1), "lora": LoRA(rank=2, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "packing"),
+    [
+        ("full", True),
+        ("lora", False),
+        pytest.param("full", False, marks=pytest.mark.proof),
+        pytest.param("lora", True, marks=pytest.mark.proof),
+        pytest.param("freeze", True, marks=pytest.mark.proof),
+        pytest.param("freeze", False, marks=pytest.mark.proof),
+    ],
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_run(method, packing, tmp_path):
     """Steps 7 and 8 of 4 windows an epoch: dropout, accumulation, shuffling, in mid-epoch."""
     options = {"method": METHODS[method], "packing": packing, "log_steps": 2}
@@ -74,7 +83,7 @@ def test_a_log_interval_that_spans_a_resume_reports_the_same_mean(tmp_path):
     assert cut.losses == whole.losses
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_accumulation_changes_a_step_only_by_rounding(packing, tmp_path):
     """Micro-batches of unequal token counts, summed and divided once, equal one big batch."""
     logs = []
@@ -229,7 +238,7 @@ def test_a_run_stops_a_step_late_at_most_and_saves_nothing_of_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
-@pytest.mark.parametrize("log_steps", [1, 8])
+@pytest.mark.parametrize("log_steps", [pytest.param(1, marks=pytest.mark.proof), 8])
 def test_skip_leaves_the_step_out_and_goes_on(log_steps, tmp_path):
     built = poisoned(tmp_path, (1, 0), on_nan="skip", log_steps=log_steps)
     state = built.fit()
@@ -267,7 +276,7 @@ def test_the_cure_of_a_bad_step_is_another_one_than_what_was_tried(on_nan, cure,
     assert str(stopped.value).endswith(cure)
 
 
-@pytest.mark.parametrize("log_steps", [1, 8])
+@pytest.mark.parametrize("log_steps", [pytest.param(1, marks=pytest.mark.proof), 8])
 def test_rollback_goes_back_and_leaves_out_the_window(log_steps, tmp_path):
     """Also if nobody looks at the step before the next one has run."""
     built = poisoned(tmp_path, (1, 0), on_nan="rollback", log_steps=log_steps)

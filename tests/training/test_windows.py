@@ -134,7 +134,7 @@ def die_between_tokens(patch):
     ("stage", "where"),
     [
         ("grpo", "sampling"),
-        ("grpo", "a reward"),
+        pytest.param("grpo", "a reward", marks=pytest.mark.proof),
         ("ppo", "a step of an inner epoch"),
         pytest.param("ppo", "sampling", marks=pytest.mark.proof),
         pytest.param("ppo", "a reward", marks=pytest.mark.proof),

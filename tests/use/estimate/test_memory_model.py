@@ -208,8 +208,8 @@ def resized(monkeypatch):
     ("method", "precision", "again"),
     [
         ("full", "fp32", True),
-        ("full", "bf16", True),
-        ("full", "bf16", False),
+        pytest.param("full", "bf16", True, marks=pytest.mark.proof),
+        pytest.param("full", "bf16", False, marks=pytest.mark.proof),
         ("lora", "bf16", True),
         ("lora", "fp32", False),
     ],

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
         ("bf16", False, True),
     ],
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2", marks=pytest.mark.proof)])
 def test_what_is_kept_is_what_torch_really_saves(tmp_path, kind, precision, recomputes, packing):
     made = recipe(
         tmp_path,

@@ -86,7 +86,7 @@ def measured(world, made, micro_batch, precision, sequence):
 @pytest.mark.parametrize(
     ("kind", "method", "precision", "recomputes", "sequence", "packing"),
     [
-        ("llama", "full", "fp32", False, False, True),
+        pytest.param("llama", "full", "fp32", False, False, True, marks=pytest.mark.proof),
         pytest.param("llama", "full", "fp32", False, True, False, marks=pytest.mark.proof),
         ("qwen2", "full", "bf16", True, True, True),
         ("llama", "lora", "bf16", False, False, False),
