@@ -20,10 +20,9 @@ from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.looking.summary import summarise
-from surefoot.checkpoint.saving.job import Shard
 from surefoot.checkpoint.saving.preparation import prepare, save
 from surefoot.checkpoint.saving.writer_group import WriterGroup
-from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.saving.writing import Shard, write
 from surefoot.checkpoint.sources.copying import copy
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import ConcurrentCheck, verify

@@ -11,9 +11,8 @@ import pytest
 from surefoot.checkpoint.disk import manifest as index
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.disk.tensorfile import ITEM_SIZES
-from surefoot.checkpoint.saving.job import WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors, prepare, save
-from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.saving.writing import WriteShare, write
 from surefoot.parallel.box import Box
 
 from .sample import sample_states

@@ -15,7 +15,6 @@ from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare
-from surefoot.checkpoint.saving.saver import start_save
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.verification import verify
 from surefoot.methods.full import Freeze
@@ -192,7 +191,7 @@ def test_one_that_cannot_reserve_the_space_stops_all_before_a_byte_is_written(tm
             for h in [shard.plan.header]
         ]
         job = replace(job, shards=shards if world.is_main else job.shards)
-        start_save(Background(), job, live, in_background=False)
+        Background(is_off=True).save(job, live)
 
     with pytest.raises(AssertionError, match=r"the disk is full"):
         ranks.run(2, work, dp_shard=2)

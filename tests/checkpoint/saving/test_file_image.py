@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.tensorfile import plan_save, ranges_of
 from surefoot.checkpoint.saving._snapshot_buffer import image_of
-from surefoot.checkpoint.saving.job import Shard, WriteShare
+from surefoot.checkpoint.saving.writing import Shard, WriteShare
 from surefoot.parallel.box import Box
 from surefoot.storage.files import PAGE
 

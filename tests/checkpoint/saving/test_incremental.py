@@ -13,12 +13,11 @@ from surefoot.checkpoint.disk.commit import clean, committed
 from surefoot.checkpoint.disk.manifest import STATE
 from surefoot.checkpoint.disk.tensorfile import plan_save
 from surefoot.checkpoint.layouts.opening import open_folder
-from surefoot.checkpoint.saving import joint as shared
+from surefoot.checkpoint.saving import writing
 from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, image_of, places
 from surefoot.checkpoint.saving._writer_process import take
-from surefoot.checkpoint.saving.job import Job, Shard, WriteShare
 from surefoot.checkpoint.saving.preparation import LiveTensors
-from surefoot.checkpoint.saving.writing import write
+from surefoot.checkpoint.saving.writing import Job, Shard, WriteShare, write
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
@@ -193,7 +192,7 @@ def end_of(pid):
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_all_or_nothing_is_there_when_one_dies_wherever_it_is(rank, calls, tmp_path, monkeypatch):
     """One is killed at a call to the operating system; the others end by themselves."""
-    monkeypatch.setattr(shared, "_PATIENCE", 1.0)
+    monkeypatch.setattr(writing, "_PATIENCE", 1.0)
     for number in [calls] if calls else range(1, 100):
         root = tmp_path / str(number)
         root.mkdir()

@@ -19,7 +19,6 @@ from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, places
 from surefoot.checkpoint.saving._writer_process import Background, take
 from surefoot.checkpoint.saving.preparation import prepare, save
-from surefoot.checkpoint.saving.saver import start_save
 from surefoot.checkpoint.verification import verify
 from surefoot.errors import CheckpointError
 
@@ -140,7 +139,7 @@ def test_a_save_whose_writer_cannot_be_started_is_synchronous(
 ):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     job, live = prepare(tmp_path, 1, sample_states(1))
-    saved = start_save(background, job, live)
+    saved = background.save(job, live)
     assert verify(saved.path, full=True).ok
     assert background.is_off
     assert "asynchronous saves are off (cannot start the writer process" in caplog.text

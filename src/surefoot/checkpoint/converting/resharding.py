@@ -23,10 +23,9 @@ from ..disk.manifest import Kind, Layout, Manifest, is_safetensors
 from ..disk.tensorfile import plan_save
 from ..layouts.detection import expect_layout
 from ..layouts.layout import Native
-from ..saving.job import Job, Saved, Shard
 from ..saving.preparation import RANK_FOLDER, indexes, now, still_in, versions
 from ..saving.writer_group import LocalTensor, shared_out
-from ..saving.writing import write
+from ..saving.writing import Job, Saved, Shard, write
 from ..sources.copying import Progress, cast, described, fill, silent
 from ..sources.source import FolderSource, Renamed, TensorSource
 from ..sources.weights import FolderWeights, places

@@ -27,15 +27,10 @@ from ...storage import files
 from ...storage.files import PAGE
 from ...storage.memory import exclusive, free_memory
 from ..disk.tensorfile import FilePlan, num_bytes, parse, ranges_of
-from .job import Job, Shard, WriteShare
+from .writing import Job, Shard, WriteShare
 
 _SPARE = 96 << 20  # bytes for the writer process, and for what the next step may need besides
 _WORTH_BYPASSING = 256 << 10  # bytes; less of a file that others write as well goes to the cache
-
-
-def is_available() -> bool:
-    """Whether this system supports the memory that is needed (Linux does)."""
-    return hasattr(os, "memfd_create")
 
 
 def lacks_room(size: int) -> str | None:
@@ -60,7 +55,10 @@ class SnapshotBuffer:
 
     @classmethod
     def create(cls, size: int) -> SnapshotBuffer:
-        """Allocate all of it; ``MemoryError`` if not enough memory is available."""
+        """Allocate all of it; ``MemoryError`` if not enough memory is available, or if this system
+        has no memory of that kind (Linux has)."""
+        if not hasattr(os, "memfd_create"):
+            raise MemoryError("this system does not support the shared memory that is needed")
         descriptor = os.memfd_create("surefoot-checkpoint", os.MFD_CLOEXEC)
         try:
             with _in_turn(size):

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from ...errors import STOP_SIGNALS, CheckpointError
 from ...storage.folder_lock import StallWatch, state_of
 from ..disk.commit import clean, parts_of
 from ._snapshot_buffer import FileImages, SnapshotBuffer, dump_job, image_of, places
-from .job import MOST_ATTEMPTS, Job, Saved
 from .preparation import LiveTensors
+from .writing import MOST_ATTEMPTS, Job, Saved, write
 
 logger = logging.getLogger(__name__)
 _PAUSE = 1.0  # seconds between two looks at a writer process that has not answered
@@ -40,20 +41,46 @@ _SLACK = 1 << 20  # bytes; the log in the state grows from save to save
 
 
 class Background:
-    """Writes checkpoints in a process of its own, one after another."""
+    """Writes checkpoints in a process of its own, one after another; where that is off, at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_off: bool = False) -> None:
+        self.is_off = is_off  # also after a save that could not be asynchronous
         self._arena: SnapshotBuffer | None = None
         self._is_pinned = False  # whether GPUs copy straight into it
         self._writer: _Writer | None = None
         self.target: Path | None = None  # of the save in flight
-        self.is_off = False  # after a save that could not be asynchronous
         self._message: dict[str, Any] = {}  # the job in flight
 
     @property
     def pid(self) -> int | None:
         """Process id of the writer process; None if there is none."""
         return None if self._writer is None else self._writer.process.pid
+
+    def save(self, job: Job, live: LiveTensors) -> Saved | None:
+        """Start to write ``job``; or write it now, and return what was saved. Raises
+        ``CheckpointError`` if it could not be written now."""
+        if not self.is_off:
+            try:
+                self.start(job, live)
+            except MemoryError as error:
+                why = f"no room for a snapshot of the state ({error})"
+            except CheckpointError as error:
+                why = str(error)
+            else:
+                return None
+            logger.warning("asynchronous saves are off (%s): training waits for every save", why)
+            self.is_off = True
+        while True:  # all ranks of a joint save write again if one has failed
+            is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
+            try:
+                saved = write(job, live)
+            except CheckpointError:
+                if is_last:
+                    raise
+            else:
+                if is_last or saved.is_committed:
+                    return saved
+            job = replace(job, attempt=job.attempt + 1)
 
     def start(self, job: Job, live: LiveTensors) -> None:
         """Take a snapshot and start to write it. ``MemoryError`` if there is no room for it,
@@ -107,23 +134,24 @@ class Background:
         """
         assert self._writer is not None
         assert self._arena is not None
-        if answer := self._writer.answer(target):
-            told = json.loads(answer)
-            why, can_mend = str(told.get("error", "")), self._message["nonce"] is not None
-            is_done = not why and told["is_committed"]
+        if line := self._writer.answer(target):
+            answer = json.loads(line)
+            problem, can_retry = answer.get("error", ""), self._message["nonce"] is not None
+            is_done = not problem and answer["is_committed"]
         else:
-            told, why, can_mend, is_done = {}, self._writer.death(), True, False
+            answer, is_done, can_retry = {}, False, True
+            problem = f"cannot save {target}: {self._writer.death()}"
             clean(target.parent)
         self.target, attempt = None, self._message["attempt"] + 1
-        if not is_done and can_mend and attempt < MOST_ATTEMPTS:
-            logger.warning("%s; retrying once", why or f"{target.name} is not committed")
+        if not is_done and can_retry and attempt < MOST_ATTEMPTS:
+            logger.warning("%s; retrying once", problem or f"{target.name} is not committed")
             self._message["attempt"] = attempt
             self._send(self._arena)
             self.target = target
             return None
-        if why:
-            raise CheckpointError(why if told else f"cannot save {target}: {why}")
-        return Saved(**{**told, "path": target})
+        if problem:
+            raise CheckpointError(problem)
+        return Saved(**{**answer, "path": target})
 
     def _room(self, size: int, ample: int, live: LiveTensors) -> SnapshotBuffer:
         """The snapshot buffer; a too small one is replaced, with the process that maps it."""

@@ -26,9 +26,8 @@ from ..state.local_box import LocalBox, local_box_of
 from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, trained_names
 from ..state.roles import STATE as STATE_ROLE
 from ..state.states import adopted, split
-from .job import Job, Shard, WriteShare
 from .writer_group import ALONE, Holding, LocalTensor, WriterGroup
-from .writing import write
+from .writing import Job, Shard, WriteShare, write
 
 LIBRARIES = ("surefoot", "torch", "transformers", "peft", "safetensors")
 RANK_FOLDER = "rank_{:05d}"  # of layout distributed

@@ -25,12 +25,11 @@ from ..disk.commit import committed, step_of
 from ..disk.manifest import Kind
 from ..disk.retention import RetentionPolicy, Times, pinned
 from ..state.roles import Stateful
-from ._snapshot_buffer import is_available, lacks_room
+from ._snapshot_buffer import lacks_room
 from ._writer_process import Background
-from .job import MOST_ATTEMPTS, Job, Saved
-from .preparation import LiveTensors, prepare
+from .preparation import prepare
 from .writer_group import ALONE, WriterGroup
-from .writing import write
+from .writing import Saved
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class AsyncSaver:
         )
         self._resumed_from = None if self.resumed_from is None else Path(self.resumed_from)
         self.newest = None if self.is_foreign else self._resumed_from
-        self._flight = Background()
+        self._flight = Background(is_off=not self.in_background)
         self._num_shared = 0 if self._resumed_from is None else 1  # saves that shared, in a row
         self._lock: FolderLock | None = None
         if not (self.has_lock or self.writers.rank):
@@ -277,7 +276,7 @@ class AsyncSaver:
         self._replaces = job.forget
         for listener in self.listeners:
             listener.on_save(job.forget)
-        self._note(partial(start_save, self._flight, job, live, in_background=self.in_background))
+        self._note(partial(self._flight.save, job, live))
 
     def _is_spared(self, target: Path, insist: bool) -> bool:
         """Whether that state is saved already, or is skipped for one in flight."""
@@ -409,37 +408,3 @@ class AsyncSaver:
             protected=kept,
         )
         return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]
-
-
-def start_save(
-    background: Background, job: Job, live: LiveTensors, *, in_background: bool = True
-) -> Saved | None:
-    """Start to write ``job``, or write it now; what was saved in that case."""
-    if in_background and not background.is_off:
-        why = "this system does not support the shared memory that is needed"
-        if is_available():
-            try:
-                background.start(job, live)
-                return None
-            except MemoryError as error:
-                why = f"no room for a snapshot of the state ({error})"
-            except CheckpointError as error:
-                why = str(error)
-        logger.warning("asynchronous saves are off (%s): training waits for every save", why)
-        background.is_off = True
-    return _write(job, live)
-
-
-def _write(job: Job, live: LiveTensors) -> Saved:
-    """Write synchronously; again, if ranks of a joint save have failed."""
-    while True:
-        is_last = job.nonce is None or job.attempt + 1 >= MOST_ATTEMPTS
-        try:
-            saved = write(job, live)
-        except CheckpointError:
-            if is_last:
-                raise
-        else:
-            if is_last or saved.is_committed:
-                return saved
-        job = replace(job, attempt=job.attempt + 1)

@@ -1,37 +1,137 @@
-"""Write a checkpoint to a temporary folder, commit it, then delete what it replaces.
+"""Write a job, everything of a future checkpoint except the bytes of its tensors, to a temporary
+folder; commit it, then delete what it replaces. No torch here: so the writer process starts in a
+tenth of a second.
 
 The bytes of tensors come from a ``Content``: live tensors (``preparation``), or the
-``snapshot_buffer``. Files that would equal the parent's are not written again. No torch here: so
-the writer process starts in a tenth of a second.
+``snapshot_buffer``. Files that would equal the parent's are not written again.
+
+In a joint save every rank writes its own boxes and a report file; rank 0 waits for all reports and
+commits. Each rank writes files of its own, or its part of shared files. Rank 0 creates shared
+files, and then lets the others start (``.begin.json``). Before that, they may have reported which
+files differ from the parent checkpoint.
+
+A report, ``.rank_00003.json`` in the temporary folder, is locked by its writer until it is
+complete. So rank 0 can distinguish a rank that still writes from one that died, whatever machine it
+ran on; the others watch rank 0 by the lock of the manifest. If any rank fails or dies, the attempt
+has failed for all, and each of them makes another one, in another folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from ...errors import CheckpointError
+from ...parallel.box import Box
 from ...storage import files
 from ...storage.disk_usage import num_names
-from ..disk.commit import delete, refuse_existing, step_of, temporary_folder
+from ..disk.commit import delete, part_of, refuse_existing, step_of, temporary_folder
 from ..disk.folder import CheckpointFolder, open_checkpoint
-from ..disk.manifest import MANIFEST, Manifest, Piece, check_consistent, dump
-from ..disk.retention import pinned
-from ..disk.tensorfile import explained
-from .job import Content, Job, Saved, Shard
-from .joint import (
-    Written,
-    gather,
-    publish_files,
-    publish_folder,
-    read_changed,
-    report_changed,
-    wait_for_files,
-    write_own_part,
+from ..disk.manifest import (
+    MANIFEST,
+    Kind,
+    Layout,
+    Manifest,
+    Piece,
+    check_consistent,
+    dump,
+    dump_piece,
+    parse_piece,
 )
+from ..disk.retention import pinned
+from ..disk.tensorfile import FilePlan, explained
+
+MOST_ATTEMPTS = 2  # to write a job of which a process was killed, or one that several write
+
+
+@dataclass(frozen=True)
+class WriteShare:
+    """The part of a file that one of several ranks writes."""
+
+    boxes: Mapping[str, Box]  # of the whole tensors in it, by key
+    has_head: bool  # whether it writes what precedes the tensors
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tensors to write."""
+
+    role: str  # model, optimizer or state
+    plan: FilePlan
+    share: WriteShare | None = None  # if several processes write it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to write where, and what to delete once it is committed."""
+
+    root: Path
+    step: int
+    kind: Kind
+    created: str  # UTC, ISO 8601
+    versions: Mapping[str, str]
+    shards: Sequence[Shard]
+    small: Mapping[str, bytes]  # the other files, by name
+    parent: str | None = None  # the checkpoint this run went on from
+    forget: Sequence[str] = ()  # checkpoints under ``root`` that this one takes the place of
+    layout: Layout = "full"
+    rank: int = 0  # which process this is of those that write the checkpoint together
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    nonce: str | None = None  # of the folder aside, on which they have agreed
+    attempt: int = 0  # how often it has failed; a folder aside for each
+    share: bool = True  # files equal to the parent's are linked instead of written again
+    beside: Sequence[str] = ()  # files and folders under ``root`` to flush before the commit
+    makes_root: bool = True  # False if ``root`` must exist: a run is never divided
+    most_sharing: int = 8  # checkpoints that may have one file in common
+    name: str | None = None  # of the folder, if it is not checkpoint-{step}
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether several ranks write the same files, at least an adapter's."""
+        return self.nonce is not None and (self.layout == "full" or self.kind == "adapter")
+
+    @property
+    def may_share(self) -> bool:
+        """Whether files may be shared with the parent, on which all ranks agree."""
+        return self.share and self.parent is not None
+
+    @property
+    def target(self) -> Path:
+        """The folder of the future checkpoint."""
+        return self.root / (self.name or f"checkpoint-{self.step}")
+
+    def nonce_of(self, attempt: int) -> str | None:
+        """The part of the temporary folder's name on which ranks agree, of one attempt."""
+        return None if self.nonce is None else f"{self.nonce}{attempt:x}"
+
+
+class Content(Protocol):
+    """The bytes of a job's tensors."""
+
+    def write(self, shard: Shard, file: files.File) -> Mapping[str, str]:
+        """Write and flush the file; returns the hash of each tensor's bytes by name."""
+
+    def hash(self, shard: Shard, name: str) -> str:
+        """The hash of one tensor's bytes."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A committed checkpoint."""
+
+    path: Path
+    num_bytes: int  # of all its files
+    num_shared: int = 0  # of these, bytes that lie in files it shares with its parent
+    seconds: float = 0.0  # from the first byte to the commit
+    problem: str | None = None  # why an older checkpoint could not be removed
+    is_committed: bool = True  # as far as a process knows that is not the first
 
 
 def write(
@@ -64,8 +164,8 @@ def write(
         with temporary_folder(target, job.nonce_of(job.attempt)) as part:
             if started is not None:
                 started()
-            if job.nonce is not None:
-                publish_folder(part.folder)
+            if job.nonce is not None:  # the others learn that the folder exists and is locked
+                files.create(part.folder / _REPORT.format(0)).close()
             written = write_files(job, content, part.folder, is_orphan)
             if job.nonce is not None:  # others write their part
                 gather(job, part.folder, written, is_orphan)
@@ -154,22 +254,20 @@ def write_files(
         return True
 
     to_write = [shard for shard in job.shards if shard.share is None and not is_linked(shard)]
-    joint = job.joint_shards
+    joint = [shard for shard in job.shards if shard.share is not None]
     if job.is_joint and job.rank == 0:
         changed = read_changed(job, folder, is_orphan) if job.may_share else set()
         joint = [s for s in joint if s.plan.name in changed or not is_linked(s)]
         _reserve(folder, [*to_write, *joint])
-        publish_files(folder, [shard.plan.name for shard in joint])
+        # the others write their parts of these files, which exist at full length now
+        _put(folder / _BEGIN, [shard.plan.name for shard in joint])
     else:
         _reserve(folder, to_write)
     if job.is_joint and job.rank > 0:
         if job.may_share:
-            changed = {
-                shard.plan.name
-                for shard in joint
-                if parent is None or equal_file(parent, shard, content) is None
-            }
-            report_changed(job, folder, sorted(changed))
+            equal = {s.plan.name for s in joint if parent and equal_file(parent, s, content)}
+            changed = {shard.plan.name for shard in joint} - equal
+            _put(folder / _CHANGED.format(job.rank), sorted(changed))
         created = wait_for_files(folder)
         joint = [shard for shard in joint if shard.plan.name in created]
     for shard in [*to_write, *joint]:
@@ -265,3 +363,199 @@ def make_parent(folder: Path, name: str) -> None:
     parent = (folder / name).parent
     if parent != folder and not files.is_folder(parent):
         files.new_folder(parent)
+
+
+_REPORT = ".rank_{:05d}.json"
+_CHANGED = ".rank_{:05d}.changed.json"
+_BEGIN = ".begin.json"
+_PAUSE = 0.02  # seconds between two looks
+_PATIENCE = 120.0  # seconds for another process to begin; much less than collectives wait
+_LAST_CHANCE = 5.0  # the same, when those that train are dead
+_MAX_REPORT = 1 << 30
+T = TypeVar("T")
+
+
+@dataclass
+class Written:
+    """The content of the folder so far."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    num_shared: int = 0
+
+
+def write_own_part(
+    job: Job, write_files: Callable[[Path], Written], is_orphan: Callable[[], bool]
+) -> tuple[int, bool]:
+    """Write and report the files of a rank other than 0; the bytes, and if they are committed."""
+    folder = _folder(job, is_orphan)
+    if folder is None:
+        return 0, files.exists(job.target / MANIFEST)
+    path, size = folder / _REPORT.format(job.rank), 0
+    try:
+        with files.create(path.with_suffix(".part")) as file:
+            file.lock()
+            files.rename(file.path, path)  # it appears locked
+            report, size = _reported(folder, write_files)
+            data = json.dumps(report).encode()
+            file.reserve(len(data))
+            file.write_at(0, data)
+            file.sync()
+    except FileNotFoundError:
+        size = 0  # the attempt has failed meanwhile, and its folder is being removed
+    # until rank 0 has committed the folder, or has failed or died
+    while not (is_committed := files.exists(job.target / MANIFEST)) and not _is_abandoned(folder):
+        time.sleep(_PAUSE)
+    return size, is_committed or files.exists(job.target / MANIFEST)
+
+
+def _reported(
+    folder: Path, write_files: Callable[[Path], Written]
+) -> tuple[Mapping[str, object], int]:
+    try:
+        written = write_files(folder)
+    except OSError as error:
+        return {"error": files.explain(error)}, 0
+    except CheckpointError as error:
+        return {"error": str(error)}, 0
+    report = {**vars(written), "pieces": [dump_piece(piece) for piece in written.pieces]}
+    return report, sum(piece.num_bytes for piece in written.pieces)
+
+
+def gather(job: Job, folder: Path, written: Written, is_orphan: Callable[[], bool]) -> None:
+    """Add the reports of all others to ``written``; raises if a rank failed or died."""
+    for rank in range(1, job.world_size):
+        path = folder / _REPORT.format(rank)
+        report = _wait_for(partial(_look, path, rank), rank, is_orphan)
+        _refuse_error(job, rank, report)
+        written.files |= report["files"]
+        written.hashes |= report["hashes"]
+        written.pieces += [parse_piece(piece, str(path)) for piece in report["pieces"]]
+        written.num_shared += report["num_shared"]
+        files.remove_tree(path)
+    for name in (_BEGIN, _REPORT.format(0)):
+        files.remove_tree(folder / name)
+
+
+def read_changed(job: Job, folder: Path, is_orphan: Callable[[], bool]) -> set[str]:
+    """The files that some other rank has reported. Raises as ``gather``."""
+    changed: set[str] = set()
+    for rank in range(1, job.world_size):
+        path = folder / _CHANGED.format(rank)
+
+        def look(path: Path = path, rank: int = rank) -> list[str] | None:
+            if files.exists(path):
+                return _get(path)
+            _refuse_error(job, rank, _look(folder / _REPORT.format(rank), rank) or {})
+            return None
+
+        changed |= set(_wait_for(look, rank, is_orphan))
+        files.remove_tree(path)
+    return changed
+
+
+def wait_for_files(folder: Path) -> list[str]:
+    """The files of which this rank writes a part, once rank 0 made them; raises if it died."""
+    while not files.exists(folder / _BEGIN):
+        if _is_abandoned(folder):
+            raise CheckpointError("rank 0 died or aborted before it created the checkpoint files")
+        time.sleep(_PAUSE)
+    return _get(folder / _BEGIN)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether the manifest of the temporary folder is no longer locked."""
+    try:
+        with files.open_file(folder / MANIFEST, follow=False, write=True) as manifest:
+            return manifest.lock()
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+
+
+def _put(path: Path, names: list[str]) -> None:
+    """A small file that is complete when it appears."""
+    part = path.with_suffix(".part")
+    with files.create(part) as file:
+        file.write_at(0, json.dumps(names).encode())
+    files.rename(part, path)
+
+
+def _get(path: Path) -> list[str]:
+    with files.open_file(path, follow=False) as file:
+        found: list[str] = json.loads(files.read_all(file, _MAX_REPORT))
+    return found
+
+
+def _refuse_error(job: Job, rank: int, told: Mapping[str, Any]) -> None:
+    if "error" in told:
+        raise CheckpointError(f"cannot save {job.target}: rank {rank}: {told['error']}")
+
+
+def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
+    """The temporary folder, once rank 0 has locked it; None if another attempt took over."""
+    folder, began = _folder_of(job, job.attempt), time.monotonic()
+    while not files.exists(folder / _REPORT.format(0)):
+        if files.exists(job.target / MANIFEST) or files.exists(_folder_of(job, job.attempt + 1)):
+            return None
+        for attempt in range(job.attempt):
+            _give_up(job, _folder_of(job, attempt))
+        if time.monotonic() - began > _patience(is_orphan):
+            raise CheckpointError(
+                f"cannot save {job.target}: temporary folder {folder.name} is not visible on "
+                "this rank; all machines must share train.output_dir (or train.cache_dir)"
+            )
+        time.sleep(_PAUSE)
+    return folder
+
+
+def _folder_of(job: Job, attempt: int) -> Path:
+    nonce = job.nonce_of(attempt)
+    assert nonce is not None
+    return part_of(job.target, nonce)
+
+
+def _give_up(job: Job, folder: Path) -> None:
+    """Leave an empty report, as of a rank that died, in an attempt that has none."""
+    if files.exists(folder / _REPORT.format(0)):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            files.create(folder / _REPORT.format(job.rank)).close()
+
+
+def _patience(is_orphan: Callable[[], bool]) -> float:
+    """Seconds to wait; if the training ranks are dead, none will start any more."""
+    return _LAST_CHANCE if is_orphan() else _PATIENCE
+
+
+def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], bool]) -> T:
+    """The result of ``look`` once there is one; raises if the rank never starts."""
+    began = time.monotonic()
+    while True:
+        try:
+            found = look()
+        except FileNotFoundError:
+            if time.monotonic() - began > _patience(is_orphan):
+                raise CheckpointError(f"rank {rank} did not start to save") from None
+            found = None
+        if found is not None:
+            return found
+        time.sleep(_PAUSE)
+
+
+def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
+    """The report of a rank; None while it is writing."""
+    try:
+        with files.open_file(path, follow=False, write=True) as file:
+            is_over = file.lock()
+            data = files.read_all(file, _MAX_REPORT)
+    except BlockingIOError:
+        return None
+    try:
+        found: Mapping[str, Any] = json.loads(data)
+    except ValueError:  # empty, or zeros: space that was reserved
+        if not is_over:  # there are no locks here, and patience decides
+            raise FileNotFoundError(path) from None
+        raise CheckpointError(f"rank {rank} died during the save") from None
+    return found

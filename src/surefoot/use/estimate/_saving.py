@@ -12,10 +12,8 @@ import torch
 
 from ...checkpoint.disk.manifest import dump
 from ...checkpoint.disk.retention import RetentionPolicy, decide
-from ...checkpoint.saving.job import Job
-from ...checkpoint.saving.joint import Written
 from ...checkpoint.saving.preparation import prepare
-from ...checkpoint.saving.writing import manifest_of, note
+from ...checkpoint.saving.writing import Job, Written, manifest_of, note
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
