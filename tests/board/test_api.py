@@ -13,7 +13,7 @@ from board.runs import COMPLETE, RECIPE, write_run
 from surefoot import __version__
 from surefoot.plugins.board.app import create_app
 from surefoot.plugins.board.processes import ChildCommands
-from surefoot.training.callbacks.launches import process, start_training, started
+from surefoot.training.callbacks.launches import process, started
 
 MINE = {"X-Surefoot": "1"}
 
@@ -209,32 +209,6 @@ def test_what_is_tried_is_the_text_of_the_page_and_not_the_file(board, root):
         assert time.monotonic() < end
         time.sleep(0.05)
     assert "runs/mine" in (root / "recipes/mine.yaml").read_text()
-
-
-def test_only_a_run_that_did_not_start_is_deleted_and_only_what_its_start_has_left(board, root):
-    def deleted(run):
-        answer = board.post("/api/delete", params={"run": run})
-        return answer.status_code, answer.json().get("error", "")
-
-    folder = root / "runs/no start"
-    start_training(folder, ["version"]).wait()  # a process that begins no launch
-    assert row_of(board, "runs/no start")["has_begun"] is False
-    (folder / "checkpoint-3").mkdir()
-    assert "has checkpoint-3" in deleted("runs/no start")[1]
-    (folder / "checkpoint-3").rmdir()
-    (folder / "mine.txt").symlink_to(root / "recipes/mine.yaml")
-    assert "has mine.txt" in deleted("runs/no start")[1]
-    (folder / "mine.txt").unlink()
-    assert {"train.log", "launches.jsonl"} <= {path.name for path in folder.iterdir()}
-    with (folder / ".lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is starting" in deleted("runs/no start")[1]
-    assert deleted("runs/no start") == (200, "")
-    assert not folder.exists()
-    assert deleted("runs/no start")[0] == 404
-    for run in ("runs/one", "deep/er/three"):
-        assert "has begun" in deleted(run)[1]
-        assert (root / run / "metrics.jsonl").exists()
 
 
 def test_only_the_process_of_a_run_is_stopped(board, root):

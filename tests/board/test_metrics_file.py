@@ -5,7 +5,7 @@ import random
 import pytest
 
 from surefoot.plugins.board.metrics import Column, MetricsFile, smoothed, thinned
-from surefoot.training.callbacks.launches import BLOCK, Follower
+from surefoot.training.callbacks.launches import Follower
 
 
 def column(values):
@@ -37,8 +37,9 @@ def test_new_lines_are_read_once_and_an_incomplete_one_when_it_is_complete(tmp_p
 def test_a_file_that_was_cut_or_replaced_is_read_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(*({"step": n, "loss": 1.0 * n} for n in range(9))))
-    found, follower = MetricsFile(path), Follower(path).at_end()
+    found, follower = MetricsFile(path), Follower(path)
     found.refresh()
+    follower.read()
     path.write_text(lines(*({"step": n, "loss": 2.0 * n} for n in range(20))))  # and is longer
     found.refresh()
     assert list(found.columns["loss"].values) == [2.0 * n for n in range(20)]
@@ -93,21 +94,6 @@ def test_smoothing_is_a_centred_mean_and_so_never_late():
     assert even[50] == pytest_close(1 / 21)
     holes = smoothed(column([1.0, math.nan, 3.0]), 1).values
     assert math.isnan(holes[1])
-
-
-def test_a_follower_that_begins_at_the_end_reads_what_comes_after_whole_lines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert Follower(path).at_end().read() == ([], False)
-    for there in ("", "half", "a\nhalf", "a\n", "x" * (BLOCK + 5) + "\nhalf", "y" * (BLOCK + 5)):
-        path.write_text(there)
-        found = Follower(path).at_end()
-        assert found.read() == ([], False)
-        with path.open("a") as file:
-            file.write("\nb\n")
-        rest = there.rpartition("\n")[2].encode()
-        assert found.read() == ([rest, b"b"], False)
-        path.write_text("other\n")
-        assert found.read() == ([b"other"], True)
 
 
 def pytest_close(value):

@@ -136,33 +136,6 @@ def test_a_run_that_vanishes_is_shown_as_gone_and_its_page_asks_for_nothing_more
         assert page.errors() == []
 
 
-LATE = """
-const Real = EventSource;
-window.EventSource = class extends EventTarget {
-  constructor(address) { super(); window.listen = () => {
-    const real = this.real = new Real(address);
-    const pass = (name) => ({ data }) => this.dispatchEvent(new MessageEvent(name, { data }));
-    for (const name of ["state", "error"]) real.addEventListener(name, pass(name));
-  }; }
-  close() { this.real?.close(); }
-};
-location.hash = "#/run?run=runs/soon gone";
-"""
-
-
-def test_a_run_that_vanishes_before_the_page_listens_is_shown_as_gone(page, server, root):
-    folder = write_run(root / "runs/soon gone")
-    page.open(server.address)
-    page.wait("return document.querySelector('table')")  # what is shown first is shown only once
-    page.errors()
-    page.run(LATE)
-    page.wait("return !!window.listen")
-    folder.rename(root / "no longer there")
-    page.run("listen()")
-    page.wait_for("The folder of this run was removed.")
-    assert page.errors() == []
-
-
 SAID = [
     {"text": "<think>\nI add.\n</think>\n\n", "probability": 0.5, "instead": [["<", 0.5]]},
     {"text": "Four.", "probability": 0.05, "instead": [["4", 0.9], [EVIL, 0.05]]},

@@ -55,22 +55,6 @@ def test_a_run_that_did_not_start_says_why_and_an_old_one_is_hidden(page, server
     assert "runs/bad" not in rows(page)
 
 
-def test_a_run_that_did_not_start_is_deleted_after_a_question(page, server, root):
-    fail_to_start(root / "runs/gone", 30)
-    show(page, server, "#/runs")
-    key = '[data-key="delete runs/gone"]'
-    page.wait(f"return document.querySelector('{key}')")
-    for answer, is_there in (("Cancel", True), ("Delete", False)):
-        page.run(f"document.querySelector('{key}').click()")
-        page.wait("return document.querySelector('dialog[open]')")
-        press(page, "3")  # keys go to the question, not to the pages behind it
-        assert "#/runs" in page.run("return location.hash")
-        page.click(answer, "dialog button")
-        page.wait(f"return Boolean(document.querySelector('{key}')) === {str(is_there).lower()}")
-        assert (root / "runs/gone").exists() == is_there
-    assert not [one for one in page.errors() if "favicon" not in one]
-
-
 def test_what_has_not_begun_cannot_be_resumed_or_talked_to(page, server):
     show(page, server, "#/run?run=runs/another")
     page.wait_for("did not start")

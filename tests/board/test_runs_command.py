@@ -25,21 +25,17 @@ def as_json(*arguments):
 
 
 def test_runs_are_filtered_by_words(root):
-    assert [row["run"] for row in as_json("ls", root, "--filter", "lora complete")["runs"]] == [
-        "one"
-    ]
+    assert [row["run"] for row in as_json(root, "--filter", "lora complete")["runs"]] == ["one"]
 
 
 def test_what_the_board_shows_is_on_the_terminal_and_json(root):
-    table = runs("ls", root)
+    table = runs(root)
     assert "one" in table
     assert "died" in table
-    found = as_json("show", root / "two")
-    assert (found["row"]["state"], found["row"]["step"]) == ("died", 400)
-    assert "learning_rate" in found["recipe"]
-    assert "grad_norm" in runs("show", root / "two")
+    (row,) = as_json(root / "two")["runs"]
+    assert (row["state"], row["step"], row["evidence"]) == ("died", 400, "no_end")
+    assert runs(root / "two").splitlines()[-1].split()[0] == "two"
 
 
-def test_what_is_no_run_is_said(root):
-    assert f"surefoot runs ls {root}" in runs("show", root, code=2)
-    assert "does not exist" in runs("ls", root / "nowhere", code=2)
+def test_what_is_no_folder_is_said(root):
+    assert "does not exist" in runs(root / "nowhere", code=2)

@@ -180,7 +180,7 @@ def test_a_read_only_board_starts_writes_and_deletes_nothing(root):
     assert not (root / "run/pinned.json").exists()
 
 
-REFUSED = [f"/api/{name}" for name in ("start", "try", "stop", "resume", "delete", "pin", "cancel")]
+REFUSED = [f"/api/{name}" for name in ("start", "try", "stop", "resume", "pin", "cancel")]
 REFUSED += ["/api/checkpoints", "/api/chat", "/api/chat/close"]
 
 

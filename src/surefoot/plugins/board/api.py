@@ -1,4 +1,4 @@
-"""What the pages ask for, over HTTP: JSON, and events of the server.
+"""What the pages ask for, over HTTP, as JSON.
 
 Every answer is an ``Answer``. Names of folders, texts of recipes and messages of errors come from
 files that anybody may have written; one that is no Unicode must not take all runs with it.
@@ -6,7 +6,6 @@ files that anybody may have written; one that is no Unicode must not take all ru
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -16,7 +15,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
-from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer
 
 from ...checkpoint.disk.retention import pin, pinned
@@ -24,16 +22,10 @@ from ...checkpoint.looking.listing import list_run
 from ...errors import RunError, SurefootError
 from ...recipe.files import RUN_RECIPE, read_text
 from ...recipe.yaml import parse
-from ...storage import files
-from ...storage.folder_lock import lock
 from ...terminal_text import plain
-from ...training.callbacks.launches import HEARTBEAT, LOG, Follower, record
-from ...training.callbacks.launches import NAME as LAUNCHES
 from .board import Board, differences, read_samples
 from .processes import stop
 from .run_folders import (
-    LOCK,
-    METRICS,
     OutsideRootError,
     inside,
     name_of,
@@ -41,11 +33,9 @@ from .run_folders import (
     run_inside,
     typed,
 )
-from .run_state import has_begun, state_of
+from .run_state import state_of
 
-_POLL = 0.3  # seconds between looks at the files of a run that is watched
 _NOT_LIVE = ("changed", "broken_metrics")
-_OF_A_START = {LOCK, LOG, LAUNCHES, HEARTBEAT}  # files of a run before it has begun
 
 
 def _board_of(request: Request) -> Board:
@@ -115,38 +105,18 @@ def series(
     return board.series(run, names.split(","), points, first, last, smooth)
 
 
-@routes.get("/live", response_class=EventSourceResponse)
-async def live(run: Name, request: Request, board: OfBoard) -> AsyncIterator[ServerSentEvent]:
-    """New records and the state of a run, as they come."""
+@routes.get("/state")
+def state(run: Name, board: OfBoard) -> Answer:
+    """What changes while a run trains; a page asks twice a second."""
     try:
         folder = run_inside(board.root, run)
-    except OutsideRootError:  # it vanished before the page listened
-        yield ServerSentEvent(event="state", data={"state": "gone"})
-        return
-    follower = await asyncio.to_thread(lambda: Follower(folder / METRICS).at_end())
-    yield ServerSentEvent(event="hello", data={"run": run}, retry=1000)
-    before = ""
-    while not await request.is_disconnected():
-        lines, is_other = await asyncio.to_thread(follower.read)
-        if is_other:
-            yield ServerSentEvent(event="reset", data={})
-        elif rows := [row for line in lines if (row := record(line))]:
-            yield ServerSentEvent(event="rows", data={"count": len(rows), "last": rows[-1]})
-        now = await asyncio.to_thread(_now, board, folder)
-        if (text := json.dumps(now)) != before:
-            before = text
-            yield ServerSentEvent(event="state", data=now)
-        await asyncio.sleep(_POLL)
-
-
-def _now(board: Board, folder: Path) -> dict[str, object]:
-    """What changes while a run trains."""
-    if not folder.exists():
+    except OutsideRootError:  # it vanished while its page is open
         return {"state": "gone"}
     row = board.summaries.of(folder)
-    silent = row.get("silent_seconds")
-    row["silent_seconds"] = 10 * (silent // 10) if isinstance(silent, float) else None
-    return plain({name: value for name, value in row.items() if name not in _NOT_LIVE})  # type: ignore[no-any-return]
+    silent = row["silent_seconds"]
+    row["silent_seconds"] = None if silent is None else 10 * (silent // 10)  # a page draws changes
+    live = {name: value for name, value in row.items() if name not in _NOT_LIVE}
+    return {**live, "num_rows": board.metrics(folder).num_rows}
 
 
 @routes.post("/stop")
@@ -161,24 +131,6 @@ def resume(run: Name, board: OfBoard) -> Answer:
     """Train a run further, from its latest valid checkpoint."""
     folder = run_inside(board.root, run)
     return {"pid": board.commands.train(["train", f"./{name_of(board.root, folder)}"], folder)}
-
-
-@routes.post("/delete")
-def delete(run: Name, board: OfBoard) -> Answer:
-    """Delete the folder of a run that did not begin, if it has only what a start leaves."""
-    folder = run_inside(board.root, run)
-    if has_begun(folder) or state_of(folder).name in ("running", "unknown"):
-        raise RunError(f"{run}: has begun or is starting; only a run that did not start is deleted")
-    taken = f"{run}: a process has just begun it"
-    with lock(folder, RunError, doing="cannot delete", taken=taken):
-        names = set(files.list_folder(folder))
-        if more := sorted(names - _OF_A_START):
-            raise RunError(f"{folder}: has {more[0]}, which no start leaves; delete it yourself")
-        with files.raising(RunError, f"cannot delete {folder}"):
-            for name in names:
-                (folder / name).unlink()
-            folder.rmdir()
-    return {}
 
 
 @routes.get("/checkpoints")

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...checkpoint.disk.commit import committed, step_of
-from ...cli.table import JSON, cell, console, fitted, frame, in_bytes, number, print_json
+from ...cli.table import JSON, cell, console, fitted, number, print_json
 from ...errors import RunError, SurefootError, counted
 from ...storage.address import Address, default_cache, is_address
 from ...terminal_text import duration, one_line
@@ -106,22 +106,18 @@ def board(
         web.serve(app, listener, seconds_to_finish=1, most_connections=_MAX_OPEN)
 
 
-@click.group()
-def runs() -> None:
-    """List runs, and show one."""
-
-
-@runs.command()
+@click.command()
 @click.argument("root", default=".", type=ROOT)
 @click.option(
     "--filter", "words", default="", help="Only runs that have all of these words, as 'died lora'."
 )
 @JSON
-def ls(root: Path, words: str, *, as_json: bool) -> None:
-    """List the runs below ROOT.
+def runs(root: Path, words: str, *, as_json: bool) -> None:
+    """List the runs in and below ROOT.
 
     The state of each comes from its lock and its record. A word of --filter is searched in names,
-    states, models, stages and methods.
+    states, models, stages and methods. With --json, a run also has its evidence, its last launch
+    and its end.
     """
     found = Board(root).table()
     rows = [row for row in found["runs"] if matches(row, words)]
@@ -146,7 +142,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Text]]:
         "tokens/s": [number(row["speed"]) for row in rows],
     }
     return {
-        "run": [cell(row["run"]) for row in rows],
+        "run": [cell(row["name"] if row["run"] == "." else row["run"]) for row in rows],
         "state": [Text(row["state"], style=_STYLES.get(row["state"], "yellow")) for row in rows],
         **{name: [cell(text) for text in texts] for name, texts in cells.items()},
     }
@@ -157,44 +153,6 @@ def _step(row: Row) -> str:
         return ""
     most = row["max_steps"]
     return f"{row['step']:,}" if most in (None, row["step"]) else f"{row['step']:,} / {most:,}"
-
-
-def _opened(run: Path) -> Board:
-    """The board of a run alone. Raises ``RunError`` if it is none."""
-    if not is_run(run):
-        raise RunError(f"{run}: is not a run; surefoot runs ls {run} lists those below it")
-    return Board(run)
-
-
-@runs.command()
-@click.argument("run", type=ROOT)
-@JSON
-def show(run: Path, *, as_json: bool) -> None:
-    """Show the state of RUN with its evidence, its launches, and the names of its metrics.
-
-    With --json, also its recipe and the end of its log.
-    """
-    board = _opened(run)
-    found = board.details(".")
-    found["row"]["run"] = found["folder"]
-    if as_json:
-        print_json({**found, "log": board.log(".")["text"]})
-        return
-    row = found["row"]
-    facts = {
-        "state": f"{row['state']} ({row['because']})",
-        "error": (row["end"] or {}).get("error"),
-        "step": row["step"],
-        "of": row["max_steps"],
-        "loss": number(row["loss"]),
-        row["metric"]["name"]: number(row["metric"]["value"]),
-        "size": in_bytes(found["size"]),
-        "launches": len(found["launches"]),
-        "metrics": ", ".join(found["metrics"]),
-        "problem": found["recipe_problem"] or found["metrics_problem"],
-    }
-    shown = [(name, value) for name, value in facts.items() if value not in (None, "", [])]
-    console().print(frame(cell(found["folder"]), shown))
 
 
 @click.command()

@@ -11,7 +11,7 @@ PLUGIN = Plugin(
             "Show how runs train in the terminal: curves, figures, time left, state.",
             f"{_HERE}:watch",
         ),
-        "runs": ("List runs, and show one; also as JSON.", f"{_HERE}:runs"),
+        "runs": ("List runs with their states and figures; also as JSON.", f"{_HERE}:runs"),
         "board": (
             "Show all runs in a browser: curves, checkpoints, new runs, data and chat.",
             f"{_HERE}:board",

@@ -157,17 +157,6 @@ class Follower:
     proof: bytes = b""  # what must still be before the position
     _stamp: tuple[int, int, int] = (0, 0, 0)
 
-    def at_end(self) -> Follower:
-        """Skip the whole lines that are there, without reading them all."""
-        try:
-            with open_inside(self.path.parent, self.path.name) as file:
-                self.position = _end_of_lines(file)
-                start = max(0, self.position - _PROOF)
-                self.proof = file.read(start, self.position - start)
-        except OSError:
-            self.position, self.proof = 0, b""
-        return self
-
     def read(self) -> tuple[list[bytes], bool]:
         """The new lines, and whether the file was cut or replaced, so that these are all lines."""
         lines: list[bytes] = []
@@ -209,17 +198,6 @@ class Follower:
             yield data[:whole]
             if len(data) < size:
                 break
-
-
-def _end_of_lines(file: File) -> int:
-    """Where the last whole line of a file ends."""
-    end = file.size
-    while end > 0:
-        begin = max(0, end - BLOCK)
-        if whole := file.read(begin, end - begin).rfind(b"\n") + 1:
-            return begin + whole
-        end = begin
-    return 0
 
 
 def record(line: bytes) -> dict[str, object] | None:

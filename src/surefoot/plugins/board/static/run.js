@@ -3,13 +3,14 @@ import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
 import { checkpoints } from "./checkpoints.js";
-import { ask, h, later, redraw, replace, table, toast } from "./dom.js";
+import { ask, h, redraw, replace, table, toast } from "./dom.js";
 import { badge, bytes, duration, evidence, integer, moment, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./preview.js";
 import { samples } from "./samples.js";
 
 const TABS = { curves: "Curves", samples: "Samples", checkpoints: "Checkpoints", log: "Log", recipe: "Recipe" };
+const LOOK = 500; // milliseconds
 const HIDDEN = new Set(["epoch", "num_input_tokens_seen", "elapsed", "step"]);
 const FIRST = ["loss", "learning_rate", "grad_norm", "tokens_per_second", "peak_memory", "save_blocking_seconds"];
 const LABELS = {
@@ -64,33 +65,34 @@ export async function page(body, { run, tab = "curves" }) {
   const parts = { curves, samples: () => samples(content, run, details), checkpoints: () => checkpoints(content, run, () => row), log, recipe };
   inner = await (parts[tab] || curves)();
 
-  // ---- live
-  const events = new EventSource(`/api/live?${new URLSearchParams({ run })}`);
-  const reload = later(300, async () => {
-    try { details = await get("/api/run", { run }); row = details.row; if (isOpen) top(); } catch { /* the state says so */ }
-  });
-  const gone = () => {
-    row = { ...row, state: "gone" };
-    replace(head, h("h1", {}, run), h("div.note.bad", { role: "alert" }, t("The folder of this run was removed.")));
-    replace(unanswered);
-    events.close();
-  };
-  events.addEventListener("error", async () => {
-    try { await get("/api/run", { run }); } catch (error) {
-      if (error.status === 404) gone(); // else it connects again by itself
-      else if (isOpen) redraw(unanswered, h("div.note.bad", { role: "alert" }, t("The board does not answer: {why}", { why: error.message })));
+  // ---- live: what has changed is drawn
+  let timer = 0, drawn = "", numRows = null;
+  async function look() {
+    try {
+      const now = await get("/api/state", { run });
+      if (!isOpen) return;
+      replace(unanswered);
+      if (now.state === "gone") {
+        row = { ...row, ...now };
+        replace(head, h("h1", {}, run), h("div.note.bad", { role: "alert" }, t("The folder of this run was removed.")));
+        return;
+      }
+      const isOther = now.state !== row.state || now.evidence !== row.evidence;
+      row = { ...row, ...now };
+      if (isOther) {
+        try { details = await get("/api/run", { run }); row = details.row; } catch { /* the next look says so */ }
+        if (!isOpen) return;
+        inner?.changed?.();
+      } else if (numRows !== null && numRows !== now.num_rows) inner?.rows?.();
+      numRows = now.num_rows;
+      const text = JSON.stringify(row);
+      if (text !== drawn) top();
+      drawn = text;
+    } catch (error) {
+      if (isOpen) redraw(unanswered, h("div.note.bad", { role: "alert" }, t("The board does not answer: {why}", { why: error.message })));
     }
-  });
-  events.addEventListener("hello", () => replace(unanswered));
-  events.addEventListener("state", (event) => {
-    const now = JSON.parse(event.data);
-    if (now.state === "gone") { gone(); return; }
-    const isOther = now.state !== row.state || now.evidence !== row.evidence;
-    row = { ...row, ...now };
-    top();
-    if (isOther) { reload(); inner?.changed?.(); }
-  });
-  for (const name of ["rows", "reset", "hello"]) events.addEventListener(name, () => inner?.rows?.());
+    if (isOpen) timer = setTimeout(look, LOOK);
+  }
 
   // ---- tabs
   async function curves() {
@@ -200,7 +202,8 @@ export async function page(body, { run, tab = "curves" }) {
     return {};
   }
 
-  return () => { isOpen = false; events.close(); inner?.close?.(); };
+  look();
+  return () => { isOpen = false; clearTimeout(timer); inner?.close?.(); };
 }
 
 // The checkpoint that a run began with; a link if it is of a run of this board.

@@ -2,7 +2,7 @@
 import { get, post } from "./api.js";
 import { to } from "./app.js";
 import { Chart, color, loadPlots } from "./chart.js";
-import { ask, h, redraw, replace, toast } from "./dom.js";
+import { h, redraw, replace, toast } from "./dom.js";
 import { ago, badge, duration, integer, NONE, number, stateOf } from "./format.js";
 import { t } from "./i18n.js";
 import { recipesOf } from "./preview.js";
@@ -72,7 +72,7 @@ export async function page(body) {
     return h("tr", { "data-run": run.run }, h("td.pick", {}, pick),
       h("td.name", {}, h("a", { href: to("run", { run: run.run }) }, run.run === "." ? root : run.run),
         h("small", {}, run.reason ? run.reason : run.recipe_problem ? t("recipe cannot be read") : [run.model, run.stage, run.method].filter(Boolean).join(" · "))),
-      h("td.state", {}, badge(run), stateOf(run) === "not_started" ? h("button.quiet.small.writes", { "data-key": `delete ${run.run}`, onclick: () => remove(run) }, t("Delete")) : null),
+      h("td.state", {}, badge(run)),
       h("td.num", { "data-label": t("Step") }, run.step === null ? NONE : integer(run.step), run.max_steps && run.state !== "complete" ? h("span.soft", {}, ` / ${integer(run.max_steps)}`) : "",
         part !== null && run.state === "running" ? h("div.bar", {}, h("i", { style: { width: `${100 * part}%` } })) : null),
       h("td.num", { "data-label": t("Loss") }, number(run.loss)),
@@ -85,11 +85,6 @@ export async function page(body) {
   async function demo({ target }) {
     target.disabled = true;
     try { location.hash = to("run", { run: (await post("/api/demo")).run, tab: "log" }); } catch (fault) { toast(fault.message); target.disabled = false; }
-  }
-
-  async function remove({ run }) {
-    if (!await ask(t("Delete the folder of {run}? It has no step and no checkpoint.", { run }), t("Delete"), t("Cancel"))) return;
-    try { await post("/api/delete", {}, { run }); await refresh(); } catch (fault) { toast(fault.message); }
   }
 
   function table() {

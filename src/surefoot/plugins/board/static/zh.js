@@ -218,7 +218,6 @@ export const ZH = {
   "Ended {time}.": "结束于{time}。",
   "{n} did not start": "{n} 个未能启动",
   "Delete": "删除",
-  "Delete the folder of {run}? It has no step and no checkpoint.": "删除 {run} 的文件夹？它没有任何步骤和检查点。",
   "Stop the run": "停止运行",
   "Train the demo": "训练演示模型",
   "A small model learns to read orders: about two minutes on two cores, without a network.": "一个小模型学习读取订单：两个核心上约两分钟，无需网络。",
