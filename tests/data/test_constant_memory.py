@@ -17,12 +17,10 @@ TEXT = "so it goes on and on " * 100
 
 def section(folder, rows):
     folder.mkdir()
-    with (folder / "d.json").open("w") as file:  # one long list, the worst to read in pieces
-        file.write("[\n")
+    with (folder / "d.jsonl").open("w") as file:
         for i in range(rows):
-            file.write(json.dumps({"instruction": f"{i} {TEXT}", "output": "x"}))
-            file.write("\n]" if i + 1 == rows else ",\n")
-    (folder / "dataset_info.json").write_text('{"d": {"file_name": "d.json"}}')
+            file.write(json.dumps({"instruction": f"{i} {TEXT}", "output": "x"}) + "\n")
+    (folder / "dataset_info.json").write_text('{"d": {"file_name": "d.jsonl"}}')
     return DataSection(
         datasets=("d",), dataset_dir=folder, cache_dir=folder / "cache", buffer_size=500
     )

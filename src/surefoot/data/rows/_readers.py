@@ -1,7 +1,7 @@
 """Readers of each kind of file: one generator of rows each.
 
 CSV is read as text by Python's own module: a reader that infers types would turn 007 into 7. A JSON
-file has one object per line, or is one long list that is never completely in memory.
+file has one object per line, or is one list, the text of which is in memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import DataError, counted
 from .formats.fields import Row, Struct, shown
@@ -27,7 +27,6 @@ ROWS = 1000  # rows of a columnar file that are Python objects at a time
 Line = Row | str  # what a reader yields: a row, or the reason why there is none
 CHUNK = 1 << 20  # characters that are read at a time
 BOM = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8 text
-HUGE = "row {}: an integer of thousands of digits"
 MARKS = {  # at the start of text in other encodings
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -54,8 +53,7 @@ KINDS = {  # by the first bytes, and what to do about it
     b"ARROW1": "an Arrow file; end its name in .arrow",
     b"SQLite format 3": "an SQLite database; write its rows into a file",
 }
-TOKEN = 32  # longer than any JSON token but a string or number
-WORD = re.compile(r"[^ \t\r\n]")  # what is not white space in JSON
+SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 
 
 def read_txt(path: Path, unit: TextUnit = "file") -> Iterator[Line]:
@@ -65,11 +63,7 @@ def read_txt(path: Path, unit: TextUnit = "file") -> Iterator[Line]:
         for _, line in text_lines(path):
             yield {"text": line}
         return
-    check_encoding(path)
-    try:
-        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, "the file", error) from None
+    text = _text_of(path).replace("\r\n", "\n")
     for part in BLANK_LINES.split(text) if unit == "paragraph" else [text]:
         if part.strip():
             yield {"text": part.strip("\n")}
@@ -247,6 +241,14 @@ def check_encoding(path: Path) -> None:
         raise DataError(f"{path}: line 1: NUL bytes beside every letter; {_convert(kind)}")
 
 
+def _text_of(path: Path) -> str:
+    check_encoding(path)
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, "the file", error) from None
+
+
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
     """The error for a text file in another encoding."""
     found = error.object[error.start]
@@ -261,90 +263,40 @@ def _convert(kind: str) -> str:
 
 
 def _read_list(path: Path) -> Iterator[Line]:
-    check_encoding(path)
-    with path.open(encoding="utf-8-sig") as file:
-        window = _Window(file, path)
-        window.take("[", "expected a list of rows")
-        number, mark = 0, window.peek()
-        while mark != "]":
+    """The text is in memory. Its rows are parsed one by one, since as objects they would take
+    several times as much."""
+    text, decode, number = _text_of(path), json.JSONDecoder().raw_decode, 0
+
+    def behind(at: int, marks: str, complaint: str) -> int:
+        """The place behind the next character, which must be one of ``marks``."""
+        at = _next(text, at)
+        if at == len(text) or text[at] not in marks:
+            raise json.JSONDecodeError(complaint, text, at)
+        return at + 1
+
+    try:
+        at = behind(0, "[", "expected a list of rows")
+        is_empty = text.startswith("]", _next(text, at))
+        while text[at - 1] != "]" and not is_empty:
             number += 1
-            value = window.value()
-            yield HUGE.format(number) if window.has_huge else _object(value, f"row {number}")
-            mark = window.take(",]", "expected ',' or ']' after a row")
-        if not number:
-            window.take("]", "")
-        if window.peek():
-            raise window.error("expected nothing after the list")
+            value, at = decode(text, _next(text, at))
+            yield _object(value, f"row {number}")
+            at = behind(at, ",]", "expected ',' or ']' after a row")
+        at = behind(at, "]", "") if is_empty else at
+        if (rest := _next(text, at)) < len(text):
+            raise json.JSONDecodeError("expected nothing after the list", text, rest)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
+    except RecursionError:
+        raise DataError(f"{path}: row {number}: too many nested brackets") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"{path}: row {number}: {error}") from None
 
 
-class _Window:
-    """A text buffer that slides over a file, to parse JSON values from front to back."""
-
-    def __init__(self, file: TextIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._text, self._at, self._line = "", 0, 1
-        self._decode = json.JSONDecoder(parse_int=self._integer).raw_decode
-        self.has_huge = False  # whether the latest value has an integer that Python cannot read
-
-    def peek(self) -> str:
-        """The next character that is no white space; nothing at the end of the file."""
-        while True:
-            rest = WORD.search(self._text, self._at)
-            self._at = rest.start() if rest else len(self._text)
-            if rest or not self._slide(CHUNK):
-                return self._text[self._at : self._at + 1]
-
-    def take(self, marks: str, complaint: str) -> str:
-        """Skip one of ``marks``, which must come next, and return it."""
-        found = self.peek()
-        if not found or found not in marks:
-            raise self.error(complaint)
-        self._at += 1
-        return found
-
-    def value(self) -> object:
-        """The next value. An invalid value may only be incomplete in the buffer: read more."""
-        self.peek()
-        size = CHUNK
-        while True:
-            self.has_huge = False
-            try:
-                value, end = self._decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                is_cut = error.msg.startswith("Unterminated") or error.pos > len(self._text) - TOKEN
-                if not is_cut or not self._slide(size):
-                    self._at = error.pos
-                    raise self.error(error.msg) from None
-            except RecursionError:
-                raise self.error("too many nested brackets") from None
-            else:
-                if end < len(self._text) or not self._slide(size):
-                    self._at = end
-                    return value
-            size *= 2  # so that a value of n characters is tried log(n) times, not n
-
-    def _integer(self, digits: str) -> int:
-        try:
-            return int(digits)
-        except ValueError:
-            self.has_huge = True
-            return 0
-
-    def error(self, reason: str) -> DataError:
-        """The error at the current position."""
-        line = self._line + self._text.count("\n", 0, self._at)
-        return DataError(f"{self._path}: not valid JSON at line {line}: {reason}")
-
-    def _slide(self, size: int) -> bool:
-        """Drop what was parsed and read more; False at the end of the file."""
-        try:
-            chunk = self._file.read(size)
-        except UnicodeDecodeError as error:
-            raise not_utf8(self._path, "the file", error) from None
-        if chunk:
-            self._line += self._text.count("\n", 0, self._at)
-            self._text, self._at = self._text[self._at :] + chunk, 0
-        return bool(chunk)
+def _next(text: str, at: int) -> int:
+    """The place of the next character that is no white space."""
+    space = SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def _object(value: object, where: str) -> Line:
