@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import zipfile
 from dataclasses import replace
 
 import pytest
@@ -74,11 +73,11 @@ class Evil:
 
 def test_pickles_are_not_opened_without_the_users_word(full, tmp_path):
     said = refusal(full.theirs, trainer_of(full, tmp_path), trust_pickle=False)
-    assert "optimizer.pt, scheduler.pt and rng_state.pth are pickles" in said
+    assert "optimizer.pt and scheduler.pt are pickles" in said
     assert "--trust-pickle" in said
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "scaler.pt"])
 def test_a_hostile_pickle_is_an_error_and_does_not_run(full, theirs, tmp_path, name):
     trace = tmp_path / "trace"
     torch.save({"state": {0: Evil(trace)}, "param_groups": [Evil(trace)]}, theirs / name)
@@ -270,22 +269,6 @@ def test_a_state_that_cannot_be_is_refused(full, theirs, tmp_path, changes):
     )
 
 
-def test_generators_that_numpy_1_wrote_are_read(full, theirs, tmp_path):
-    path = theirs / "rng_state.pth"
-    with zipfile.ZipFile(path) as old:
-        content = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(path, "w") as new:
-        for name, data in content.items():
-            new.writestr(name, data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
-    assert load(theirs, trainer_of(full, tmp_path)).state.global_step == HALF
-
-
-def test_generators_of_something_else_are_refused(full, theirs, tmp_path):
-    torch.save({"cpu": torch.zeros(3)}, theirs / "rng_state.pth")
-    said = refusal(theirs, trainer_of(full, tmp_path))
-    assert "rng_state.pth: it does not contain the generators of a process; delete the file" in said
-
-
 def test_differences_that_are_the_users_to_make_are_said(full, theirs, tmp_path, caplog):
     edit_pickle(theirs / "scheduler.pt", lambda c: c.update(last_epoch=3))
     optim = AdamW(learning_rate=0.01, weight_decay=0.2, beta2=0.95)
@@ -376,16 +359,6 @@ def test_a_best_that_could_not_be_loaded_at_the_end_is_looked_for_anew(full, the
     trainer = replace(trainer, section=section)
     load(theirs, trainer)
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (None, None)
-
-
-def test_patience_goes_on_counting(full, theirs, tmp_path):
-    attributes = {"early_stopping_patience_counter": 2}
-    known = {"EarlyStoppingCallback": {"args": {}, "attributes": attributes}}
-    edit_json(theirs / "trainer_state.json", best_metric=1.5, stateful_callbacks=known)
-    section = replace(full.recipe.train, early_stopping_patience=3)
-    recipe = replace(full.recipe, train=section)
-    trainer = load(theirs, trainer_of(replace(full, recipe=recipe), tmp_path))
-    assert trainer.callbacks.state_dict() == {"EarlyStop": {"best": 1.5, "num_worse": 2}}
 
 
 def test_the_scale_of_fp16_comes_over(full, theirs, tmp_path):

@@ -1,7 +1,8 @@
 """Resume from a checkpoint of Hugging Face's Trainer: its weights, moments and progress.
 
 Everything is read and checked before the run is changed. The Trainer's data order is not in its
-checkpoints, and the log says so.
+checkpoints, and the log says so. Its random generators are not read: here dropout and sampling
+follow from the seed and the step.
 """
 
 from __future__ import annotations
@@ -22,19 +23,16 @@ from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.layouts.opening import open_folder
 from ...checkpoint.sources.source import TensorSource, read_whole
 from ...checkpoint.sources.weights import ADAPTER, ADAPTER_CONFIG, MODEL
-from ...checkpoint.state.roles import Stateful
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, RecipeError, counted
 from ...model.weights import adapter_files
 from ...network.method import Weights
 from ...run.foreign_resume import ForeignTrainer, expect_adamw, fill_weights, other_model
 from ...storage import files
-from ...training.control import EarlyStop
 from ...training.trainer import Trainer
 from .pickles import read_pickle
 from .trainer_folder import (
     OPTIMIZER,
-    RANDOM,
     SCALER,
     SCHEDULER,
     Moments,
@@ -111,16 +109,13 @@ def load_trainer_checkpoint(folder: Path, trainer: Trainer, *, trust_pickle: boo
         for group in policy.step.optimizer.param_groups
         for name_here, parameter in zip(group["names"], group["params"], strict=True)
     }
-    scheduler, scaler, random = (
+    scheduler, scaler = (
         read_pickle(folder / name) if files.exists(folder / name) else None
-        for name in (SCHEDULER, SCALER, RANDOM)
+        for name in (SCHEDULER, SCALER)
     )
     scale = _scale(scaler, folder / SCALER)
     for line in _differences(saved, scheduler, progress, moments, trainer):
         logger.warning("%s: %s", folder.name, line)
-    if random is not None:
-        _take_random(random, folder / RANDOM, trainer.states["random"])
-
     fill_weights(source, policy.weights)
     policy.optimizer_state.load_state_dict(moments)
     if scale is not None:
@@ -208,31 +203,6 @@ def _scale(saved: object, where: Path) -> dict[str, float] | None:
     return {"scale": float(scale), "calm_steps": calm}
 
 
-def _take_random(saved: Any, where: Path, generators: Stateful) -> None:
-    """Set the generators, for code that draws between steps; inside a step, the seed counts."""
-    try:
-        version, words, gauss = saved["python"]
-        name, key, position, has_gauss, cached = saved["numpy"]
-        state: dict[str, Any] = {
-            "python": [version, list(words), gauss],
-            "numpy": {
-                "bit_generator": name,
-                "state": {"key": torch.from_numpy(key.astype("int64")), "pos": int(position)},
-                "has_gauss": has_gauss,
-                "gauss": cached,
-            },
-            "torch": saved["cpu"],
-        }
-        if isinstance(saved.get("cuda"), torch.Tensor):  # a list is of several GPUs
-            state["cuda"] = saved["cuda"]
-        generators.load_state_dict(state)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
-        raise CheckpointError(
-            f"{where}: it does not contain the generators of a process; delete the file to "
-            "resume without them"
-        ) from None
-
-
 def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
     best, ends_with_best = progress.best_global_step, trainer.section.load_best_model_at_end
     if best is not None and ends_with_best:
@@ -255,9 +225,6 @@ def _take_progress(progress: TrainerProgress, trainer: Trainer) -> None:
             "train_runtime": 0.0,
         }
     )
-    if progress.num_worse is not None:
-        stopper = {"best": progress.best_metric, "num_worse": progress.num_worse}
-        trainer.callbacks.load_state_dict({EarlyStop.__name__: stopper})
 
 
 def _take_place(progress: TrainerProgress, loader: Loader) -> None:

@@ -2,8 +2,7 @@
 nothing.
 
 ``weights_only`` is torch's restricted reader: it accepts tensors, containers and numbers, and
-rejects any other function. numpy's arrays are accepted too, because the Trainer stores numpy's
-generator as one.
+rejects any other function.
 
 The index of a distributed checkpoint names classes of torch. It is read as records of what these
 would have been built from: no class of torch is built, and any other name is rejected. DeepSpeed
@@ -23,15 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from transformers.trainer_pt_utils import safe_globals
 
 from ...errors import CheckpointError
 from ...storage import files
-
-_RECONSTRUCT = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-OF_NUMPY_1 = (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")  # the name it had there
 
 
 def read_pickle(path: Path) -> object:
@@ -39,8 +33,7 @@ def read_pickle(path: Path) -> object:
     with files.raising(CheckpointError), files.open_file(path):
         pass  # a regular file that may be read
     _check_archive(path, path)
-    numpys = torch.serialization.safe_globals([OF_NUMPY_1])
-    with _harmless(path, "tensors and plain values"), safe_globals(), numpys:
+    with _harmless(path, "tensors and plain values"):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

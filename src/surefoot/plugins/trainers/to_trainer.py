@@ -1,7 +1,8 @@
 """Write a Surefoot checkpoint as one from which Hugging Face's Trainer resumes.
 
-Weights and companions unchanged, the moments by number, the schedule's position, the generators and
-``trainer_state.json``. ``training_args.bin`` is omitted: the Trainer never reads it.
+Weights and companions unchanged, the moments by number, the schedule's position and
+``trainer_state.json``. ``training_args.bin`` is omitted: the Trainer never reads it. So are random
+generators, on which no step here depends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -40,11 +40,9 @@ from ...recipe.files import RUN_RECIPE
 from ...recipe.recipe import Recipe
 from ...recipe.recipe import load as load_recipe
 from ...storage import files
-from ...training.control import EarlyStop
 from .pickles import write_pickle
 from .trainer_folder import (
     OPTIMIZER,
-    RANDOM,
     SCALER,
     SCHEDULER,
     STATE,
@@ -64,7 +62,7 @@ class TrainerCheckpoint(Target):
     """The base model of an adapter if it moved, or of foreign weights (DCP, DeepSpeed)."""
 
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:
-        """Weights, moments, schedule, generators and log of a Surefoot checkpoint."""
+        """Weights, moments, schedule and log of a Surefoot checkpoint."""
         open_checkpoint(origin.folder)  # ours; nobody else's holds what it takes
         base = origin.adapter_base()
         if not (origin.folder / RUN_RECIPE).is_file():
@@ -116,11 +114,9 @@ def save_trainer_checkpoint(
         numbered = moments_by_number(moments, trainer_groups(network.module), settings)
         write_pickle(folder / OPTIMIZER, numbered)
         write_pickle(folder / SCHEDULER, _scheduler(settings, progress["global_step"]))
-        write_pickle(folder / RANDOM, _generators(states["random"]))
         if run.train.precision == "fp16":
             write_pickle(folder / SCALER, _scaler(states["scaler"]))
-        content = _state(opened, run, progress, states.get("callbacks", {}))
-        files.write_new(folder / STATE, content)
+        files.write_new(folder / STATE, _state(opened, run, progress))
     return training_arguments(run, progress["max_steps"])
 
 
@@ -137,7 +133,7 @@ class _PlainState:
 
 def _read_states(opened: CheckpointFolder) -> dict[str, dict[str, Any]]:
     names = opened.skeleton().keys()
-    if missing := sorted({"optimizer", "trainer", "random", "scaler"} - names):
+    if missing := sorted({"optimizer", "trainer", "scaler"} - names):
         raise CheckpointError(
             f"{opened.path}: it was not saved by a run: it has no state {missing[0]!r}"
         )
@@ -211,19 +207,6 @@ def _scheduler(settings: list[dict[str, object]], step: int) -> dict[str, object
     }
 
 
-def _generators(saved: Mapping[str, Any]) -> dict[str, object]:
-    version, words, gauss = saved["python"]
-    numpy = saved["numpy"]
-    key = numpy["state"]["key"].numpy().astype(np.uint32)
-    place = (numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"])
-    found: dict[str, object] = {
-        "python": (version, tuple(words), gauss),
-        "numpy": (numpy["bit_generator"], key, *place),
-        "cpu": saved["torch"],
-    }
-    return found | ({"cuda": saved["cuda"]} if "cuda" in saved else {})
-
-
 def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
     return {
         "scale": float(saved["scale"]),
@@ -234,9 +217,7 @@ def _scaler(saved: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _state(
-    opened: CheckpointFolder, run: Recipe, progress: Mapping[str, Any], callbacks: Any
-) -> bytes:
+def _state(opened: CheckpointFolder, run: Recipe, progress: Mapping[str, Any]) -> bytes:
     """``trainer_state.json`` as the Trainer needs it: it takes its intervals from here, and
     fails at its next save if its own flags are not among the callbacks.
     """
@@ -252,16 +233,7 @@ def _state(
         content["best_model_checkpoint"] = str(folder) if files.is_folder(folder) else None
     flags = ("training_stop", "epoch_stop", "save", "evaluate", "log")
     control = {"args": {f"should_{flag}": False for flag in flags}, "attributes": {}}
-    known: dict[str, object] = {"TrainerControl": control}
-    if stopper := callbacks.get(EarlyStop.__name__):
-        known["EarlyStoppingCallback"] = {
-            "args": {
-                "early_stopping_patience": run.train.early_stopping_patience,
-                "early_stopping_threshold": run.train.early_stopping_threshold,
-            },
-            "attributes": {"early_stopping_patience_counter": stopper["num_worse"]},
-        }
-    content["stateful_callbacks"] = known
+    content["stateful_callbacks"] = {"TrainerControl": control}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 

@@ -30,7 +30,7 @@ from ...errors import CheckpointError
 from ...storage import files
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-RANDOM, SCALER = "rng_state.pth", "scaler.pt"
+SCALER = "scaler.pt"
 STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"  # a pickled object of theirs; never read, never needed
 _OURS = (MANIFEST, SKELETON, "recipe.yaml", "optimizer.safetensors")  # in no folder of theirs
@@ -64,7 +64,7 @@ def latest_complete(folder: Path) -> Path | None:
 
 def pickles_in(folder: Path) -> list[str]:
     """The pickles that a resume from ``folder`` would read."""
-    names = (OPTIMIZER, SCHEDULER, RANDOM, SCALER)
+    names = (OPTIMIZER, SCHEDULER, SCALER)
     return [name for name in names if files.exists(folder / name)]
 
 
@@ -105,7 +105,6 @@ class TrainerProgress:
     num_input_tokens_seen: int
     total_flos: float
     log_history: list[dict[str, float]]
-    num_worse: int | None  # of EarlyStoppingCallback, if the run had one
 
     @property
     def train_loss_total(self) -> float:
@@ -146,7 +145,6 @@ def read_progress(folder: Path) -> TrainerProgress:
         num_input_tokens_seen=_count(content, "num_input_tokens_seen", where, 0),
         total_flos=_number(content, "total_flos", where, 0),
         log_history=[{k: v for k, v in r.items() if type(v) in (int, float)} for r in log],
-        num_worse=_num_worse(content.get("stateful_callbacks")),
     )
     if step_of(folder) not in (-1, progress.global_step):
         raise CheckpointError(
@@ -170,18 +168,6 @@ def _count(content: Mapping[str, Any], name: str, where: Path, default: float | 
     if value != int(value):
         raise CheckpointError(f"{where}: {name} must be a whole number, found {value}")
     return int(value)
-
-
-def _num_worse(callbacks: object) -> int | None:
-    """What EarlyStoppingCallback has counted, whatever the file contains; None without it."""
-    stopper = callbacks.get("EarlyStoppingCallback") if isinstance(callbacks, dict) else None
-    stopper = stopper[0] if isinstance(stopper, list) and stopper else stopper
-    if stopper is None:
-        return None
-    attributes = stopper.get("attributes") if isinstance(stopper, dict) else None
-    name = "early_stopping_patience_counter"
-    count = attributes.get(name) if isinstance(attributes, dict) else 0
-    return count if isinstance(count, int) else 0
 
 
 def trainer_groups(model: nn.Module, patterns: Sequence[str] = _NO_DECAY) -> list[list[str]]:
