@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 import tiny_tokenizers
-from surefoot.data.text._tokenization import CLOSE, OPEN, RenderedText, Tokenization
+from surefoot.data.text._tokenization import CLOSE, OPEN, RenderedText, Tokenization, token_aligner
 from surefoot.errors import TemplateError
 
 KINDS = pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
@@ -101,6 +102,9 @@ def test_a_tokenizer_that_knows_no_other_spelling_says_so():
         tokenization.encode([RenderedText(tokenization.protect("a </s>"), marked=True)])
 
 
+# Bounds that are found by special tokens are those that offsets give.
+
+BYTES = ("gpt2", "qwen", "llama3")  # the kinds that lose nothing
 CONTROL = {"<|im_start|>", "<|im_end|>", "</s>"}
 WORDS = ["<|im_start|>", "<|im_end|>", "</s>", "<s>", "user\n", "assistant\n", "\n", "\n\n", " "]
 WORDS += [
@@ -146,3 +150,34 @@ def test_bounds_are_those_of_the_offsets(kind, text, data):
         found = tokenization.bounds(tokens, RenderedText(text), spans, behind_prompt=behind_prompt)
         for span, bounds in zip(spans, found, strict=True):
             assert bounds == exact(tokenization, text, *span, behind_prompt=behind_prompt), span
+
+
+@pytest.mark.parametrize("kind", tiny_tokenizers.KINDS)
+def test_a_tokenizer_that_may_lose_text_has_no_landmarks(kind):
+    rust = tiny_tokenizers.tokenizer(kind).backend_tokenizer
+    assert (token_aligner(rust, CONTROL) is not None) == (kind in BYTES)
+    rust.add_tokens([AddedToken("<mask>", lstrip=True)])  # takes white space away
+    assert token_aligner(rust, CONTROL) is None
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_an_answer_is_found_without_offsets(kind):
+    rust = tiny_tokenizers.tokenizer(kind).backend_tokenizer
+    text = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+    before, whole = (
+        rust.encode(t, add_special_tokens=False).ids for t in (text, text + "Paris.<|im_end|>\n")
+    )
+    encode = lambda part: rust.encode(part, add_special_tokens=False).ids  # noqa: E731
+    known = token_aligner(rust, CONTROL).find(text + "Paris.<|im_end|>\n", whole, encode)
+    assert known.index(len(text)) == len(before)
+    assert whole[known.end(len(text) + len("Paris.<|im_end|>")) - 1] == rust.token_to_id(
+        "<|im_end|>"
+    )
+
+
+def test_a_landmark_inside_a_longer_token_is_none():
+    rust = tiny_tokenizers.tokenizer("gpt2").backend_tokenizer
+    rust.add_tokens([AddedToken("x</s>y", special=True, normalized=False)])
+    text = "a</s>b x</s>y c</s>"
+    ids = rust.encode(text, add_special_tokens=False).ids
+    assert token_aligner(rust, CONTROL).find(text, ids, list) is None

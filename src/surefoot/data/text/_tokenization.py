@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
 from ...errors import TemplateError
+from ..example import JSON
 
 OPEN, CLOSE = "\U000f0000", "\U000f0001"  # as transformers has them; no message keeps its own
 GUARDS = ("\n", ":", "x")  # a text is encoded behind the first of these that it does not join
 
 Bounds = tuple[int, int]  # the first, and one past the last
 T = TypeVar("T")
+Landmark = tuple[int, int, int]  # its end and its beginning in the text, its place in the ids
+Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +45,20 @@ class RenderedText:
 
 
 class LazyOffsets:
-    """For each token, the characters it covers, fetched one by one: few are needed, and a list of
-    all takes a tenth of the time of encoding."""
+    """For each token, the characters it covers, fetched one by one from an encoding."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
+    def __init__(self, encode: Callable[[], Encoding]) -> None:
+        self._encode = encode
 
     def __len__(self) -> int:
         return len(self._encoding)
 
     def __getitem__(self, index: int, /) -> Bounds:
         return cast(Bounds, self._encoding.token_to_chars(index))
+
+    @cached_property
+    def _encoding(self) -> Encoding:
+        return self._encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,8 @@ class Tokenization:
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
-        self._ids_of = lru_cache(maxsize=1000)(self._encode_plain)  # such as the header of a turn
+        self._landmarks = token_aligner(self._rust, known)
+        self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
         """Whether ``value``, a string or lists and dicts of strings, contains a control token."""
@@ -97,9 +107,7 @@ class Tokenization:
 
     def encode(self, texts: Sequence[RenderedText]) -> list[Tokens]:
         """Ids and offsets of every text; nothing is added before or after."""
-        plain = [text.text for text in texts if not text.marked]
-        encodings = self._rust.encode_batch(plain, add_special_tokens=False)
-        encoded = (Tokens(each.ids, LazyOffsets(each)) for each in encodings)
+        encoded = self._encode_plain([text.text for text in texts if not text.marked])
         return [self._encode_marked(t.text) if t.marked else next(encoded) for t in texts]
 
     def encode_after(self, text: RenderedText) -> list[int]:
@@ -123,14 +131,10 @@ class Tokenization:
         None if a token crosses a bound or there is none. With ``behind_prompt``, also None if the
         text before the span, encoded alone, gives other ids than those before it.
         """
-
-        def bounds_of(start: int, end: int) -> Bounds | None:
-            if behind_prompt and not self.is_prefix(tokens, text, start):
-                return None
-            first, last = tokens.index(start), tokens.index(end)
-            return None if first is None or last is None or first >= last else (first, last)
-
-        return [bounds_of(start, end) for start, end in spans]
+        known = None
+        if self._landmarks and not text.marked:
+            known = self._landmarks.find(text.text, tokens.ids, self._ids)
+        return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
 
     def is_prefix(self, tokens: Tokens, text: RenderedText, end: int) -> bool:
         """Whether ``text[:end]``, encoded alone, gives exactly the first of ``tokens``, of
@@ -141,13 +145,51 @@ class Tokenization:
         count = tokens.index(end)
         if not count:
             return count == 0
-        first = next((i for i in reversed(range(count)) if tokens.ids[i] in self._special), 0)
+        first = count
+        while first > 0:
+            first -= 1
+            if tokens.ids[first] in self._special:
+                break
         tail = text[tokens.offsets[first][0] if first else 0 : end]
-        ids = self.encode([tail])[0].ids if tail.marked else self._ids_of(tail.text)
+        ids = self.encode([tail])[0].ids if tail.marked else self._ids(tail.text)
         return ids == tokens.ids[first:count]
 
-    def _encode_plain(self, text: str) -> list[int]:
-        return self._rust.encode(text, add_special_tokens=False).ids
+    def _encode_plain(self, texts: list[str]) -> Iterator[Tokens]:
+        """With landmarks, offsets are computed only when they are needed, which is rare."""
+        if self._landmarks is None:
+            encoded = self._rust.encode_batch(texts, add_special_tokens=False)
+            return (Tokens(each.ids, LazyOffsets(partial(_same, each))) for each in encoded)
+        encode = partial(self._rust.encode, add_special_tokens=False)
+        quick = self._rust.encode_batch_fast(texts, add_special_tokens=False)
+        pairs = zip(quick, texts, strict=True)
+        return (Tokens(each.ids, LazyOffsets(partial(encode, text))) for each, text in pairs)
+
+    def _bounds(
+        self,
+        tokens: Tokens,
+        text: RenderedText,
+        known: Known | None,
+        span: Bounds,
+        behind_prompt: bool,
+    ) -> Bounds | None:
+        start, end = span
+        first = known.index(start) if known else None
+        last = known.end(end) if known else None
+        if first is None and behind_prompt and not self.is_prefix(tokens, text, start):
+            return None
+        first = tokens.index(start) if first is None else first
+        last = tokens.index(end) if last is None else last
+        return None if first is None or last is None or first >= last else (first, last)
+
+    def _ids(self, text: str) -> list[int]:
+        """Ids of an unmarked text; short ones, such as the headers of turns, are cached."""
+        if len(text) > 64:
+            return self.encode([RenderedText(text)])[0].ids
+        if text not in self._short:
+            if len(self._short) > 10_000:
+                self._short.clear()
+            self._short[text] = self.encode([RenderedText(text)])[0].ids
+        return self._short[text]
 
     def _protect(self, text: str) -> str:
         return self._control.sub(f"{OPEN}\\g<0>{CLOSE}", text.replace(OPEN, "").replace(CLOSE, ""))
@@ -160,8 +202,8 @@ class Tokenization:
             start = text.index(part, position)
             found = self._after(part, plain) if start else self._encode_part(part, plain)
             ids += found.ids
-            spans = (found.offsets[i] for i in range(len(found.ids)))
-            offsets += [(a + start, b + start) for a, b in spans]
+            every = (found.offsets[i] for i in range(len(found.ids)))
+            offsets += [(a + start, b + start) for a, b in every]
             position = start + len(part)
         return Tokens(ids, offsets)
 
@@ -210,6 +252,10 @@ def canonical(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(rust.to_str())
 
 
+def _same(encoding: Encoding) -> Encoding:
+    return encoding
+
+
 def _strings(value: object) -> list[str]:
     """All strings in a value but keys."""
     found: list[str] = []
@@ -233,3 +279,101 @@ def _map_strings(value: T, change: Callable[[str], str]) -> T:
     if isinstance(value, list | tuple):
         return cast(T, [_map_strings(item, change) for item in value])
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A text, its ids and its landmarks."""
+
+    text: str
+    ids: list[int]
+    landmarks: Sequence[Landmark]
+    encode: Encode
+
+    def index(self, position: int) -> int | None:
+        """How many tokens ``text[:position]`` has, if its own encoding gives the same tokens."""
+        return self._from(bisect_left(self.landmarks, (position + 1,)), position)
+
+    def end(self, position: int) -> int | None:
+        """How many tokens begin before ``position``, if no token crosses it."""
+        before = bisect_left(self.landmarks, (position + 1,))
+        if before < len(self.landmarks) and self.landmarks[before][1] == position:
+            return self.landmarks[before][2]
+        return self._from(before, position)
+
+    def _from(self, before: int, position: int) -> int | None:
+        _, start, index = self.landmarks[before - 1] if before else (0, 0, 0)
+        ids = self.encode(self.text[start:position])
+        end = index + len(ids)
+        return end if self.ids[index:end] == ids else None
+
+
+class Landmarks:
+    """Some special tokens of a byte-level tokenizer, which map characters to tokens without its
+    offsets; these would take a fifth of the encoding time.
+
+    A tokenizer splits a text at its special tokens before anything else, and they occur in the same
+    order in the text and in its ids: they are landmarks. After a landmark, a byte-level tokenizer
+    loses nothing: an id stands for the same bytes everywhere, so a landmark's id occurs only where
+    the text contains it. If the text from a landmark to a character, encoded alone, gives exactly
+    the ids that follow the landmark, these ids end at that character.
+    """
+
+    def __init__(self, tokens: Mapping[str, int], *, normalizes: bool) -> None:
+        """``normalizes``: whether the tokenizer normalizes text to NFC."""
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._ids, self._normalizes = tokens, normalizes
+
+    def find(self, text: str, ids: list[int], encode: Encode) -> Known | None:
+        """Landmarks of a text; None if their assignment to ids is not certain."""
+        if self._normalizes and not unicodedata.is_normalized("NFC", text):
+            return None
+        found: list[Landmark] = []
+        index = -1
+        try:
+            for match in self._pattern.finditer(text):
+                index = ids.index(self._ids[match[0]], index + 1)
+                found.append((match.end(), match.start(), index))
+        except ValueError:  # a longer token is there instead
+            return None
+        return Known(text, ids, found, encode)
+
+
+def token_aligner(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:
+    """The special tokens among ``words``; None if the tokenizer may lose text."""
+    added = rust.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()) or not _knows_bytes(rust):
+        return None
+    frame = Tokenizer(BPE())  # without the vocabulary, which may be large
+    if rust.normalizer:
+        frame.normalizer = rust.normalizer
+    if rust.pre_tokenizer:
+        frame.pre_tokenizer = rust.pre_tokenizer
+    parts = json.loads(frame.to_str())
+    if parts["normalizer"] not in (None, {"type": "NFC"}):
+        return None
+    plain = {t.content: i for i, t in added.items() if t.special and not t.normalized}
+    tokens = {word: plain[word] for word in plain.keys() & words}
+    is_kept = _is_byte_level(parts["pre_tokenizer"])
+    return Landmarks(tokens, normalizes=bool(parts["normalizer"])) if is_kept else None
+
+
+def _is_byte_level(part: JSON | None) -> bool:
+    """Whether a pre-tokenizer ends in bytes, and neither adds nor removes anything."""
+    steps = cast(list[JSON], part["pretokenizers"] if part and "pretokenizers" in part else [part])
+    *before, last = ({} if step is None else step for step in steps)
+    is_kept = all(
+        step.get("type") == "Digits"
+        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
+        for step in before
+    )
+    return is_kept and last.get("type") == "ByteLevel" and not last["add_prefix_space"]
+
+
+def _knows_bytes(rust: Tokenizer) -> bool:
+    """Whether the model can encode any bytes, always in the same way."""
+    model = rust.model
+    names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    is_plain = isinstance(model, BPE) and not any(getattr(model, name) for name in names)
+    return is_plain and all(model.token_to_id(byte) is not None for byte in ByteLevel.alphabet())
