@@ -85,15 +85,15 @@ def quality(run: Path, group_sizes: list[int]) -> None:
                     groups = None if size is None else str(size)
                     wanted = {"quantize": scheme, "group_size": groups, "algorithm": algorithm}
                     export(run, out, QuantizedFolder(**wanted))
-                    seconds, found = time.process_time() - start, verify_export(out)
+                    seconds, found = time.process_time() - start, verify_export(out).figures
                     name = scheme if size is None else f"{scheme}, groups of {size}"
                     print(
-                        f"| {name} | {algorithm} | {seconds:.1f} | {found.loss:.4f} | "
-                        f"{found.equal_tokens / found.compared_tokens:.2%} | "
+                        f"| {name} | {algorithm} | {seconds:.1f} | {found['loss']:.4f} | "
+                        f"{found['equal_tokens'] / found['compared_tokens']:.2%} | "
                         f"{divergence(out, run):.5f} |",
                         flush=True,
                     )
-        print(f"The checkpoint: a loss of {found.checkpoint_loss:.4f}.")
+        print(f"The checkpoint: a loss of {found['checkpoint_loss']:.4f}.")
     finally:
         shutil.rmtree(root)
 

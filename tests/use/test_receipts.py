@@ -76,7 +76,7 @@ def test_the_figures_are_those_of_a_plain_loop(made):
     other = AutoModelForCausalLM.from_pretrained(made / "out")
     probes = [(5, 9, 30, 31, 7), (8, 11, 12)]
     outputs = (logps_of(m, probes) for m in (other, model))
-    found = compare_texts(Artefact("huggingface", "w4a16", 1), probes, *outputs)
+    found = compare_texts(Artefact("huggingface", "w4a16", 1), probes, *outputs).figures
     losses, equal, regrets = [], 0, []
     for probe in probes:
         for i in range(1, len(probe)):
@@ -85,9 +85,9 @@ def test_the_figures_are_those_of_a_plain_loop(made):
             losses.append(-own[probe[i]].item())
             equal += int(own.argmax() == theirs.argmax())
             regrets.append((theirs.max() - theirs[own.argmax()]).item())
-    assert found.loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-    assert (found.equal_tokens, found.compared_tokens) == (equal, 6)
-    assert found.regret == pytest.approx(sum(regrets) / 6, abs=1e-5)
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+    assert (found["equal_tokens"], found["compared_tokens"]) == (equal, 6)
+    assert found["regret"] == pytest.approx(sum(regrets) / 6, abs=1e-5)
 
 
 def test_a_changed_or_missing_file_is_named(copied):

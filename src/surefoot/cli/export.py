@@ -134,9 +134,10 @@ def _verify(out: Path, checkpoint: str | None, base: str | None) -> None:
 
     result = verify_export(out, checkpoint=checkpoint, base=base)
     if result.is_within:
-        click.echo(f"verified: {result}")
+        click.echo(f"verified: {result.text}")
         return
     click.echo(
-        f"error: {out} does not compute what its checkpoint does: {result}; do not use it", err=True
+        f"error: {out} does not compute what its checkpoint does: {result.text}; do not use it",
+        err=True,
     )
     raise click.exceptions.Exit(1)

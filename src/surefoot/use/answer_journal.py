@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..errors import RunError, counted
 from ..generate.generation import Ids, Sample
@@ -121,46 +121,55 @@ def _earlier(
     return job, {row["key"]: row["result"] for row in own}
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Samples:
-    """Responses in a journal, by the index of the prompt."""
+class KeyedResults(Generic[T]):
+    """Results in a journal, by the index of what was computed; ``write`` makes plain data of one,
+    ``read`` the result of that."""
 
     journal: ResultJournal
-    keys: Sequence[str]  # of each prompt
-    decode: Decode  # for people who read the file
+    keys: Sequence[str]  # of each prompt, or question
+    write: Callable[[T], object]
+    read: Callable[[Any], T]
 
     @property
-    def known(self) -> Mapping[int, Sample]:
+    def known(self) -> Mapping[int, T]:
         """Those of earlier attempts."""
-        held = self.journal.known
-        found = {i: held[key] for i, key in enumerate(self.keys) if key in held}
-        return {i: _sample(result) for i, result in found.items()}
+        known = self.journal.known
+        return {i: self.read(known[key]) for i, key in enumerate(self.keys) if key in known}
 
-    def add(self, found: Mapping[int, Sample]) -> None:
+    def add(self, found: Mapping[int, T]) -> None:
         """Store some."""
-        self.journal.add({self.keys[i]: self._result(one) for i, one in found.items()})
+        self.journal.add({self.keys[i]: self.write(one) for i, one in found.items()})
 
-    def _result(self, sample: Sample) -> dict[str, object]:
+
+def samples_in(journal: ResultJournal, keys: Sequence[str], decode: Decode) -> KeyedResults[Sample]:
+    """Responses in a journal, with their text by ``decode`` for people who read the file."""
+
+    def write(sample: Sample) -> dict[str, object]:
         return {
             "ids": sample.ids,
             "finish_reason": sample.finish_reason,
-            "answer": sample.text(self.decode),
+            "answer": sample.text(decode),
             "text_before_stop": sample.text_before_stop,
         }
 
+    def read(result: Mapping[str, Any]) -> Sample:
+        before = result["text_before_stop"]
+        return Sample(tuple(result["ids"]), (), result["finish_reason"], text_before_stop=before)
 
-def _sample(result: Mapping[str, Any]) -> Sample:
-    before = result["text_before_stop"]
-    return Sample(tuple(result["ids"]), (), result["finish_reason"], text_before_stop=before)
+    return KeyedResults(journal, keys, write, read)
 
 
 def open_journal(
     output: Output, opened: LoadedModel, asked: Sequence[Ids], section: GenerateSection, seed: int
-) -> Samples:
+) -> KeyedResults[Sample]:
     """The responses of this rank's replica to the prompts ``asked``; as ``open_results``."""
     told = [list(asked), asdict(section), seed]
     journal = open_results(output, opened, told, ("answer", "to other prompts"))
-    return Samples(journal, [str(index) for index in range(len(asked))], decoder(opened.tokenizer))
+    return samples_in(journal, [str(i) for i in range(len(asked))], decoder(opened.tokenizer))
 
 
 def weight_traces(folder: Path) -> list[str]:

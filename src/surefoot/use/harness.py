@@ -33,7 +33,7 @@ from ..errors import RunError, counted
 from ..generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
 from ..generate.section import GenerateSection
 from ..network.network import Network
-from .answer_journal import Output, ResultJournal, Samples, open_results
+from .answer_journal import KeyedResults, Output, ResultJournal, open_results, samples_in
 from .model_loading import LoadedModel, refuse_reward_model
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             self.opened.network,
             questions,
             batch_size=self._batch_size,
-            store=_Likelihoods(self.journal, keys),
+            store=KeyedResults(self.journal, keys, _as_pairs, _of_pairs),
         )
         known = {
             (question.prompt, end): (one.logp, one.is_greedy)
@@ -213,7 +213,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             seed=_SAMPLING_SEED,
             stop_token_ids=(self.eot_token_id,),
             decode=self._text,
-            store=Samples(self.journal, keys, self._text),
+            store=samples_in(self.journal, keys, self._text),
         )
         return [self._text(one.ids) for one in found]
 
@@ -222,24 +222,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-@dataclass(frozen=True)
-class _Likelihoods:
-    """Likelihoods in a journal, by the index of the question."""
+def _as_pairs(likelihoods: Sequence[Likelihood]) -> list[list[object]]:
+    return [[one.logp, one.is_greedy] for one in likelihoods]
 
-    journal: ResultJournal
-    keys: Sequence[str]  # of each question
 
-    @property
-    def known(self) -> Mapping[int, list[Likelihood]]:
-        """Those of earlier attempts."""
-        held = self.journal.known
-        found = {i: held[key] for i, key in enumerate(self.keys) if key in held}
-        return {i: [Likelihood(*pair) for pair in pairs] for i, pairs in found.items()}
-
-    def add(self, found: Mapping[int, list[Likelihood]]) -> None:
-        """Store some."""
-        rows = {self.keys[i]: [[x.logp, x.is_greedy] for x in one] for i, one in found.items()}
-        self.journal.add(rows)
+def _of_pairs(pairs: Sequence[Any]) -> list[Likelihood]:
+    return [Likelihood(*pair) for pair in pairs]
 
 
 def _key(*told: object) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...checkpoint.disk.manifest import dump
 from ...checkpoint.disk.retention import RetentionPolicy, decide
 from ...checkpoint.saving.preparation import prepare
-from ...checkpoint.saving.writing import Job, Written, manifest_of, note
 from ...checkpoint.state.roles import FileRole
 from ...checkpoint.state.states import RandomState
 from ...data.text.codec import Codec
@@ -21,16 +18,6 @@ from ...model.base_identity import BaseModel
 from ...run.assembly import build_saver
 from ...training.callback import TrainerState
 from ._dry_run import DryRunModel, optimizer_state
-
-RECORD = {  # a line of the history that every checkpoint carries, of a usual length
-    "step": 1000,
-    "epoch": 1.2345678901234567,
-    "loss": 1.2345678901234567,
-    "grad_norm": 0.12345678901234567,
-    "learning_rate": 1.2345678901234567e-05,
-    "num_input_tokens_seen": 12345678,
-    "tokens_per_second": 12345.678901234567,
-}
 
 
 @dataclass(frozen=True)
@@ -54,6 +41,11 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+# Usual bytes of a tensor in the manifest, beside its name, which is there twice; and of a record of
+# the history in the two files with it.
+_IN_MANIFEST, _OF_RECORD = 180, 450
+
+
 def size_of_checkpoint(
     skeleton: DryRunModel, codec: Codec, base: Path, *, num_logs: int
 ) -> CheckpointSize:
@@ -74,13 +66,20 @@ def size_of_checkpoint(
         max_shard_size=recipe.checkpoint.max_shard_size,
         crew=saver.writers,
     )
-    job = replace(job, share=recipe.checkpoint.share_unchanged)
-    frozen = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
-    record = len(json.dumps(RECORD)) + len(json.dumps(RECORD, indent=2))  # in two files
-    return checkpoint_size(job, frozen, log=num_logs * record)
-
-
-NO_HASH = "0" * 32
+    never_updated = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
+    weights, optimizer, unchanging = 0, 0, 0
+    rest = sum(map(len, job.small.values())) + num_logs * _OF_RECORD
+    for shard in job.shards:
+        role, num_bytes = FileRole(shard.role), shard.plan.header.file_size
+        weights += num_bytes if role.is_weights else 0
+        optimizer += num_bytes if role.is_optimizer else 0
+        rest += num_bytes if role.is_of_rank_0 else 0
+        rest += sum(_IN_MANIFEST + 2 * len(name) for name in shard.plan.header.entries)
+        if role.is_weights and shard.plan.header.entries.keys() <= never_updated:
+            unchanging += num_bytes
+    return CheckpointSize(
+        weights, optimizer, rest, unchanging if recipe.checkpoint.share_unchanged else 0
+    )
 
 
 @dataclass(frozen=True)
@@ -96,32 +95,6 @@ class CheckpointSize:
     def total(self) -> int:
         """All of its files."""
         return self.weights + self.optimizer + self.rest
-
-
-def checkpoint_size(job: Job, frozen: Iterable[str], log: int = 0) -> CheckpointSize:
-    """The size of the checkpoint that ``job`` would write; ``frozen`` are the weights that no
-    optimizer updates, ``log`` the bytes of the history of the run at its end."""
-    weights, optimizer, rest = 0, 0, 0
-    still, unchanging = set(frozen), 0
-    for shard in job.shards:
-        role, num_bytes = FileRole(shard.role), shard.plan.header.file_size
-        weights += num_bytes if role.is_weights else 0
-        optimizer += num_bytes if role.is_optimizer else 0
-        rest += num_bytes if role.is_of_rank_0 else 0
-        if role.is_weights and shard.plan.header.entries.keys() <= still:
-            unchanging += num_bytes
-    small = sum(map(len, job.small.values())) + len(_manifest(job)) + log
-    return CheckpointSize(weights, optimizer, rest + small, unchanging if job.share else 0)
-
-
-def _manifest(job: Job) -> bytes:
-    """The manifest as it will be, but for the values of hashes."""
-    written = Written()
-    for shard in job.shards:
-        note(written, shard, dict.fromkeys(shard.plan.header.entries, NO_HASH))
-    written.files |= {name: len(data) for name, data in job.small.items()}
-    written.hashes |= dict.fromkeys(job.small, NO_HASH)
-    return dump(manifest_of(job, written))
 
 
 def snapshot_size(size: CheckpointSize, num_processes: int, *, is_adapter: bool) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
-import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def verification_cost(target: Path) -> Cost:
 
 def verify_export(
     target: str | Path, *, checkpoint: str | Path | None = None, base: str | Path | None = None
-) -> TextComparison | RewardComparison:
+) -> Comparison:
     """Verify the artefact ``target``, and write the result into its receipt.
 
     Args:
@@ -103,7 +102,6 @@ def verify_export(
     del opened
     gc.collect()
     model = _open_artefact(found, receipt.artefact)
-    result: TextComparison | RewardComparison
     if parts.is_reward:
         own = artefact_rewards(model, _v_head_of(found), probes)
         result = compare_rewards(receipt.artefact, own, rewards)
@@ -244,34 +242,22 @@ def logps_of(model: Any, probes: Sequence[Probe]) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class TextComparison:
-    """What an artefact and its checkpoint say of the next tokens."""
+class Comparison:
+    """The outputs of an artefact beside those of its checkpoint."""
 
-    loss: float
-    checkpoint_loss: float
-    equal_tokens: int
-    compared_tokens: int
-    regret: float
-    """Nats per token by which the checkpoint finds the artefact's most probable tokens less
-    probable than its own: 0 where they are equal, and nearly so where it is undecided."""
+    figures: Mapping[str, float]  # for the receipt
+    error: float  # what may be ``bound`` at most
     bound: float
+    text: str  # for people
 
     @property
     def is_within(self) -> bool:
         """Whether the artefact computes the same, up to its format."""
-        difference = abs(self.loss - self.checkpoint_loss)
-        return math.isfinite(self.loss) and difference <= self.bound and self.regret <= self.bound
+        return self.error <= self.bound  # not so for NaN
 
     def as_data(self) -> dict[str, Any]:
         """For the receipt."""
-        return {**asdict(self), "passed": self.is_within}
-
-    def __str__(self) -> str:
-        return (
-            f"loss {self.loss:.4f}, of the checkpoint {self.checkpoint_loss:.4f}; "
-            f"{self.equal_tokens} of {self.compared_tokens} most probable tokens are equal, the "
-            f"others cost {self.regret:.4f} nats per token (bound of both {self.bound:g})"
-        )
+        return {**self.figures, "bound": self.bound, "passed": self.is_within}
 
 
 def compare_texts(
@@ -279,20 +265,30 @@ def compare_texts(
     probes: Sequence[Probe],
     found: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
-) -> TextComparison:
-    """The outputs of an artefact beside those of its checkpoint."""
+) -> Comparison:
+    """What both say of the next tokens. ``regret`` are the nats per token by which the checkpoint
+    finds the artefact's most probable tokens less probable than its own: 0 where they are equal,
+    and nearly so where it is undecided."""
     width = min(found[0].shape[1], expected[0].shape[1])  # a file may have rows without a token
     own, theirs = (torch.cat(list(logps))[:, :width].double() for logps in (found, expected))
     targets = torch.tensor([i for ids in probes for i in ids[1:]])[:, None]
     best, chosen = theirs.argmax(1, keepdim=True), own.argmax(1, keepdim=True)
-    return TextComparison(
-        -float(own.gather(1, targets).mean()),
-        -float(theirs.gather(1, targets).mean()),
-        int((best == chosen).sum()),
-        len(best),
-        float((theirs.gather(1, best) - theirs.gather(1, chosen)).mean()),
-        bound_of(artefact),
+    loss, checkpoint_loss = (-float(logps.gather(1, targets).mean()) for logps in (own, theirs))
+    regret = float((theirs.gather(1, best) - theirs.gather(1, chosen)).mean())
+    num_equal, bound = int((best == chosen).sum()), bound_of(artefact)
+    figures = {
+        "loss": loss,
+        "checkpoint_loss": checkpoint_loss,
+        "equal_tokens": num_equal,
+        "compared_tokens": len(best),
+        "regret": regret,
+    }
+    text = (
+        f"loss {loss:.4f}, of the checkpoint {checkpoint_loss:.4f}; {num_equal} of {len(best)} "
+        f"most probable tokens are equal, the others cost {regret:.4f} nats per token (bound of "
+        f"both {bound:g})"
     )
+    return Comparison(figures, _largest([loss - checkpoint_loss, regret]), bound, text)
 
 
 def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
@@ -323,40 +319,25 @@ def artefact_rewards(model: Any, head: torch.Tensor | None, probes: Sequence[Pro
     return found
 
 
-@dataclass(frozen=True)
-class RewardComparison:
-    """The rewards of an artefact and its checkpoint."""
-
-    num_probes: int
-    largest: float  # absolute reward of the checkpoint
-    difference: float  # the largest
-    bound: float
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the artefact computes the same, up to its format. A reward is a logit, so its
-        bound is that of losses; of large ones, relative to them."""
-        return math.isfinite(self.difference) and self.difference <= self.bound
-
-    def as_data(self) -> dict[str, Any]:
-        """For the receipt."""
-        return {**asdict(self), "passed": self.is_within}
-
-    def __str__(self) -> str:
-        return (
-            f"the rewards of {self.num_probes} fixed conversations, up to {self.largest:.3f}, "
-            f"differ by at most {self.difference:.5f} (bound {self.bound:g})"
-        )
-
-
 def compare_rewards(
     artefact: Artefact, found: Sequence[float], expected: Sequence[float]
-) -> RewardComparison:
-    """The rewards of an artefact beside those of its checkpoint."""
-    largest = max(map(abs, expected))
-    differences = [abs(own - theirs) for own, theirs in zip(found, expected, strict=True)]
-    worst = math.nan if any(map(math.isnan, differences)) else max(differences)
-    return RewardComparison(len(found), largest, worst, bound_of(artefact) * max(1.0, largest))
+) -> Comparison:
+    """The rewards of both. A reward is a logit, so its bound is that of losses; of large ones,
+    relative to them."""
+    largest = _largest(expected)
+    worst = _largest([own - theirs for own, theirs in zip(found, expected, strict=True)])
+    bound = bound_of(artefact) * max(1.0, largest)
+    text = (
+        f"the rewards of {len(found)} fixed conversations, up to {largest:.3f}, differ by at most "
+        f"{worst:.5f} (bound {bound:g})"
+    )
+    figures = {"num_probes": len(found), "largest": largest, "difference": worst}
+    return Comparison(figures, worst, bound, text)
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest absolute value; NaN if there is one among them, which ``max`` may lose."""
+    return torch.tensor(values, dtype=torch.float64).abs().max().item()
 
 
 def bound_of(artefact: Artefact) -> float:
