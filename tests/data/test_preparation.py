@@ -281,6 +281,16 @@ def test_a_damaged_folder_of_the_cache_is_not_found(section):
     assert find(Encoding(section, None, {}, 1)) is None
 
 
+def test_rows_that_are_trained_and_evaluated_under_two_names_are_said(section, tmp_path, caplog):
+    """Whatever their order, and also if they are only some of the rows."""
+    more = [{"instruction": "q99", "output": "answer 99"}]
+    alike = [{**row, "output": f"answer {n + 50}"} for n, row in enumerate(ROWS)]
+    write(tmp_path, one=ROWS, again=[*reversed(ROWS[3:9]), *more], other=alike)
+    run(replace(section, eval_datasets=("again", "other")))
+    assert "evaluation dataset 'again': 6 of its 7 examples are trained on, too" in caplog.text
+    assert "'other'" not in caplog.text
+
+
 def test_a_val_size_of_1_is_one_row_and_said(section, caplog):
     assert len(run(replace(section, val_size=1.0)).evals[""]) == 1
     assert "val_size: 1 holds out one row" in caplog.text

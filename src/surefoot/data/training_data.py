@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
 from .example import Example
@@ -81,9 +82,36 @@ def prepare(encoding: Encoding) -> TrainingData[EncodedDataset]:
     section = encoding.section
     # All entries are checked before any is encoded.
     data = _arranged(encoding, _load_all(Catalog(section).entries, encoding))
+    _warn_of_trained_rows(section, data)
     if section.val_size == 1:
         logger.warning("data.val_size: 1 holds out one row; a share of the rows is below 1")
     return data
+
+
+def _warn_of_trained_rows(section: DataSection, data: TrainingData[EncodedDataset]) -> None:
+    """Say which evaluation rows are trained on, too, under another name or in another order. Their
+    metrics would look like generalization, and are memory."""
+    for name, evaluated in data.evals.items():
+        if not name or name in section.datasets:
+            continue
+        # Hashing every training row would take seconds; only those of an equal length can be equal.
+        items = np.flatnonzero(np.isin(data.train.lengths, evaluated.lengths)).tolist()
+        trained = {_hash_of_tokens(data.train[item]) for item in items}
+        if num_trained := sum(
+            _hash_of_tokens(evaluated[i]) in trained for i in range(len(evaluated))
+        ):
+            logger.warning(
+                "evaluation dataset %r: %s of its %s are trained on, too, under another name: its "
+                "evaluation metrics do not measure generalization",
+                name,
+                f"{num_trained:,}",
+                counted(len(evaluated), "example"),
+            )
+
+
+def _hash_of_tokens(features: Features) -> bytes:
+    tokens = (ids for name, ids in features.items() if name.endswith("input_ids"))
+    return xxhash.xxh3_128_digest(b"|".join(np.asarray(ids, np.int32).tobytes() for ids in tokens))
 
 
 def find(encoding: Encoding) -> TrainingData[EncodedDataset] | None:
