@@ -163,6 +163,10 @@ def run(command, *, capture_output=False, check=False, timeout=None, popen=Popen
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def _watch():
+    faulthandler.dump_traceback_later(240, exit=True)
+
+
 def become(theirs, command, place, pass_fds, start_new_session, prepare):
     """Be that process to its end: its exit code."""
     gc.freeze()  # else a collection of garbage writes to, and so copies, every page there is
@@ -186,7 +190,9 @@ def become(theirs, command, place, pass_fds, start_new_session, prepare):
             signal.signal(number, handler)
         os.nice = lambda increment: 0  # a test waits for it, and should not wait for all others
         # Whoever hangs says where, before the worker that waits for it is ended as hanging, too.
-        faulthandler.dump_traceback_later(240, exit=True)
+        _watch()
+        # A copy has no thread that watches, but would wait for it: a sweep starts trials.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=_watch)
         prepare(command)
         return _run(*_parsed(command))
     except BaseException:
