@@ -27,8 +27,8 @@ def show(path: Path, overrides: tuple[str, ...], docs: bool) -> None:
     """
     from ..recipe.recipe import lines, load
 
-    for line in lines(load(path, overrides), docs=docs):
-        click.secho(line.text, dim=line.is_default)
+    for line, is_default in lines(load(path, overrides), docs=docs):
+        click.secho(line, dim=is_default)
 
 
 @recipe.command(context_settings={"ignore_unknown_options": True})

@@ -422,44 +422,29 @@ def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
     return with_locations(value, base_of, path) if schema.is_section(value) else value
 
 
-WIDTH = 100
+_WIDTH = 100  # columns of documentation
 
 
-@dataclass(frozen=True)
-class RecipeLine:
-    """One line of YAML."""
-
-    text: str
-    is_default: bool = False
-
-
-def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[RecipeLine]:
-    """``section`` as YAML that reads back equal; ``docs`` adds the settings' documentation."""
+def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[tuple[str, bool]]:
+    """``section`` as lines of YAML that read back equal, each with whether it only says a default;
+    ``docs`` adds the settings' documentation."""
     cls: type = type(section)
     for name, setting in settings(cls).items():
         value, inner = getattr(section, name), f"{indent}  "
         is_default = value == setting.default
-        if docs and setting.doc:
-            yield from _comment(setting.doc, indent)
-        if is_section(value):
-            variant = variant_name(setting.choices, value) if setting.choices else None
-            if variant and not write(value):
-                yield _line(f"{indent}{name}: {variant}", is_default)
-                continue
-            yield RecipeLine(f"{indent}{name}:", is_default)
-            if variant:
-                yield RecipeLine(f"{inner}{variant}:", is_default)
-                inner = f"{inner}  "
-            yield from lines(value, docs=docs, indent=inner)
-        else:
-            for text in emit({name: write_setting(setting, value)}).splitlines():
-                yield _line(f"{indent}{text}", is_default)
-
-
-def _line(text: str, is_default: bool) -> RecipeLine:
-    return RecipeLine(f"{text}  # default" if is_default else text, is_default)
-
-
-def _comment(doc: str, indent: str) -> Iterator[RecipeLine]:
-    for line in textwrap.wrap(doc, WIDTH - len(indent) - 2):
-        yield RecipeLine(f"{indent}# {line}", is_default=True)
+        mark = "  # default" if is_default else ""
+        for line in textwrap.wrap(setting.doc, _WIDTH - len(indent) - 2) if docs else ():
+            yield f"{indent}# {line}", True
+        if not is_section(value):
+            for line in emit({name: write_setting(setting, value)}).splitlines():
+                yield f"{indent}{line}{mark}", is_default
+            continue
+        variant = variant_name(setting.choices, value) if setting.choices else None
+        if variant and not write(value):
+            yield f"{indent}{name}: {variant}{mark}", is_default
+            continue
+        yield f"{indent}{name}:", is_default
+        if variant:
+            yield f"{inner}{variant}:", is_default
+            inner = f"{inner}  "
+        yield from lines(value, docs=docs, indent=inner)
