@@ -70,7 +70,7 @@ def verification_cost(target: Path) -> Cost:
 
 def verify_export(
     target: str | Path, *, checkpoint: str | Path | None = None, base: str | Path | None = None
-) -> Comparison:
+) -> OutputComparison:
     """Verify the artefact ``target``, and write the result into its receipt.
 
     Args:
@@ -242,7 +242,7 @@ def logps_of(model: Any, probes: Sequence[Probe]) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutputComparison:
     """The outputs of an artefact beside those of its checkpoint."""
 
     figures: Mapping[str, float]  # for the receipt
@@ -265,7 +265,7 @@ def compare_texts(
     probes: Sequence[Probe],
     found: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
-) -> Comparison:
+) -> OutputComparison:
     """What both say of the next tokens. ``regret`` are the nats per token by which the checkpoint
     finds the artefact's most probable tokens less probable than its own: 0 where they are equal,
     and nearly so where it is undecided."""
@@ -288,7 +288,7 @@ def compare_texts(
         f"most probable tokens are equal, the others cost {regret:.4f} nats per token (bound of "
         f"both {bound:g})"
     )
-    return Comparison(figures, _largest([loss - checkpoint_loss, regret]), bound, text)
+    return OutputComparison(figures, _largest([loss - checkpoint_loss, regret]), bound, text)
 
 
 def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
@@ -321,7 +321,7 @@ def artefact_rewards(model: Any, head: torch.Tensor | None, probes: Sequence[Pro
 
 def compare_rewards(
     artefact: Artefact, found: Sequence[float], expected: Sequence[float]
-) -> Comparison:
+) -> OutputComparison:
     """The rewards of both. A reward is a logit, so its bound is that of losses; of large ones,
     relative to them."""
     largest = _largest(expected)
@@ -332,7 +332,7 @@ def compare_rewards(
         f"{worst:.5f} (bound {bound:g})"
     )
     figures = {"num_probes": len(found), "largest": largest, "difference": worst}
-    return Comparison(figures, worst, bound, text)
+    return OutputComparison(figures, worst, bound, text)
 
 
 def _largest(values: Sequence[float]) -> float:
