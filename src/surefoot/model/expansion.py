@@ -21,9 +21,8 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -299,80 +298,54 @@ def verify_new_layers(
 ) -> None:
     """Raise ``RecipeError`` on every rank unless the new layers of ``model`` return their input, no
     norm follows a branch that is zero, and the other layers do not depend on their number."""
-    if not any(numbers(layer) for layer in model.modules()):
+    numbered = [(layer, pair) for layer in model.modules() if (pair := numbers(layer))]
+    if not numbered:
         return
-    batch, problems = _batch(model, is_packed=is_packed), list[str]()
-    with _watched(model, problems):
-        now = run(batch)
-    _refuse(model, agreed(problems[0] if problems else None))
-    with _as_before(model):
-        is_same = torch.equal(now, run(batch))
-    _refuse(
-        model, agreed(None if is_same else "its layers compute differently under another number")
-    )
-    numbers_of_new = getattr(model.config.get_text_config(decoder=True), _RECORD, ())
-    logger.info(
-        "%s: %s; they change nothing yet",
-        counted(len(numbers_of_new), "new layer"),
-        ", ".join(map(str, numbers_of_new)),
-    )
+    problems: list[str] = []
 
+    def compare(
+        layer: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, Any],
+        output: torch.Tensor | tuple[torch.Tensor, ...],
+    ) -> None:
+        entering = args[0] if args else kwargs["hidden_states"]
+        leaving = output[0] if isinstance(output, tuple | list) else output
+        if not torch.equal(local(entering), local(leaving)):
+            problems.append(f"a new {type(layer).__name__} does not return its input")
 
-def _refuse(model: PreTrainedModel, problem: str | None) -> None:
-    if problem is not None:
-        raise _refusal(model, problem)
+    def look(norm: nn.Module, args: tuple[object, ...]) -> None:
+        # a norm behind a branch makes of the first small update a large one
+        if args and isinstance(args[0], torch.Tensor) and not bool(local(args[0]).any()):
+            problems.append(
+                f"its layers normalize what a branch adds ({type(norm).__name__}), so the first "
+                "step would not change a new layer a little but at once in full"
+            )
 
+    def refuse(problem: str | None) -> None:
+        if (shared := agreed(problem)) is not None:
+            raise _refusal(model, shared)
 
-@contextmanager
-def _watched(model: nn.Module, problems: list[str]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for layer in filter(is_new, model.modules()):
-            watch = partial(_compare, problems)
-            stack.enter_context(layer.register_forward_hook(watch, with_kwargs=True))
-            for module in layer.modules():
-                if "norm" in type(module).__name__.lower():
-                    look = partial(_look, problems)
-                    stack.enter_context(module.register_forward_pre_hook(look))
-        yield
-
-
-def _compare(
-    problems: list[str],
-    layer: nn.Module,
-    args: tuple[torch.Tensor, ...],
-    kwargs: dict[str, Any],
-    output: torch.Tensor | tuple[torch.Tensor, ...],
-) -> None:
-    given = args[0] if args else kwargs["hidden_states"]
-    found = output[0] if isinstance(output, tuple | list) else output
-    if not torch.equal(local(given), local(found)):
-        problems.append(f"a new {type(layer).__name__} does not return its input")
-
-
-def _look(problems: list[str], module: nn.Module, args: tuple[object, ...]) -> None:
-    """A norm behind a branch makes of the first small update a large one."""
-    if args and isinstance(args[0], torch.Tensor) and not bool(local(args[0]).any()):
-        problems.append(
-            f"its layers normalize what a branch adds ({type(module).__name__}), so the first step "
-            "would not change a new layer a little but at once in full"
-        )
-
-
-@contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Layers have the numbers that they had before others were inserted."""
-    known = [(layer, found) for layer in model.modules() if (found := numbers(layer))]
-    try:
-        for layer, (before, _) in known:
-            set_number(layer, before)
-        yield
-    finally:
-        for layer, (_, now) in known:
-            set_number(layer, now)
-
-
-def _batch(model: PreTrainedModel, *, is_packed: bool) -> Batch:
     ids = torch.arange(_LENGTH) % model.config.get_text_config().vocab_size
     mask = None if is_packed else torch.ones(1, _LENGTH, dtype=torch.int64)
     bounds = torch.tensor([0, _LENGTH], dtype=torch.int32) if is_packed else None
-    return Batch(ids[None], ids[None], torch.arange(_LENGTH)[None], mask, cu_seqlens=bounds)
+    batch = Batch(ids[None], ids[None], torch.arange(_LENGTH)[None], mask, cu_seqlens=bounds)
+    with ExitStack() as hooks:
+        for layer in filter(is_new, model.modules()):
+            hooks.enter_context(layer.register_forward_hook(compare, with_kwargs=True))
+            for module in layer.modules():
+                if "norm" in type(module).__name__.lower():
+                    hooks.enter_context(module.register_forward_pre_hook(look))
+        now = run(batch)
+    refuse(problems[0] if problems else None)
+    try:  # with the numbers that layers had before others were inserted
+        for layer, (before, _) in numbered:
+            set_number(layer, before)
+        is_same = torch.equal(now, run(batch))
+    finally:
+        for layer, (_, place) in numbered:
+            set_number(layer, place)
+    refuse(None if is_same else "its layers compute differently under another number")
+    places = getattr(model.config.get_text_config(decoder=True), _RECORD, ())
+    layers, listed = counted(len(places), "new layer"), ", ".join(map(str, places))
+    logger.info("%s: %s; they change nothing yet", layers, listed)

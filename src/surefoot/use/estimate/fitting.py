@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -165,17 +166,13 @@ class _Trial:
         return self.peaks[size]
 
     def largest(self, limit: int, taken: int) -> Fit | None:
-        """The most examples that take at most ``limit`` bytes, the greatest size first."""
-        low, high, best = 0, len(self.sizes) - 1, None
-        middle = high
-        while low <= high:
-            if self.peak(self.sizes[middle]) <= limit:
-                best, low = self.sizes[middle], middle + 1
-            else:
-                high = middle - 1
-            middle = (low + high) // 2
-        if best is None:
+        """The most examples that take at most ``limit`` bytes."""
+        num_fitting = len(self.sizes)
+        if self.peak(self.sizes[-1]) > limit:  # often all fit, which one dry run tells
+            num_fitting = bisect_right(self.sizes, limit, key=self.peak)
+        if not num_fitting:
             return None
+        best = self.sizes[num_fitting - 1]
         policy = self.recipe.model.gradient_checkpointing
         return Fit(policy, best, self.peak(best) + taken, self.sizes)
 
