@@ -232,6 +232,18 @@ def test_a_client_that_leaves_frees_its_place(client):
     client.until(lambda: client.figure("responses_running") == 0)
 
 
+def test_arguments_of_the_template_change_the_prompt_and_unknown_ones_are_refused(tmp_path):
+    source = "{{ persona | default('') }}" + bundled()["chatml"].source
+    save_model(tmp_path / "base", template=source)
+    with running(tmp_path / "base") as client:
+        body = {"messages": ASKED, "max_tokens": 1, "return_token_ids": True}
+        plain = client.ok(CHAT, **body)["prompt_token_ids"]
+        told = client.ok(CHAT, **body, chat_template_kwargs={"persona": "abc"})["prompt_token_ids"]
+        assert len(told) == len(plain) + 3 and told[-len(plain) :] == plain
+        status, found = client.post(CHAT, **body, chat_template_kwargs={"persone": "abc"})
+        assert (status, found["error"]["param"]) == (400, "chat_template_kwargs")
+
+
 def test_a_temperature_that_no_logit_can_be_divided_by_is_greedy(client):
     body = {"prompt": "x", "max_tokens": 9}
     expected = client.ok(TEXT, **body, temperature=0)["choices"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Board:
             "launches": _launches(folder),
             "metrics": sorted(metrics.columns),
             "metrics_problem": metrics.note(),
-            "samples": [asdict(one) for one in sample_files(folder)],
+            "samples": sample_files(folder),
             "has_log": (folder / LOG).is_file(),
         }
 
@@ -202,26 +202,20 @@ def _of_machine(folder: Path) -> MetricsFile:
     return found
 
 
-@dataclass(frozen=True)
-class SampleFile:
-    """A file of samples of one step; ``step`` is None if the name does not say."""
-
-    name: str
-    kind: str  # rollouts: sampled responses of evaluations; generations: of `surefoot eval`
-    label: str
-    step: int | None
-
-
-def sample_files(folder: Path) -> list[SampleFile]:
-    """What a run has generated, in the order of steps."""
+def sample_files(folder: Path) -> list[dict[str, Any]]:
+    """What a run has generated, in the order of steps, which are None if the name does not say one:
+    ``rollouts`` are sampled by evaluations, ``generations`` by `surefoot eval`."""
     matches = [match for path in folder.iterdir() if (match := _SAMPLES.fullmatch(path.name))]
-    found = [SampleFile(m[0], m[1], m[2], int(m[3]) if m[3] else None) for m in matches]
-    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.name))
+    found = [
+        {"name": m[0], "kind": m[1], "label": m[2], "step": int(m[3]) if m[3] else None}
+        for m in matches
+    ]
+    return sorted(found, key=lambda one: (one["step"] is None, one["step"] or 0, one["name"]))
 
 
 def read_samples(folder: Path, name: str) -> dict[str, object]:
     """The first rows of a file without what no page shows, and how many lines are no rows."""
-    if name not in {one.name for one in sample_files(folder)}:
+    if name not in {one["name"] for one in sample_files(folder)}:
         return {"rows": [], "broken": 0}
     with open_inside(folder, name) as file:
         is_cut = file.size > MAX_SAMPLE_BYTES

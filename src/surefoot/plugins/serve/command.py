@@ -60,13 +60,6 @@ _EXTRA = ("fastapi", "uvicorn", "starlette")
     help="Responses that wait at a time; beyond, requests are refused with 429.",
 )
 @click.option(
-    "--max-models",
-    default=2,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Models in memory at a time; adapters of one base are one.",
-)
-@click.option(
     "--max-length",
     type=click.IntRange(2),
     help="Most tokens of prompt and response. Unset: the model's context length.",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...checkpoint.disk.commit import committed
-from ...data.text.codec import Codec
-from ...data.text.templates import with_arguments
 from ...data.text.tool_calls import syntax_of
 from ...errors import CheckpointError, ModelError
 from ...generate.generation import context_length
@@ -52,7 +49,6 @@ class ServeSettings:
     trust_remote_code: bool = False
     max_batch: int = 32  # responses that are generated at a time, of each model
     max_waiting: int = 256  # responses that wait at a time
-    max_models: int = 2  # in memory at a time, beside adapters of one base
     max_length: int | None = None  # tokens of prompt and response
     max_body: int = 8 << 20  # bytes of a request
     sampled_logprobs: bool = False  # log-probabilities after penalties and temperature
@@ -83,22 +79,6 @@ class ServedModel:
     def plainly(self) -> Decode:
         """Ids to text without special tokens."""
         return decoder(self.opened.tokenizer, hides_special=True)
-
-    @cached_property
-    def codec(self) -> Callable[[str], Codec]:
-        """The codec of the template with arguments, given as JSON; those of late are kept. Raises
-        ``DataError``: the template does not know one."""
-        opened = self.opened
-
-        @lru_cache(8)
-        def codec(arguments: str) -> Codec:
-            given, template = json.loads(arguments), opened.template
-            if not given or template is None:
-                return opened.codec
-            source = with_arguments(template.source, given, "of this model")
-            return replace(opened, template=replace(template, source=source)).codec
-
-        return codec
 
     @cached_property
     def tool_syntax(self) -> str | None:
@@ -162,7 +142,7 @@ class Models:
 
     def __init__(self, settings: ServeSettings, engine: EngineThread) -> None:
         self.settings, self._engine = settings, engine
-        self._loaded: dict[str, ServedModel] = {}  # the last that was used at the end
+        self._loaded: dict[str, ServedModel] = {}
         self._adapters = set[str]()  # names under which requests have loaded them
         self._updated = ""  # the name of the weights that came last through ``replace``
         self._lock = asyncio.Lock()
@@ -234,7 +214,6 @@ class Models:
             return self.first
         async with self._lock:
             if name in self._loaded:
-                self._loaded[name] = self._loaded.pop(name)
                 return self._loaded[name]
             if name == BASE and (shared := self._over_base) is not None:
                 return self._serve(BASE, shared.opened, self._lane(shared, None))
@@ -294,7 +273,9 @@ class Models:
             raise ModelError(f"{path}: contains no adapter")
         if shared is not None and await asyncio.to_thread(shared.fits, parts):
             return await self._beside(name, shared, parts)
-        self._make_room()
+        # one copy of weights beside the first model, or a run's checkpoints would fill the memory
+        for apart in [name for name, model in self._loaded.items() if model.is_apart]:
+            self._drop(apart)
         opened = await asyncio.to_thread(self._open, path, base=base)
         rows = await asyncio.to_thread(self._rows_of, opened)
         model = self._serve(name, opened, Lane(rows))
@@ -332,17 +313,6 @@ class Models:
         self._loaded[name] = model
         self._engine.add_lane(lane)
         return model
-
-    def _make_room(self) -> None:
-        """Drop the model apart that was used least recently, if there are too many."""
-        apart = [name for name, model in self._loaded.items() if model.is_apart]
-        if self.settings.max_models < 2:
-            raise ApiError(
-                "this model needs a copy of the weights of its own, and the server keeps one in "
-                "memory (--max-models 1)"
-            )
-        if len(apart) + 2 > self.settings.max_models:
-            self._drop(apart[0])
 
     def _drop(self, name: str) -> None:
         model = self._loaded.pop(name)

@@ -3,14 +3,13 @@ token ids."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...data.example import JSON, Example
 from ...data.rows.formats.turns import OpenAI
-from ...data.text.codec import Codec
+from ...data.text.templates import with_arguments
 from ...errors import DataError, SurefootError
 from .body import ApiError, Prompts
 from .models import ServedModel
@@ -51,8 +50,20 @@ def chat_prompt(
     example = _read(messages, tools)
     if example.tools and model.tool_syntax is None:
         raise ApiError(f"tools: the chat template of {model.name!r} writes no tools", param="tools")
+    opened = model.opened
     try:
-        ids = _codec(model, arguments).encode_prompt(example.messages, example.tools)
+        if arguments:
+            source = with_arguments(template.source, arguments, "of this model")
+            opened = replace(opened, template=replace(template, source=source))
+    except DataError:
+        names = ", ".join(map(repr, arguments))
+        raise ApiError(
+            f"chat_template_kwargs: the chat template has no such argument ({names}), so it would "
+            "change nothing; remove it",
+            param="chat_template_kwargs",
+        ) from None
+    try:
+        ids = opened.codec.encode_prompt(example.messages, example.tools)
     except SurefootError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
     begun = model.exactly(ids[-_TAIL:]).rstrip().endswith(template.thoughts[0].strip())
@@ -73,19 +84,6 @@ def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
     except DataError as error:
         param = "tools" if "'tools'" in str(error) else "messages"
         raise ApiError(f"{param}: {error}", param=param) from None
-
-
-def _codec(model: ServedModel, arguments: Mapping[str, Any]) -> Codec:
-    """The codec of a template with arguments."""
-    try:
-        return model.codec(json.dumps(arguments, sort_keys=True))
-    except DataError:
-        known = ", ".join(map(repr, arguments))
-        raise ApiError(
-            f"chat_template_kwargs: the chat template has no such argument ({known}), so it would "
-            "change nothing; remove it",
-            param="chat_template_kwargs",
-        ) from None
 
 
 def each_prompt(given: Prompts) -> list[Any]:
