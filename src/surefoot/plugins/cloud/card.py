@@ -112,8 +112,8 @@ def _datasets(data: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[str
             named = (each if isinstance(each, str) else json.dumps(each) for each in listed)
             yield f"`data.{key}`: {', '.join(f'`{each}`' for each in named)}"
     loader = state.get("loader")
-    if isinstance(loader, dict) and (found := loader.get("dataset") or loader.get("content")):
-        yield f"hash of the encoded examples (xxh3-128): `{found}`"
+    if isinstance(loader, dict) and (fingerprint := loader.get("dataset") or loader.get("content")):
+        yield f"hash of the encoded examples (xxh3-128): `{fingerprint}`"
 
 
 def _variant(recipe: Mapping[str, Any], name: str) -> str | None:
@@ -134,8 +134,8 @@ def _recipe_in(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path)
-        return found if isinstance(found, dict) else {}
+        content = read_json(path)
+        return content if isinstance(content, dict) else {}
     return {}
 
 

@@ -107,12 +107,12 @@ def download(store: Store, name: str, root: Path) -> Path:
 def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> None:
     """Download all files, and those whose hashes do not match once more."""
     sizes = checkpoint.manifest.files
-    wanted, problems = sorted(sizes), list[str]()
+    missing, problems = sorted(sizes), list[str]()
     for _ in range(_TRIES):
         with contextlib.ExitStack() as stack:
             opened = {
                 file: stack.enter_context(files.open_file(checkpoint.path / file, write=True))
-                for file in wanted
+                for file in missing
             }
 
             def fetch(part: tuple[str, int, int], opened: dict[str, files.File] = opened) -> None:
@@ -121,7 +121,7 @@ def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> No
 
             parts = [
                 (file, start, min(start + _RANGE, sizes[file]))
-                for file in wanted
+                for file in missing
                 for start in range(0, sizes[file], _RANGE)
             ]
             try:
@@ -130,10 +130,10 @@ def _download_files(store: Store, name: str, checkpoint: CheckpointFolder) -> No
                 raise StoredDamageError(str(error)) from error
             for file in opened.values():
                 file.sync()
-        found = {file: list(problems_in(checkpoint, file)) for file in wanted}
-        wanted = [file for file in wanted if found[file]]
-        problems = [found[file][0] for file in wanted]
-        if not wanted:
+        problems_of = {file: list(problems_in(checkpoint, file)) for file in missing}
+        missing = [file for file in missing if problems_of[file]]
+        problems = [problems_of[file][0] for file in missing]
+        if not missing:
             return
     there = str(store.address.inside(name))
     raise StoredDamageError(problems[0].replace(str(checkpoint.path), there))
@@ -182,9 +182,9 @@ def list_store(address: Address, *, seconds: float = 60) -> list[CheckpointLine]
     is_one = step_of(Path(address.name)) >= 0
     store = Store(address.parent if is_one else address, seconds=seconds)
     there = Contents(store.list(address.name if is_one else ""))
-    found = [_line(store, there, name) for name in there.committed.values()]
-    best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
-    lines = [replace(line, is_best=line.step == best is not None) for line, _ in found]
+    rows = [_line(store, there, name) for name in there.committed.values()]
+    best = next((state.best_step for line, state in reversed(rows) if line.problem is None), None)
+    lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
     why = "never committed: an interrupted upload or deletion"
     return lines + [CheckpointLine(Path(name), problem=why) for name in there.uncommitted.values()]
 

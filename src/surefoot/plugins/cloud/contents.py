@@ -81,8 +81,8 @@ class Redaction:
         for value in self.secrets:
             number += text.count(value)
             text = text.replace(value, REMOVED)
-        known = "|".join([*map(re.escape, self.folders), _HOMES])
-        return re.sub(f"{_BEFORE}(?:{known})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
+        roots = "|".join([*map(re.escape, self.folders), _HOMES])
+        return re.sub(f"{_BEFORE}(?:{roots})(?![^/\\s\"',;`)\\]}}]){_REST}", _last, text), number
 
     def cleaned(self, file: LocalFile, notes: list[str]) -> LocalFile:
         """A file without them if it is text; ``notes`` get how many secrets there were. A
@@ -106,14 +106,14 @@ def redaction_of(folders: Iterable[Path], environment: Mapping[str, str] = os.en
     """Secrets of the environment; this user's folder, the current one, and ``folders``."""
     values = {v for name, v in environment.items() if _NAMES.search(name) and len(v) >= 8}
     roots = {Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *folders}
-    found = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
-    longest = sorted((f for f in found if len(Path(f).parts) > 1), key=len, reverse=True)
+    paths = {str(root) for root in roots} | {str(root.resolve()) for root in roots}
+    longest = sorted((f for f in paths if len(Path(f).parts) > 1), key=len, reverse=True)
     return Redaction(tuple(sorted(values)), tuple(longest))
 
 
-def _last(found: re.Match[str]) -> str:
+def _last(match: re.Match[str]) -> str:
     """The last part of a path, which is not the name of its user."""
-    return found[1].rpartition("/")[2] or "."
+    return match[1].rpartition("/")[2] or "."
 
 
 @dataclass(frozen=True)

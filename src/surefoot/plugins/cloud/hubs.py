@@ -103,8 +103,8 @@ def _damaged(folder: Path) -> Iterator[tuple[Path, str]]:
         if kind is None or _mark_of(blob).exists():
             continue
         head = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
-        if (found := digest_of(blob, kind, head)) != blob.name:
-            yield path, f"its hash is {found}, expected {blob.name}"
+        if (digest := digest_of(blob, kind, head)) != blob.name:
+            yield path, f"its hash is {digest}, expected {blob.name}"
         else:
             _note(blob)
 
@@ -157,11 +157,11 @@ def _prefetch(kind: Kind, name: str, revision: str | None, chosen: _Chosen) -> N
                 wrong = _load(url, cache / hash_, size, kind_of_hash)
                 if wrong is None:
                     break
-                said = f"{path}: its {kind_of_hash} is {wrong}, expected {hash_}"
+                mismatch = f"{path}: its {kind_of_hash} is {wrong}, expected {hash_}"
                 if is_last:
                     why = "the file on the hub, or a proxy on the way, is damaged"
-                    raise HubError(f"{said}; nothing was kept: {why}")
-                logger.warning("%s; downloading it again", said)
+                    raise HubError(f"{mismatch}; nothing was kept: {why}")
+                logger.warning("%s; downloading it again", mismatch)
 
 
 def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
@@ -181,27 +181,27 @@ def _load(url: str, blob: Path, size: int, kind: str) -> str | None:
             expected_size=size,
             displayed_filename=blob.name,
         )
-    found = digest_of(part) if kind == "sha256" else digest_of(part, "sha1", b"blob %d\0" % size)
-    if found == blob.name:
+    digest = digest_of(part) if kind == "sha256" else digest_of(part, "sha1", b"blob %d\0" % size)
+    if digest == blob.name:
         part.replace(blob)
         _note(blob)
         return None
     part.unlink()
-    return found
+    return digest
 
 
 def _why_not_reached(error: Exception) -> str:
     """Why the library could not download something, in one sentence."""
-    said = first_line(error)
+    message = first_line(error)
     if (name := offline_setting()) is not None:
         return f"it is not on this machine, and {name} is set"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, LOST):
             reason = getattr(cause, "strerror", None) or str(cause)
-            said = f"{constants.ENDPOINT} cannot be reached ({reason}); check the network"
+            message = f"{constants.ENDPOINT} cannot be reached ({reason}); check the network"
         cause = cause.__cause__ or cause.__context__
-    return said
+    return message
 
 
 HUGGING_FACE = HuggingFaceHub()

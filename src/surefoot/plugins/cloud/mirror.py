@@ -153,8 +153,8 @@ class Mirror:
     def _try_again(self) -> None:
         """Forget what has failed, and so do it with the next task."""
         self._failure = None
-        for known in self._checkpoints.values():
-            known.has_failed = False
+        for checkpoint in self._checkpoints.values():
+            checkpoint.has_failed = False
 
     @property
     def steps(self) -> frozenset[int]:

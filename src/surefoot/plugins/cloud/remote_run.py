@@ -104,14 +104,14 @@ class StoredRun:
     def _downloaded(self, step: int, damaged: list[tuple[Path, str]]) -> Path | None:
         name = self.there.committed[step]
         try:
-            found = download(self.store, name, self.folder)
+            path = download(self.store, name, self.folder)
         except StoredDamageError as error:
             self.damaged.add(step)
             damaged.append((Path(name), str(error)))
             logger.warning("checkpoint-%d is skipped: %s", step, error)
             return None
         self._bring_run_files()
-        return found
+        return path
 
     def _bring_run_files(self) -> None:
         """Download the run's logs, so that they continue."""
@@ -154,10 +154,10 @@ class ObjectStores:
         folder = (cache or default_cache()) / run.slug
         with files.raising(CheckpointError):
             files.make_folder(folder)
-        found = _open(run, folder, seconds)
-        if not is_one and not found.steps:
+        stored = _open(run, folder, seconds)
+        if not is_one and not stored.steps:
             raise CheckpointError(f"{run}: it contains no checkpoint")
-        return found.load(address.name if is_one else f"checkpoint-{max(found.steps)}")
+        return stored.load(address.name if is_one else f"checkpoint-{max(stored.steps)}")
 
     def lines(self, address: Address, *, verified: bool) -> list[CheckpointLine]:
         """The checkpoints of a run, or one of them."""

@@ -202,9 +202,9 @@ class Store:
 
         limit = self._patience.seconds
         with announced("%s, for up to %g s of failures in a row", self._where(below), limit):
-            found = self._patience.run(f"cannot list {self._where(below)}", find)
+            entries = self._patience.run(f"cannot list {self._where(below)}", find)
         start = len(self._root) + 1
-        return {name[start:]: int(entry["size"] or 0) for name, entry in found.items()}
+        return {name[start:]: int(entry["size"] or 0) for name, entry in entries.items()}
 
     def read(self, name: str) -> bytes:
         """The content of a small file."""
@@ -319,9 +319,9 @@ def _class_of(address: Address) -> Any:
     from fsspec import get_filesystem_class
     from fsspec.registry import available_protocols
 
-    known = ["s3", "gs", *sorted(available_protocols())]
-    if address.scheme not in known:
-        close = difflib.get_close_matches(address.scheme, known, n=1, cutoff=0.5)
+    schemes = ["s3", "gs", *sorted(available_protocols())]
+    if address.scheme not in schemes:
+        close = difflib.get_close_matches(address.scheme, schemes, n=1, cutoff=0.5)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise StoreError(f"{address}: unknown scheme {address.scheme!r}{hint}")
     try:

@@ -51,7 +51,7 @@ from ...checkpoint.sources.source import (
 from ...data.text.codec import Codec
 from ...data.text.collation import with_chosen
 from ...data.training_data import open_stream, prepare
-from ...errors import ModelError
+from ...errors import ModelError, first_line
 from ...model.loading import device, fill_buffers
 from ...model.lora_targets import layer_list
 from ...model.weights import FullWeights, FusedPlacement, names_in_files, place, places
@@ -167,19 +167,19 @@ def matrices_of(
 ) -> list[QuantizedMatrix]:
     """The weights of a loaded ``layer``, whose name is ``prefix``, that are quantized. ``dtypes``
     are those in the files."""
-    found = []
+    matrices = []
     for inside, module in layer.named_modules():
         if (full := f"{prefix}.{inside}") in layers.weights:
             name, weight = layers.weights[full], module.get_parameter("weight").detach()
-            found.append(QuantizedMatrix(name, weight, dtypes[name], place(weight)))
-    own = dict(layer.named_parameters(prefix=prefix))
+            matrices.append(QuantizedMatrix(name, weight, dtypes[name], place(weight)))
+    parameters = dict(layer.named_parameters(prefix=prefix))
     for name, at in layers.experts.items():
-        if at.fused in own:
+        if at.fused in parameters:
             expert, row, _ = at.start
-            whole = own[at.fused].detach()[expert]
+            whole = parameters[at.fused].detach()[expert]
             part = whole[row : row + at.shape[0]]
-            found.append(QuantizedMatrix(name, part, dtypes[name], place(whole), is_expert=True))
-    return found
+            matrices.append(QuantizedMatrix(name, part, dtypes[name], place(whole), is_expert=True))
+    return matrices
 
 
 def statistics_of(
@@ -189,13 +189,13 @@ def statistics_of(
     calls: Sequence[Call],
 ) -> Mapping[Place, InputStatistics]:
     """Of the inputs of all ``matrices`` of ``layer`` that get any."""
-    wanted = {matrix.place for matrix in matrices}
+    places = {matrix.place for matrix in matrices}
     statistics: dict[Place, InputStatistics] = {}
     last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def seen(inputs: torch.Tensor, weight: torch.Tensor) -> None:
         nonlocal last
-        if (key := place(weight)) not in wanted or not inputs.numel():
+        if (key := place(weight)) not in places or not inputs.numel():
             return
         inputs_NI = inputs.detach().flatten(0, -2).float()
         if last is None or last[0] is not inputs:  # q, k and v have the same
@@ -434,23 +434,23 @@ class LayerwiseModel:
         parts = [(n, at) for n, at in self.experts.items() if at.fused == name]
         if not parts:
             return read_whole(self.source, self.names[name]).to(device(), torch.float32)
-        found = torch.empty(parts[0][1].whole, device=device())
+        values = torch.empty(parts[0][1].whole, device=device())
         for part, at in parts:
             expert, row, _ = at.start
-            found[expert, row : row + at.shape[0]] = read_whole(self.source, part).to(device())
-        return found
+            values[expert, row : row + at.shape[0]] = read_whole(self.source, part).to(device())
+        return values
 
 
 def open_layerwise(source: TensorSource, config: str | bytes, where: str) -> LayerwiseModel:
     """The model that ``config``, the text of ``config.json``, describes, with the weights of
     ``source``. Raises ``ModelError`` if it cannot be run layer by layer."""
-    known = json.loads(config, object_hook=_special_float)
-    known |= {"dtype": "float32", "quantization_config": None}
-    found = CONFIG_MAPPING[known["model_type"]].from_dict(known)
+    settings = json.loads(config, object_hook=_special_float)
+    settings |= {"dtype": "float32", "quantization_config": None}
+    model_config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     with torch.device("meta"):
         # experts one after another, so that the inputs of each are seen
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            found, experts_implementation="eager"
+            model_config, experts_implementation="eager"
         )
     if odd := fill_buffers(model):
         raise ModelError(f"{where}: nothing initializes {odd}; use --algorithm rtn")
@@ -486,9 +486,9 @@ def _buffers(
     model: PreTrainedModel, stored: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[nn.Module, str]]:
     """The buffers that are in the files, by their name there."""
-    known = {place(tensor): name for name, tensor in stored.items()}
+    names_by_place = {place(tensor): name for name, tensor in stored.items()}
     return {
-        known[place(buffer)]: (module, name)
+        names_by_place[place(buffer)]: (module, name)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta
@@ -497,9 +497,9 @@ def _buffers(
 
 def _shared(model: PreTrainedModel) -> str | None:
     """The name of a parameter of a decoder layer that other modules have, too."""
-    own = {id(p) for p in layer_list(model).parameters()}
+    in_layers = {id(p) for p in layer_list(model).parameters()}
     every = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    names = (n for n, p in model.named_parameters() if id(p) in own and every[id(p)] > 1)
+    names = (n for n, p in model.named_parameters() if id(p) in in_layers and every[id(p)] > 1)
     return next(names, None)
 
 
@@ -509,9 +509,8 @@ def _unfit() -> Iterator[None]:
     try:
         yield
     except _OF_MODELS as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"the model cannot be run layer by layer: {said}; use --algorithm rtn"
+            f"the model cannot be run layer by layer: {first_line(error)}; use --algorithm rtn"
         ) from error
 
 

@@ -94,21 +94,21 @@ def _experts(
     parameters = model.named_parameters()
     fused = [name for name, p in parameters if p.ndim == 3 and id(p) not in convolutions]
     try:
-        found = places(model) if fused else {}
+        placements = places(model) if fused else {}
     except ModelError:  # transformers does more than to join them
-        found = {}
-    split = {at.fused for at in found.values() if at.fused in fused}
+        placements = {}
+    split = {at.fused for at in placements.values() if at.fused in fused}
     if odd := [name for name in fused if name not in split]:
         raise ModelError(
             f"{where}: {odd[0]} contains the weights of several experts, which compressed-tensors "
             "cannot have as one tensor; use --to gguf"
         )
-    if missing := sorted(name for name in found if name not in stored):
+    if missing := sorted(name for name in placements if name not in stored):
         raise ModelError(
             f"{where}: has no {missing[0]}; the weights of several experts are one tensor in its "
             "files, which compressed-tensors cannot have; use --to gguf"
         )
-    return found
+    return placements
 
 
 PRESETS = {"fp8": "FP8_DYNAMIC", "w8a8": "W8A8", "w4a16": "W4A16"}
@@ -199,13 +199,13 @@ class WeightScheme:
     def config(self, ignored: list[str]) -> Mapping[str, Any]:
         """``quantization_config`` of a model whose modules ``ignored`` are not quantized."""
         groups = {"group_0": self.preset.model_copy(update={"format": self.format})}
-        found = QuantizationConfig(
+        quantization = QuantizationConfig(
             config_groups=groups,
             format=self.format,
             quantization_status=QuantizationStatus.COMPRESSED,
             ignore=ignored,
         )
-        return {"version": __version__, **found.model_dump(mode="json")}
+        return {"version": __version__, **quantization.model_dump(mode="json")}
 
 
 def scheme_of(name: str, group_size: int | None = None) -> WeightScheme:
