@@ -65,8 +65,11 @@ SAME = {  # rows of a dataset, as every format has them
     "pairs": {"system": "s", "history": [["a", "b"]], "instruction": "c", "chosen": "d"},
     "prompt and completion": {
         "system": "s",
-        "history": [["a", "b"]],
-        "prompt": "c",
+        "prompt": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
         "completion": "d",
     },
 }
@@ -221,10 +224,10 @@ def test_a_system_message_goes_where_there_is_none(tmp_path):
     [
         ("{", "Expecting property name"),
         ("[1]", "expected an object, got"),
-        ({"text": "a"}, r"expected one of the keys 'messages', .*'question' \(keys found: text\)"),
-        ({"prompt": "a", "messages": []}, "expected one of the keys"),
+        ({"txt": "a"}, r"expected one of the keys 'messages', .*'question' \(keys found: txt\)"),
         ({"prompt": 3}, "'prompt': expected text, got"),
         ({"prompt": " "}, "the prompt is empty"),
+        ({"prompt": "", "completion": "a"}, "the prompt is empty"),
         ({"prompt": "a", "finish_reason": "b"}, "the key 'finish_reason' is used for the"),
         ({"prompt": "a", "answer": "b", "expected": "c"}, "the key 'answer' is used for the resp"),
         ({"messages": []}, "expected a list of turns"),

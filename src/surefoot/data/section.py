@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from ..schema import must
 from ..schema.locations import DatasetReference
 
 DEFAULT_CUTOFF = 2048  # tokens
@@ -112,8 +113,8 @@ class DataSection:
         self._check_names()
         if self.cutoff_len is not None and self.cutoff_len < 4:
             raise ValueError(f"cutoff_len must be at least 4 tokens, got {self.cutoff_len}")
-        if self.val_size < 0:
-            raise ValueError(f"val_size must not be negative, got {self.val_size}")
+        must(self, "be at least 1", "buffer_size", "max_samples")
+        must(self, "not be negative", "val_size", "max_broken_rows")
         if self.val_size > 1 and self.val_size % 1:
             raise ValueError(
                 f"val_size is a share below 1 or a whole number of rows, got {self.val_size}"
@@ -123,13 +124,7 @@ class DataSection:
                 f"val_size must be a number of rows with streaming, got {self.val_size}: the "
                 "total is not known before all rows are encoded"
             )
-        if self.buffer_size < 1:
-            raise ValueError(f"buffer_size must be at least 1, got {self.buffer_size}")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"max_samples must be at least 1, got {self.max_samples}")
         self._check_mixing()
-        if self.max_broken_rows < 0:
-            raise ValueError(f"max_broken_rows must not be negative, got {self.max_broken_rows}")
         if self.train_on_prompt and self.mask_history:
             raise ValueError(
                 "train_on_prompt and mask_history exclude each other; keep one of them"

@@ -16,8 +16,7 @@ from ..example import JSON, Message
 from ..rows._readers import text_lines
 from ..rows.catalog import Catalog
 from ..rows.formats import Format
-from ..rows.formats.alpaca import Alpaca
-from ..rows.formats.fields import as_text, shown, tools
+from ..rows.formats.fields import shown, tools
 from ..rows.registry import recognized
 from ..rows.row_sources import BrokenRow, Files
 from ..rows.rows import form_of, parse_row
@@ -28,7 +27,7 @@ _TABLES = (".json", ".csv", ".parquet", ".arrow")
 EXPECTED = "expected"  # what the answer of a row becomes, beside the one that is generated
 _ANSWER = ("answer", "finish_reason", "tool_calls")  # what is written beside a prompt
 Forms = Sequence[tuple[Format, tuple[str, ...]]]  # of a run's datasets, with their columns
-_KINDS = ("messages", "conversations", "instruction", "prompt")  # which the conversation is in
+_USUAL = "'messages', 'conversations', 'instruction', 'prompt', 'question'"
 
 
 @dataclass(frozen=True)
@@ -101,30 +100,19 @@ def _of_row(row: object, forms: Forms, origin: str) -> Prompt:
     if len(kept) < len(row) or taken:
         name = taken[0] if taken else "answer"
         raise DataError(f"the key {name!r} is used for the response; give it another name")
-    example = parse_row(form_of(row, forms) or _usual(row), row)
+    form = form_of(row, forms) or recognized([row])  # with an answer or not, as in a dataset
+    if form is None:
+        columns = ", ".join(row) or "none"
+        raise DataError(f"expected one of the keys {_USUAL} (keys found: {columns})")
+    example = parse_row(form, row)
     messages = example.messages
     if len(messages) > 1 and messages[-1].role == "assistant":
         messages = messages[:-1]  # the response of a row of a dataset
     if messages[-1].role not in ("user", "tool"):
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
-    return Prompt(origin, messages, example.tools, example.template_arguments, kept)
-
-
-def _usual(row: Mapping[str, object]) -> Format:
-    """The format of a row by the usual names of its columns."""
-    given = [name for name in _KINDS if row.get(name) is not None]
-    is_text = given == ["prompt"] and not isinstance(row["prompt"], list)
-    read: Format | None = None
-    if is_text and "completion" in row:
-        read = Alpaca(prompt="prompt", query=None)
-    elif len(given) == 1 or (not given and "question" in row):
-        read = recognized([row])  # with an answer or not, as in a dataset
-    if read is None:
-        keys, known = ", ".join(row) or "none", ", ".join(map(repr, (*_KINDS, "question")))
-        raise DataError(f"expected one of the keys {known} (keys found: {keys})")
-    if is_text and not as_text(row["prompt"], "'prompt'").strip():
+    if messages[-1].is_empty and messages[-1].role == "user":
         raise DataError("the prompt is empty")
-    return read
+    return Prompt(origin, messages, example.tools, example.template_arguments, kept)
 
 
 def read_tools(path: Path) -> tuple[JSON, ...]:
