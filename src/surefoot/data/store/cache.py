@@ -179,6 +179,7 @@ def _open(folder: Path) -> Cached:
     equal: dict[_Written, Index] = {}  # such as the offsets of tokens and labels: once in memory
     try:
         header = _read_header(folder / HEADER)
+        # without the hashes of blocks, so that a dataset has the content that checkpoints name
         parts = {n: _Written(*e) for n, e in header["files"].items() if not n.endswith(SUMS)}
         stored = {name: _checked(folder / name, written) for name, written in parts.items()}
         for name, written in parts.items():

@@ -62,15 +62,13 @@ class EncodedDataset:
 
     def __getitem__(self, item: int) -> Features:
         """The features of one item, int32."""
-        at = int(self.index[item])
-        store = bisect_right(self._starts, at) - 1
-        return self.stores[store][at - self._starts[store]]
+        store, place = self._place(item)
+        return self.stores[store][place]
 
     def origin(self, item: int) -> str:
         """The row that an item comes from, for messages."""
-        at = int(self.index[item])
-        store = bisect_right(self._starts, at) - 1
-        row = self.stores[store].rows[at - self._starts[store]]
+        store, place = self._place(item)
+        row = self.stores[store].rows[place]
         return f"row {row} (the first is 0) of dataset {store + 1}"
 
     @cached_property
@@ -92,6 +90,12 @@ class EncodedDataset:
         digest = xxhash.xxh3_128(" ".join(store.content for store in self.stores).encode())
         digest.update(np.ascontiguousarray(self.index).data)
         return digest.hexdigest()
+
+    def _place(self, item: int) -> tuple[int, int]:
+        """The store of an item, and its number there."""
+        at = int(self.index[item])
+        store = bisect_right(self._starts, at) - 1
+        return store, at - self._starts[store]
 
     @cached_property
     def _starts(self) -> list[int]:
