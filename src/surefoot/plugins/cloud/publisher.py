@@ -89,6 +89,7 @@ class HubUploads(RunUploads):
         try:
             command = ["-m", "surefoot", *self._words]
             self._child = Child(command, log=self.folder / LOG, patience=_SECONDS)
+            # it hashes all weights while the run trains
             os.setpriority(os.PRIO_PROCESS, self._child.process.pid, 19)
         except OSError as error:
             self._tell(str(error))

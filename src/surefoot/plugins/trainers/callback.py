@@ -94,7 +94,7 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         self._saver: AsyncSaver | None = None
         self._states: Mapping[str, Stateful] = {}
         self._generators = Generators()
-        self._restores_generators = False
+        self._restores_generators = False  # they are restored, and still to be set
         self._is_save_requested = False  # by another callback
         self._best: float | None = None  # metric, when last looked at
         self._saved_step = 0  # or resumed from
