@@ -97,9 +97,9 @@ class AdapterMethod(Method):
 
     def continued(self, adapter: Mapping[str, object]) -> Self:
         """With the settings of the adapter."""
-        named = {name: adapter.get(theirs) for name, theirs in self.peft_names.items()}
-        found: dict[str, Any] = {n: v for n, v in named.items() if isinstance(v, int | float)}
-        return replace(self, **found)  # type: ignore[type-var]
+        values = {name: adapter.get(theirs) for name, theirs in self.peft_names.items()}
+        settings: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, int | float)}
+        return replace(self, **settings)  # type: ignore[type-var]
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
@@ -152,9 +152,9 @@ class AdapterMethod(Method):
 
     def check_saved(self, model: nn.Module) -> None:
         """Raise ``RecipeError`` if a module of ``modules_to_save`` does not exist."""
-        known = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+        module_names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
         for name in self.modules_to_save:
-            if name not in known:
+            if name not in module_names:
                 raise RecipeError(
                     f"method.{self.name}.modules_to_save: no module {name!r} in the model"
                 )

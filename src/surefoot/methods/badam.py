@@ -85,7 +85,7 @@ def _with_ends(
     if names.is_tied:
         return {"embeddings and head": before | after, **blocks}
     ends = {"embeddings": before}, blocks, {"head": after}
-    return {label: found for each in ends for label, found in each.items() if found}
+    return {label: block for part in ends for label, block in part.items() if block}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class BAdamRatio(Method):
 
     def trainable(self, names: ParameterNames, seed: int) -> TrainedBlocks:
         """All parameters, but some entries of each at a time; heads of the stage as a whole."""
-        own = frozenset(names.all) - frozenset(names.added)
+        model_names = frozenset(names.all) - frozenset(names.added)
         is_scattered = self.mask == "scatter"
-        turns = EntryTurns(own, self.update_ratio, is_scattered, self.switch_interval, seed)
+        turns = EntryTurns(model_names, self.update_ratio, is_scattered, self.switch_interval, seed)
         return TrainedBlocks(frozenset(names.all), entries=turns)
 
 

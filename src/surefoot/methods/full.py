@@ -37,8 +37,8 @@ class Full(Method):
             raise RecipeError(
                 "method.full.frozen_modules: nothing would be trainable; name fewer modules"
             )
-        made: nn.Module = model  # whose own methods have no types
-        return made
+        module: nn.Module = model  # whose own methods have no types
+        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +89,18 @@ class Freeze(Method):
     def _inside(self, layer: nn.Module) -> list[nn.Module]:
         if self.modules == ("all",):
             return [layer]
-        known: dict[str, list[nn.Module]] = {}  # submodules by the last part of their names
+        submodules: dict[str, list[nn.Module]] = {}  # by the last part of their names
         for path, module in layer.named_modules():
             if path:
-                known.setdefault(path.rsplit(".", 1)[-1], []).append(module)
+                submodules.setdefault(path.rsplit(".", 1)[-1], []).append(module)
         for name in self.modules:
-            if name not in known:
-                raise RecipeError(_no_module("modules", name, sorted(known)))
-        return [module for name in self.modules for module in known[name]]
+            if name not in submodules:
+                raise RecipeError(_no_module("modules", name, sorted(submodules)))
+        return [module for name in self.modules for module in submodules[name]]
 
 
-def _no_module(field: str, name: str, known: list[str]) -> str:
-    return f"method.freeze.{field}: no module {name!r} there; the model has {', '.join(known)}"
+def _no_module(field: str, name: str, existing: list[str]) -> str:
+    return f"method.freeze.{field}: no module {name!r} there; the model has {', '.join(existing)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +124,5 @@ class LLaMAPro(Method):
         model.requires_grad_(False)
         for layer in new:
             layer.requires_grad_(True)
-        made: nn.Module = model  # whose own methods have no types
-        return made
+        module: nn.Module = model  # whose own methods have no types
+        return module

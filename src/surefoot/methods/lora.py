@@ -150,23 +150,23 @@ class LoRA(AdapterMethod):
     def continued(self, adapter: Mapping[str, object]) -> LoRA:
         """With the settings of the adapter. Names in another order are the recipe's, and so are
         targets that it names: other names may mean the same parameters, as the model decides."""
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             name: bool(adapter.get(self.peft_names[name])) for name in ("rslora", "dora")
         }
         for name in ("rank_pattern", "alpha_pattern"):
-            own = adapter.get(name) or {}
-            found[name] = dict(own) if isinstance(own, Mapping) else {}
+            pattern = adapter.get(name) or {}
+            settings[name] = dict(pattern) if isinstance(pattern, Mapping) else {}
         settled = super().continued(adapter)
         if isinstance(scaled := adapter.get("lora_alpha"), int | float):
             is_usual = self.alpha is None and scaled == 2 * settled.rank
-            found["alpha"] = None if is_usual else float(scaled)
-        found["new_tokens"] = bool(adapter.get("trainable_token_indices"))
+            settings["alpha"] = None if is_usual else float(scaled)
+        settings["new_tokens"] = bool(adapter.get("trainable_token_indices"))
         saved = names_in(adapter.get("modules_to_save"))
         if saved != set(self.modules_to_save):
-            found["modules_to_save"] = tuple(sorted(saved))
+            settings["modules_to_save"] = tuple(sorted(saved))
         if self.targets == ("all",) and (targets := target_names(adapter)):
-            found["targets"] = tuple(sorted(targets))
-        return replace(settled, **found)
+            settings["targets"] = tuple(sorted(targets))
+        return replace(settled, **settings)
 
     def attach(
         self, model: PreTrainedModel, attach: Callable[[PreTrainedModel], nn.Module]
@@ -181,12 +181,14 @@ class LoRA(AdapterMethod):
         self._freeze(module)
         config = self.config_of(module)
         names = target_names(vars(config))
-        if (found := {*models.lora_targets.adapted(module)}) - expected and self.layers:
+        adapted_parameters = {*models.lora_targets.adapted(module)}
+        if adapted_parameters - expected and self.layers:
             raise RecipeError(
                 f"method.lora.layers: {', '.join(map(str, self.layers))}, but model.adapter also "
-                f"adapts {min(found - expected)}; leave layers out to continue with all of it"
+                f"adapts {min(adapted_parameters - expected)}; leave layers out to continue with "
+                "all of it"
             )
-        if expected != found and names != set(self.targets):
+        if expected != adapted_parameters and names != set(self.targets):
             raise RecipeError(
                 f"method.lora.targets: {', '.join(self.targets)}, but model.adapter adapts "
                 f"{', '.join(sorted(names))}; leave targets out to continue with these"

@@ -69,7 +69,7 @@ class VeRA(AdapterMethod):
         """With the shared matrices in files, so that they are the same everywhere."""
         from peft import VeraConfig
 
-        settings = {theirs: getattr(self, own) for own, theirs in self.peft_names.items()}
+        settings = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
         return VeraConfig(save_projection=True, **settings, **shared)
 
     @classmethod
@@ -132,8 +132,9 @@ class _AsLoRA:
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Those of the vectors."""
         dtypes = self.adapter.dtypes()
-        own = {name: dtypes[product.vector] for name, product in self.products.items()}
-        return {**{name: dtypes[name] for name in self.shapes() if name not in own}, **own}
+        vector_dtypes = {name: dtypes[product.vector] for name, product in self.products.items()}
+        others = {name: dtypes[name] for name in self.shapes() if name not in vector_dtypes}
+        return {**others, **vector_dtypes}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values in ``box``."""

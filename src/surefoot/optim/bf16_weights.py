@@ -40,11 +40,12 @@ def build_optimizer(
     optim: Optimizer, named: Named, layouts: ParameterKinds | None = None
 ) -> torch.optim.Optimizer:
     """The torch optimizer of ``named`` parameters; bfloat16 ones are updated as ``optim`` says."""
-    named = list(named)
-    rule = optim.build(named, layouts or {})
-    has_bf16 = any(parameter.dtype == torch.bfloat16 for _, parameter in named)
+    names_and_parameters = list(named)  # which may be an iterator
+    rule = optim.build(names_and_parameters, layouts or {})
+    parameters = [parameter for _, parameter in names_and_parameters]
+    has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     widens = has_bf16 and optim.bf16_weights != "nearest"
-    offloads = optim.offload_state and any(not parameter.is_cpu for _, parameter in named)
+    offloads = optim.offload_state and any(not parameter.is_cpu for parameter in parameters)
     if not widens and not offloads:
         return rule
     mode: Bf16Weights = optim.bf16_weights if widens else "nearest"
@@ -97,7 +98,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         """Update all parameters that have gradients. There is no ``closure``."""
         if hasattr(self, "found_inf"):  # on the device: 1 if nothing is to be updated
             self.rule.found_inf = self.found_inf  # type: ignore[attr-defined]
-        wanted = [
+        with_gradients = [
             (name, parameter, group)
             for group in self.param_groups
             for name, parameter in zip(group["names"], group["params"], strict=True)
@@ -105,7 +106,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         ]
         members = [(group["params"], group["names"]) for group in self.param_groups]
         try:
-            for bucket in buckets(wanted, lambda each: size_of_part(each[1]), BUCKET):
+            for bucket in buckets(with_gradients, lambda each: size_of_part(each[1]), BUCKET):
                 self._update(bucket)
         finally:
             for group, (parameters, names) in zip(self.param_groups, members, strict=True):

@@ -85,11 +85,11 @@ class Optimizer(ABC):
     def build(self, named: Named, layouts: ParameterKinds | None = None) -> torch.optim.Optimizer:
         """The torch optimizer of ``named`` parameters; each group also has their ``names``.
         ``layouts`` says what each of them is in its model."""
-        known = layouts or {}
-        groups = self.groups(named, known)
-        check_kinds(self, known)
+        kinds = layouts or {}
+        groups = self.groups(named, kinds)
+        check_kinds(self, kinds)
         return rules.rule_optimizer.RuleOptimizer(
-            *(groups, self.update_all, self.state_tensors, known),
+            *(groups, self.update_all, self.state_tensors, kinds),
             learning_rate=self.learning_rate,
             points=self.points,
         )
@@ -137,8 +137,8 @@ class Optimizer(ABC):
 
 def declared_state(optim: Optimizer, shape: Shape, layout: ParameterKind) -> dict[str, StateTensor]:
     """The tensors of the state of a parameter, by key."""
-    known = optim.state_tensors.items()
-    return {key: one for key, one in known if one.belongs_to(shape, layout)}
+    tensors = optim.state_tensors.items()
+    return {key: tensor for key, tensor in tensors if tensor.belongs_to(shape, layout)}
 
 
 SIDE = 4096  # of the matrix in the reference
@@ -150,17 +150,17 @@ def bytes_per_element(optim: Optimizer, *, is_matrix: bool) -> tuple[float, list
     of the tensors that are not scalars."""
     shape, size = (SIDE, SIDE), 0
     declared = declared_state(optim, shape, ParameterKind(is_matrix))
-    found = {key: one for key, one in declared.items() if one.shape(shape)}
-    for one in found.values():
-        size += prod(one.shape(shape)) * _SIZES[one.dtype]
-    return size / SIDE**2, list(found)
+    tensors = {key: tensor for key, tensor in declared.items() if tensor.shape(shape)}
+    for tensor in tensors.values():
+        size += prod(tensor.shape(shape)) * _SIZES[tensor.dtype]
+    return size / SIDE**2, list(tensors)
 
 
 def can_shard(optim: Optimizer, dim: int) -> bool:
     """Whether the state of matrices can be sharded along ``dim``."""
     shape, cut = (SIDE, SIDE), (AxisShard("any", dim),)
-    known = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
-    return all(one.cuts is not None and one.cuts(shape, cut) is not None for one in known)
+    tensors = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
+    return all(each.cuts is not None and each.cuts(shape, cut) is not None for each in tensors)
 
 
 Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
@@ -179,16 +179,16 @@ def parameter_groups(
     ``params``, so that its state can be saved by name. ``rate_of`` returns the learning rate of a
     parameter, by its name and its number of dimensions; ``factors`` are those of
     ``learning_rates``."""
-    found: dict[object, Group] = {}
+    groups: dict[object, Group] = {}
     for name, parameter in named:
         decay = weight_decay if parameter.ndim >= 2 else 0.0
         rate = rate_of(name, parameter.ndim) * factor_of(name, factors)
-        own = {"lr": rate, "weight_decay": decay}
-        group = found.setdefault((rate, parameter.ndim >= 2), {"params": [], "names": [], **own})
+        empty: Group = {"params": [], "names": [], "lr": rate, "weight_decay": decay}
+        group = groups.setdefault((rate, parameter.ndim >= 2), empty)
         group["params"].append(parameter)  # type: ignore[attr-defined]
         group["names"].append(name)  # type: ignore[attr-defined]
     # of no parameters: a learning rate, no more
-    return [*found.values()] or [{"params": [], "names": [], "weight_decay": 0.0}]
+    return [*groups.values()] or [{"params": [], "names": [], "weight_decay": 0.0}]
 
 
 def factor_of(name: str, learning_rates: Mapping[str, float]) -> float:
@@ -199,10 +199,10 @@ def factor_of(name: str, learning_rates: Mapping[str, float]) -> float:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether ``pattern`` matches consecutive parts of ``name``, which dots separate."""
-    wanted, parts = pattern.split("."), name.split(".")
+    globs, parts = pattern.split("."), name.split(".")
     return any(
-        all(fnmatchcase(parts[start + i], one) for i, one in enumerate(wanted))
-        for start in range(len(parts) - len(wanted) + 1)
+        all(fnmatchcase(parts[start + i], glob) for i, glob in enumerate(globs))
+        for start in range(len(parts) - len(globs) + 1)
     )
 
 
@@ -245,8 +245,8 @@ def log_learning_rates(
 
 def _similar(pattern: str, names: Sequence[str]) -> str:
     """What to write instead of ``pattern``, for an error message."""
-    known = {part for name in names for part in name.split(".") if not part.isdigit()}
-    close = difflib.get_close_matches(pattern, known, n=1)
+    name_parts = {part for name in names for part in name.split(".") if not part.isdigit()}
+    close = difflib.get_close_matches(pattern, name_parts, n=1)
     if close:
         return f" (did you mean {close[0]}?)"
     return f"; expected a part of a name such as {names[0]}" if names else ""

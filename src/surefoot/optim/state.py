@@ -50,9 +50,9 @@ class NamedState:
         self.optimizer.load_state_dict(plain)
 
 
-def other_parameters(found: Iterable[str], trained: Iterable[str]) -> CheckpointError:
-    """The error for a state of the parameters ``found`` where others are ``trained``."""
-    unknown, missing = sorted({*found} - {*trained}), sorted({*trained} - {*found})
+def other_parameters(saved: Iterable[str], trained: Iterable[str]) -> CheckpointError:
+    """The error for a state of the parameters ``saved`` where others are ``trained``."""
+    unknown, missing = sorted({*saved} - {*trained}), sorted({*trained} - {*saved})
     return CheckpointError(
         f"optimizer state of other parameters: {len(unknown)} unknown, {len(missing)} missing "
         f"(for example {(unknown or missing)[0]}); resume with the method and model of the "
@@ -101,13 +101,13 @@ class StateCuts:
         )
 
     def _declared(self, key: str) -> StateTensor:
-        known = {MASTER: LIKE_PARAMETER, ENTRIES: SCALAR, **self.optim.state_tensors}
-        if key not in known:
+        declarations = {MASTER: LIKE_PARAMETER, ENTRIES: SCALAR, **self.optim.state_tensors}
+        if key not in declarations:
             raise CheckpointError(
                 f"optimizer state {key!r}: {type(self.optim).__name__} does not declare its "
-                f"sharding, only that of {', '.join(known)}; add it to state_tensors"
+                f"sharding, only that of {', '.join(declarations)}; add it to state_tensors"
             )
-        return known[key]
+        return declarations[key]
 
 
 def check_shards(
@@ -157,8 +157,8 @@ def shapes_of_state(
     if shape != tuple(parameter.shape):
         declared[ENTRIES] = replace(SCALAR, dtype="int64")
     return {
-        key: (one.shape(shape), dtype_of(one, parameter.dtype, mode))
-        for key, one in declared.items()
+        key: (declaration.shape(shape), dtype_of(declaration, parameter.dtype, mode))
+        for key, declaration in declared.items()
     }
 
 
@@ -177,21 +177,22 @@ def _zeros(
     shape: tuple[int, ...],
     cuts: tuple[AxisShard, ...],
     parameter: DTensor,
-    own: tuple[AxisShard, ...],
+    parameter_cuts: tuple[AxisShard, ...],
 ) -> DTensor:
     """This rank's part of a tensor of ``shape`` with ``cuts`` along axes of the mesh of
-    ``parameter``, whose own sharding is ``own``."""
+    ``parameter``, whose own sharding is ``parameter_cuts``."""
     mesh = parameter.device_mesh
     axes = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sizes = dict(zip(axes, mesh.shape, strict=True))
     place = dict(zip(axes, mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
-    dims, own_dims = ({cut.axis: cut.dim for cut in found} for found in (cuts, own))
+    dims = {cut.axis: cut.dim for cut in cuts}
+    parameter_dims = {cut.axis: cut.dim for cut in parameter_cuts}
     placements: list[Placement] = []
     for axis, placed in zip(axes, parameter.placements, strict=True):
         if axis not in dims:
             placements.append(Replicate())
         else:  # as its parameter, whose cuts may be in another order than the axes of the mesh
-            is_alike = dims[axis] == own_dims.get(axis)
+            is_alike = dims[axis] == parameter_dims.get(axis)
             placements.append(placed if is_alike else Shard(dims[axis]))
     _, extent = local_offset_and_shape(shape, cuts, sizes, place)
     local = torch.zeros(extent, dtype=torch.float32, device=parameter.device)

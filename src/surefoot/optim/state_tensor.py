@@ -39,8 +39,8 @@ class StateTensor:
 def kept_dims(declared: StateTensor, shape: Shape) -> set[int]:
     """The dimensions along which a state tensor is sharded as its parameter is."""
     assert declared.cuts is not None
-    found = (declared.cuts(shape, (AxisShard("any", dim),)) for dim in range(len(shape)))
-    return {cut.dim for cuts in found if isinstance(cuts, tuple) for cut in cuts}
+    cuts_by_dim = (declared.cuts(shape, (AxisShard("any", dim),)) for dim in range(len(shape)))
+    return {cut.dim for cuts in cuts_by_dim if isinstance(cuts, tuple) for cut in cuts}
 
 
 LIKE_PARAMETER = StateTensor(lambda shape: shape, lambda _, cuts: cuts)
@@ -88,7 +88,7 @@ def state_of_rank(rank: int, **more: StateTensor) -> Mapping[str, StateTensor]:
         "exp_avg_sq": of_others(LIKE_PARAMETER),
         "low_rank_avg": low,
         "low_rank_avg_sq": low,
-        **{key: of_matrices(one) for key, one in more.items()},
+        **{key: of_matrices(declaration) for key, declaration in more.items()},
     }
 
 
@@ -117,9 +117,9 @@ def small_dim(whole: Shape) -> int:
 def _along(shape: Callable[[Shape], Shape], dim_of: Callable[[Shape], int]) -> StateTensor:
     """A tensor of ``shape`` that keeps the shards of the batch and of one dimension."""
 
-    def cuts(whole: Shape, found: tuple[AxisShard, ...]) -> tuple[AxisShard, ...]:
-        kept = {*range(len(whole) - 2), dim_of(whole)}
-        return tuple(cut for cut in found if cut.dim in kept)
+    def cuts(whole: Shape, shards: tuple[AxisShard, ...]) -> tuple[AxisShard, ...]:
+        sharded_dims = {*range(len(whole) - 2), dim_of(whole)}
+        return tuple(cut for cut in shards if cut.dim in sharded_dims)
 
     return of_matrices(StateTensor(shape, cuts))
 
@@ -141,8 +141,8 @@ class ParameterKind:
         each = outputs // self.num_groups
         groups = by_outputs.view(*experts, self.num_groups, each, inputs)
         sizes = [size // self.num_groups for size in self.parts]
-        found: tuple[torch.Tensor, ...] = groups.split(sizes or each, -2)  # type: ignore[no-untyped-call]
-        return found
+        views: tuple[torch.Tensor, ...] = groups.split(sizes or each, -2)  # type: ignore[no-untyped-call]
+        return views
 
 
 ParameterKinds = Mapping[str, ParameterKind]  # by the names of parameters in files

@@ -77,8 +77,8 @@ class TrainedParameters:
         sharded = {name: plain_cuts(cuts) for name, cuts in self.cuts.items()}
         check_entries(self.entries, self.optim, shapes, sharded)
         self._partial = partial_parameters(self.named, self.entries)
-        own = {name: self._seen(name) for name in self.named}
-        self._cuts = StateCuts(self.optim, own, self.cuts)
+        trained = {name: self._seen(name) for name in self.named}
+        self._cuts = StateCuts(self.optim, trained, self.cuts)
         self._cuts.check()
         self._become(self._names_at(0), 0)
 
@@ -109,14 +109,14 @@ class TrainedParameters:
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The live tensors of the currently trainable parameters; with some entries of a matrix,
         also which ones these are."""
-        found = NamedState(self.optimizer).state_dict()
+        state = NamedState(self.optimizer).state_dict()
         if self.entries is not None:
             is_loaded = self._is_unchecked and self._identity is not None
-            own = self._identity if is_loaded else self.entries.identity(self._turn)
-            identity = torch.tensor(own)
-            for name in self._partial.keys() & found.keys():
-                found[name] |= {ENTRIES: identity} if found[name] else {}
-        return found
+            turn_identity = self._identity if is_loaded else self.entries.identity(self._turn)
+            identity = torch.tensor(turn_identity)
+            for name in self._partial.keys() & state.keys():
+                state[name] |= {ENTRIES: identity} if state[name] else {}
+        return state
 
     def load_state_dict(self, state: State) -> None:
         """Restore ``state``; its parameters are then the trainable ones. Raises ``CheckpointError``
@@ -126,19 +126,19 @@ class TrainedParameters:
             raise other_parameters(names, self._active)
         if names and names != self._active:
             self._become(names, self._turn)
-        found = {name: dict(tensors) for name, tensors in state.items()}
-        self._identity = self._taken_identity(found)
-        NamedState(self.optimizer).load_state_dict(found)
+        state_by_name = {name: dict(tensors) for name, tensors in state.items()}
+        self._identity = self._taken_identity(state_by_name)
+        NamedState(self.optimizer).load_state_dict(state_by_name)
         self._is_unchecked = bool(names)
 
     def _taken_identity(self, state: dict[str, dict[str, torch.Tensor]]) -> int | None:
         """What the loaded ``state``, from which it is taken, says of the entries that it is of."""
         identity = None
         for name, tensors in state.items():
-            told = tensors.pop(ENTRIES, None)
-            if tensors and (told is None) == (name in self._partial):
+            saved_identity = tensors.pop(ENTRIES, None)
+            if tensors and (saved_identity is None) == (name in self._partial):
                 raise _other_entries()
-            identity = identity if told is None else int(told)
+            identity = identity if saved_identity is None else int(saved_identity)
         return identity
 
     def drop_gradients(self) -> None:
@@ -184,21 +184,23 @@ class TrainedParameters:
             parameter.requires_grad_(name in names)
             parameter.grad = None
         changed = self._partial.keys() if turn != self._turn else frozenset[str]()
-        kept = self._state_of(names & self._active - changed)
+        continued_state = self._state_of(names & self._active - changed)
         self._begin(turn)
         active = [(name, self._seen(name)) for name in self.named if name in names]
         self.optimizer = build_optimizer(self.optim, active, self.layouts)
         for partial in (self._partial[name] for name in self._partial.keys() & names):
             self.optimizer.register_step_pre_hook(partial.before_step)
             self.optimizer.register_step_post_hook(partial.after_step)
-        if kept:
-            NamedState(self.optimizer).load_state_dict({name: kept.get(name, {}) for name in names})
+        if continued_state:
+            NamedState(self.optimizer).load_state_dict(
+                {name: continued_state.get(name, {}) for name in names}
+            )
         self._active = names
 
     def _state_of(self, names: frozenset[str]) -> dict[str, dict[str, torch.Tensor]]:
         """The state of these of the currently trainable parameters, as far as they have one."""
-        found = NamedState(self.optimizer).state_dict() if names else {}
-        return {name: found[name] for name in names if found.get(name)}
+        state = NamedState(self.optimizer).state_dict() if names else {}
+        return {name: state[name] for name in names if state.get(name)}
 
 
 class PartialParameter:
@@ -232,12 +234,12 @@ class PartialParameter:
     @torch.no_grad()
     def _keep_gradient(self, weight: torch.Tensor) -> None:
         assert weight.grad is not None
-        kept = local(weight.grad).gather(-1, self._columns())
+        trained_grad = local(weight.grad).gather(-1, self._columns())
         weight.grad = None
         if self.entries.grad is None:
-            self.entries.grad = _sharded_like(self.weight, kept)
+            self.entries.grad = _sharded_like(self.weight, trained_grad)
         else:
-            local(self.entries.grad).add_(kept)
+            local(self.entries.grad).add_(trained_grad)
 
     def _columns(self) -> torch.Tensor:
         """The columns of the entries of each row of this rank's part."""

@@ -44,9 +44,9 @@ def num_processes(section: ParallelSection) -> int:
     """The number of ranks to start: 1 if another launcher has started them, or if one is enough."""
     if launched() is not None:
         return 1
-    wanted = section.num_processes or torch.cuda.device_count()
+    requested = section.num_processes or torch.cuda.device_count()
     sizes: list[int] = [getattr(section, axis) or 1 for axis in AXES]
-    return max(1, wanted, math.prod(sizes))
+    return max(1, requested, math.prod(sizes))
 
 
 def launch(command: Sequence[str], count: int, max_restarts: int = 0) -> int:
@@ -115,12 +115,16 @@ class _ProcessGroup:
         shared["WORLD_SIZE"] = str(self.count)
         threads = str(max(1, (os.cpu_count() or 1) // self.count))
         for rank in range(self.count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER: str(os.getpid())}
+            rank_variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                LAUNCHER: str(os.getpid()),
+            }
             try:
                 # a session of its own: Ctrl-C reaches it through this process alone
                 process = subprocess.Popen(
                     self.command,
-                    env={"OMP_NUM_THREADS": threads, **os.environ, **shared, **own},
+                    env={"OMP_NUM_THREADS": threads, **os.environ, **shared, **rank_variables},
                     start_new_session=True,
                 )
             except OSError as error:

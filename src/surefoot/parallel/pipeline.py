@@ -78,13 +78,13 @@ class TiedWeight:
 
 def tie(world: World, parameter: nn.Parameter | None, *, timeout_minutes: float) -> TiedWeight:
     """Connect the first and the last stage of each pipeline. A collective call."""
-    found = None
+    group_of_ends = None
     for ranks in pipelines(world):
         ends = [ranks[0], ranks[-1]]
         group = dist.new_group(ends, timeout=timedelta(minutes=timeout_minutes))
         if world.rank in ends:
-            found = group
-    return TiedWeight(parameter, found)
+            group_of_ends = group
+    return TiedWeight(parameter, group_of_ends)
 
 
 def run_window(
@@ -120,15 +120,15 @@ def run_window(
 
 def run_forward(pipeline: Pipeline, finish: Finish, batch: Batch) -> Outputs:
     """A batch forward through the stages; its outputs are broadcast to all ranks."""
-    links, found = pipeline.links, None
+    links, outputs = pipeline.links, None
     for stage in range(links.place, links.num_stages, links.size):
         hidden = links.entering(pipeline.shape(batch), stage).wait() if stage else None
         if stage == pipeline.last:
-            found = finish(batch, hidden)
+            outputs = finish(batch, hidden)
         else:
             links.enter(pipeline.advance(stage, batch, hidden), stage + 1)
     links.flush()
-    return _shared(links, found)
+    return _shared(links, outputs)
 
 
 @dataclass
@@ -221,11 +221,11 @@ def _broadcast_losses(links: Links, losses: Sequence[Loss]) -> list[Loss]:
 
 def _shared(links: Links, outputs: Outputs | None) -> Outputs:
     """The outputs of the last rank, on all ranks."""
-    held = {}
+    on_cpu = {}
     if outputs is not None:
-        tensors = {known.name: getattr(outputs, known.name) for known in fields(outputs)}
-        held = {name: t.cpu() for name, t in tensors.items() if t is not None}
-    return Outputs(**{name: t.to(links.device) for name, t in _from_last(links, held).items()})
+        tensors = {field.name: getattr(outputs, field.name) for field in fields(outputs)}
+        on_cpu = {name: t.cpu() for name, t in tensors.items() if t is not None}
+    return Outputs(**{name: t.to(links.device) for name, t in _from_last(links, on_cpu).items()})
 
 
 def _from_last(links: Links, value: T) -> T:
@@ -327,16 +327,16 @@ class Links:
         """Send the input of ``stage`` to its rank."""
         if stage not in self.dtypes:
             self.dtypes[stage] = hidden.dtype
-            told = torch.tensor([_DTYPES.index(hidden.dtype)], device=self.device)
-            self._send(told, stage, "forward")
+            dtype_index = torch.tensor([_DTYPES.index(hidden.dtype)], device=self.device)
+            self._send(dtype_index, stage, "forward")
         self._send(hidden.detach(), stage, "forward")
 
     def entering(self, shape: Sequence[int], stage: int) -> Arrival:
         """The input of ``stage``, which is on this rank."""
         if stage not in self.dtypes:
-            told = torch.empty(1, dtype=torch.int64, device=self.device)
-            self._receive(told, stage, "forward").wait()
-            self.dtypes[stage] = _DTYPES[int(told)]
+            dtype_index = torch.empty(1, dtype=torch.int64, device=self.device)
+            self._receive(dtype_index, stage, "forward").wait()
+            self.dtypes[stage] = _DTYPES[int(dtype_index)]
         hidden = torch.empty(tuple(shape), dtype=self.dtypes[stage], device=self.device)
         return self._receive(hidden, stage, "forward")
 
@@ -388,7 +388,7 @@ def connect(world: World, *, num_parts: int, device: torch.device, timeout_minut
     if num_parts > 1:
         routes += [("forward", True), ("backward", True)]
     for ranks in pipelines(world):
-        made = {route: dist.new_group(ranks, timeout=timeout) for route in routes}
+        route_groups = {route: dist.new_group(ranks, timeout=timeout) for route in routes}
         if world.rank in ranks:
-            mine, groups = ranks, made
+            mine, groups = ranks, route_groups
     return Links(mine, world.pp_rank, num_parts * world.pp, device, groups)

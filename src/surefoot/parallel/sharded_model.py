@@ -134,7 +134,7 @@ def shard_for_generation(
     axes = [axis for axis in (AXIS, "dp_shard") if world.axes[axis] > 1]
     model.get_output_embeddings().forward = _full_logits(model, world, axes)
     if "dp_shard" in axes:
-        cuts = {name: (*found, AxisShard("dp_shard", 0)) for name, found in cuts.items()}  # type: ignore[misc]
+        cuts = {name: (*tp_cuts, AxisShard("dp_shard", 0)) for name, tp_cuts in cuts.items()}  # type: ignore[misc]
         mesh, again = world.mesh["dp_shard"], section.reshard_after_forward
         for module in (*layers(model), model):
             fully_shard(module, mesh=mesh, reshard_after_forward=again)
@@ -149,14 +149,14 @@ def full_logits(model: PreTrainedModel, world: World) -> Iterator[None]:
         yield
         return
     head = model.get_output_embeddings()
-    own = vars(head).get("forward")
+    own_forward = vars(head).get("forward")
     head.forward = _full_logits(model, world, [AXIS])
     try:
         yield
     finally:
         del head.forward
-        if own is not None:
-            head.forward = own
+        if own_forward is not None:
+            head.forward = own_forward
 
 
 def _full_logits(
@@ -165,14 +165,14 @@ def _full_logits(
     """The forward pass of the head that gives the same full logits to all ranks along ``axes``."""
     assert world.mesh is not None
     head, mesh = model.get_output_embeddings(), world.mesh
-    own, is_cut = head.forward, world.tp > 1 and cuts_vocabulary(model)
+    own_forward, is_cut = head.forward, world.tp > 1 and cuts_vocabulary(model)
     size = model.config.get_text_config().vocab_size
     shared = list(axes)
     if is_cut:
         shared.remove(AXIS)  # gathered from all, they are the same already
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = own(hidden)
+        logits: torch.Tensor = own_forward(hidden)
         if is_cut:
             logits = gather_from_tp_region(logits, MeshAxis(mesh[AXIS]), size)
         for axis in shared:  # ranks that sampled other tokens would wait for each other forever

@@ -184,10 +184,10 @@ def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False
     module, whole = role.module, role.module.forward
     inside = inside or role.on_parts
 
-    def forward(*arguments: object, **named: object) -> torch.Tensor:
+    def forward(*arguments: object, **keywords: object) -> torch.Tensor:
         with _local_parameters(module, lambda p: copy_to_tp_region(p, axis) if inside else p):
-            found: torch.Tensor = whole(*arguments, **named)
-            return found
+            output: torch.Tensor = whole(*arguments, **keywords)
+            return output
 
     _cut(module, axis, shared, weight=None, bias=None)
     role.module.forward = forward
@@ -206,8 +206,8 @@ def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
         here_TK = (chosen_TK - mine.start).where(is_here_TK, count)
         scales_TK = copy_to_tp_region(scales_TK, axis) * is_here_TK
         with _local_parameters(module, lambda values: values):
-            found: torch.Tensor = whole(copy_to_tp_region(x_TI, axis), here_TK, scales_TK)
-        return reduce_from_tp_region(found, axis)
+            partial_sum: torch.Tensor = whole(copy_to_tp_region(x_TI, axis), here_TK, scales_TK)
+        return reduce_from_tp_region(partial_sum, axis)
 
     _cut(module, axis, shared, weight=0, bias=0)
     module.num_experts = count
@@ -308,8 +308,8 @@ def last_layer(role: ModulePlan, axis: Axis, _shared: object) -> None:
     """After the last layer, all ranks have all tokens."""
     forward: Forward = role.module.forward
 
-    def whole(*arguments: object, **named: object) -> object:
-        x_BtH = _checked(forward(*arguments, **named), role.module)
+    def whole(*arguments: object, **keywords: object) -> object:
+        x_BtH = _checked(forward(*arguments, **keywords), role.module)
         return gather_from_tp_region(x_BtH, axis, x_BtH.shape[TOKENS] * axis.size, TOKENS)
 
     role.module.forward = whole
@@ -332,11 +332,11 @@ def block_of_experts(role: ModulePlan, axis: Axis, _shared: object) -> None:
     each takes its shard of the result."""
     forward: Forward = role.module.forward
 
-    def part(*arguments: object, **named: object) -> object:
-        found = forward(*arguments, **named)
-        if isinstance(found, tuple):  # with what the router has said
-            return scatter_to_tp_region(_checked(found[0], role.module), axis, TOKENS), *found[1:]
-        return scatter_to_tp_region(_checked(found, role.module), axis, TOKENS)
+    def part(*arguments: object, **keywords: object) -> object:
+        outputs = forward(*arguments, **keywords)
+        hidden, *of_router = outputs if isinstance(outputs, tuple) else (outputs,)
+        part_BtH = scatter_to_tp_region(_checked(hidden, role.module), axis, TOKENS)
+        return (part_BtH, *of_router) if isinstance(outputs, tuple) else part_BtH
 
     role.module.forward = part
     block(role, axis, _shared)
@@ -360,11 +360,12 @@ def _before(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
     """Make ``module`` get a changed input."""
     forward: Forward = module.forward
 
-    def changed(*arguments: object, **named: object) -> object:
-        if _INPUT in named:
-            return forward(*arguments, **{**named, _INPUT: change(_checked(named[_INPUT], module))})
+    def changed(*arguments: object, **keywords: object) -> object:
+        if _INPUT in keywords:
+            changed_input = change(_checked(keywords[_INPUT], module))
+            return forward(*arguments, **{**keywords, _INPUT: changed_input})
         first, *rest = arguments
-        return forward(change(_checked(first, module)), *rest, **named)
+        return forward(change(_checked(first, module)), *rest, **keywords)
 
     module.forward = changed
 

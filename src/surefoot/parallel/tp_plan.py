@@ -205,8 +205,8 @@ class _Reader:
         """Every expert belongs to one rank: transformers' plan would shard each expert, but then
         the local part of a fused matrix of gate and up would not be a box."""
         count = getattr(module, "num_experts", 0)
-        own = list(module.parameters())
-        if not hasattr(module, "_is_expert_parallel") or any(len(p) != count for p in own):
+        is_fused = all(len(parameter) == count for parameter in module.parameters())
+        if not hasattr(module, "_is_expert_parallel") or not is_fused:
             why = f"{place} runs its experts in a way of its own, or has adapters beside them"
             raise _refused(self.model, why)
         if count % self.size:
@@ -322,5 +322,5 @@ class _Reader:
 
     def _config(self, name: str) -> int:
         config = self.model.config.get_text_config()
-        found = getattr(config, name, None) or config.num_attention_heads
-        return int(found)
+        num_heads = getattr(config, name, None) or config.num_attention_heads
+        return int(num_heads)

@@ -32,8 +32,10 @@ class VocabParallelLogits:
 
     def logps(self, logits_Nv: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of each label."""
-        found = _VocabParallelLogps.apply(self._some(logits_Nv), labels_N - self._first, self.axis)  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, found)
+        logps_N = _VocabParallelLogps.apply(  # type: ignore[no-untyped-call]
+            self._some(logits_Nv), labels_N - self._first, self.axis
+        )
+        return cast(torch.Tensor, logps_N)
 
     def means(self, logits_Nv: torch.Tensor) -> torch.Tensor:
         """[N] log-probability of a word, averaged over the full vocabulary: E[logit] - log Z."""

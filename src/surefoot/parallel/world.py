@@ -104,8 +104,8 @@ class World:
     def sums(self, values: Sequence[float]) -> list[float]:
         """Each value summed in float64 over the shares of the examples: ranks with the same share
         have the same value, which counts once."""
-        found = self.summed(torch.tensor(values, dtype=torch.float64))
-        return cast("list[float]", found.tolist())
+        totals = self.summed(torch.tensor(values, dtype=torch.float64))
+        return cast("list[float]", totals.tolist())
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The same for values on a device, without waiting for them."""
@@ -118,8 +118,8 @@ class World:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over all ranks, found on the host, while devices compute."""
-        found = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
-        return cast("list[float]", found.tolist())
+        maxima = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+        return cast("list[float]", maxima.tolist())
 
     def of_stages(self, value: Any) -> list[Any]:
         """The objects of the ranks over which the layers are divided, in their order."""
@@ -135,27 +135,27 @@ class World:
         """The object of rank 0."""
         if self.mesh is None:
             return value
-        held = [value]
-        dist.broadcast_object_list(held, src=0, group=self.patient)
-        return held[0]
+        objects = [value]
+        dist.broadcast_object_list(objects, src=0, group=self.patient)
+        return objects[0]
 
     def on_main(self, compute: Callable[[], T]) -> T:
         """The result of ``compute`` on rank 0, on every rank. The ``SurefootError`` that it raises
         is raised on every rank."""
-        problem, found = None, None
+        problem, result = None, None
         if self.is_main:
             try:
-                found = compute()
+                result = compute()
             except SurefootError as error:
                 problem = error
-        problem, found = self.from_main((problem, found))
+        problem, result = self.from_main((problem, result))
         if problem is not None:
             raise problem
-        return cast(T, found)
+        return cast(T, result)
 
     def first_of(self, value: str | None) -> str | None:
         """The first object that is not None, in the order of ranks."""
-        return next((said for said in self.gathered(value) if said is not None), None)
+        return next((of_rank for of_rank in self.gathered(value) if of_rank is not None), None)
 
     def wait(self) -> None:
         """Wait until every rank is here."""
@@ -179,9 +179,9 @@ class World:
 
 
 def _gathered(value: Any, count: int, group: dist.ProcessGroup | None = None) -> list[Any]:
-    found: list[Any] = [None] * count
-    dist.all_gather_object(found, value, group=group)
-    return found
+    by_rank: list[Any] = [None] * count
+    dist.all_gather_object(by_rank, value, group=group)
+    return by_rank
 
 
 ALONE = World()
@@ -201,14 +201,14 @@ def joined(section: ParallelSection) -> Iterator[World]:
     """Join the process group of this run, if a launcher has started one; otherwise a single rank.
     Raises ``RunError`` if the axes of the recipe do not give that many ranks, and ``LostPeerError``
     if another rank has died."""
-    found = launched()
-    rank, size, local = found or (0, 1, 0)
+    from_launcher = launched()
+    rank, size, local = from_launcher or (0, 1, 0)
     try:
         section.axes(size)
     except ValueError as error:
-        how = "with `surefoot train` or torchrun, " if found is None else ""
+        how = "with `surefoot train` or torchrun, " if from_launcher is None else ""
         raise RunError(f"parallel: {error}; start as many, {how}or leave dp_shard unset") from None
-    if found is None:
+    if from_launcher is None:
         yield ALONE
         return
     die_with_launcher()

@@ -131,12 +131,12 @@ class Distill(Stage):
             return Prepared(examples)
         prompts = [prompt_of(examples[row]) for row in chosen]
         samples = context.generate(prompts, self._sampling) if prompts else []
-        own = {
+        answered = {
             row: _answered(prompt, sample)
             for row, prompt, sample in zip(chosen, prompts, samples, strict=True)
         }
-        found = [own[row] if row in own else _marked(item) for row, item in enumerate(examples)]
-        return Prepared([item for item in found if num_trained(item)], _figures(samples))
+        window = [answered.get(row) or _marked(item) for row, item in enumerate(examples)]
+        return Prepared([item for item in window if num_trained(item)], _figures(samples))
 
     @property
     def _sampling(self) -> GenerateSection:
@@ -187,8 +187,8 @@ def sampled_rows(count: int, share: float, seed: int) -> list[int]:
     """The rows of a window of ``count`` that the student answers, a function of ``seed``: their
     number is ``share`` of the window, rounded at random so that it is so on average."""
     draw = random.Random(seed)
-    wanted = count * share
-    number = math.floor(wanted) + (draw.random() < wanted - math.floor(wanted))
+    mean_number = count * share
+    number = math.floor(mean_number) + (draw.random() < mean_number - math.floor(mean_number))
     return sorted(draw.sample(range(count), number))
 
 

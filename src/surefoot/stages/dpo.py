@@ -86,16 +86,17 @@ class DPO(Stage):
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
         self._check_losses()
-        told = f"loss_type: {self.loss_type}"
-        told = f"losses: {', '.join(self.losses)}" if self.losses else told
+        loss_setting = (
+            f"losses: {', '.join(self.losses)}" if self.losses else f"loss_type: {self.loss_type}"
+        )
         used = {name for loss, _ in self._parts for name in loss.settings}
         for name in ("label_smoothing", "gamma"):
             if getattr(self, name) != getattr(DPO, name) and name not in used:
-                raise ValueError(f"{name} has no effect with {told}")
+                raise ValueError(f"{name} has no effect with {loss_setting}")
         if not self.label_smoothing and "exo_pair" in self._weights:
             raise ValueError("label_smoothing: exo_pair needs a positive one, such as 0.001")
         if self.reference is not None and not self.compares:
-            raise ValueError(f"reference has no effect with {told}")
+            raise ValueError(f"reference has no effect with {loss_setting}")
 
     def _check_losses(self) -> None:
         if self.losses and self.loss_type != DPO.loss_type:
@@ -223,8 +224,8 @@ class DPO(Stage):
     def _reference(self, batch: Batch) -> torch.Tensor | None:
         if not self.compares:
             return None
-        said, extras = batch.extras["reference"].view(-1, 2), batch.extras
-        return self._without_tails(said, lambda: extras["reference_tail"].view(-1, 2))
+        logps_P2, extras = batch.extras["reference"].view(-1, 2), batch.extras
+        return self._without_tails(logps_P2, lambda: extras["reference_tail"].view(-1, 2))
 
     def _without_tails(
         self, sums_P2: torch.Tensor, tails: Callable[[], torch.Tensor]

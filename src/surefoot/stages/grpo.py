@@ -133,13 +133,13 @@ class GRPO(OnPolicy):
 
     def _check_effects(self) -> None:
         """Raise ``ValueError`` for a setting that does nothing beside the others."""
-        known = {name for one in SURROGATES.values() for name in one.settings}
-        for name in sorted(known - {*self._surrogate.settings}):
+        optional_settings = {name for each in SURROGATES.values() for name in each.settings}
+        for name in sorted(optional_settings - {*self._surrogate.settings}):
             if getattr(self, name) != getattr(GRPO, name):
                 raise ValueError(f"{name} has no effect with surrogate: {self.surrogate}")
-        for name, own in self._surrogate.own.items():
-            if getattr(self, name) not in (own, getattr(GRPO, name)):
-                raise ValueError(f"{name} is always {own} with surrogate: {self.surrogate}")
+        for name, fixed_value in self._surrogate.own.items():
+            if getattr(self, name) not in (fixed_value, getattr(GRPO, name)):
+                raise ValueError(f"{name} is always {fixed_value} with surrogate: {self.surrogate}")
         usual_weight = self.max_sampling_weight == GRPO.max_sampling_weight
         if self.sampler.server is None and not usual_weight:
             raise ValueError("max_sampling_weight has no effect without a server as sampler")
@@ -198,28 +198,35 @@ class GRPO(OnPolicy):
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """Sample a group of responses to each prompt, reward them, and compare them."""
         rollouts = self._rollouts(context, examples)
-        named = by_name(self.reward)
-        rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        named_rewards = by_name(self.reward)
+        rewarded = context.reward(
+            named_rewards, rollouts, self.reward_timeout, self.on_reward_error
+        )
         by_reward = rewarded.by_reward
-        rewards = total(by_reward, [one.weight for one in self.reward])
+        rewards = total(by_reward, [reward.weight for reward in self.reward])
         groups = self._groups(rewards)
-        more = means([*named], by_reward)
         gaps = sampling_figures(context, POLICY, rollouts, self.sampler)
         flat = sum(map(is_flat, groups)) / len(groups)
-        own = window_figures([r for r in rewards if r is not None], rollouts, flat_groups=flat)
-        figures = {**rewarded.metrics, **own, **more, **gaps}
-        is_cut = [self.mask_truncated_completions and one.is_cut for one in rollouts]
+        known_rewards = [reward for reward in rewards if reward is not None]
+        figures = {
+            **rewarded.metrics,
+            **window_figures(known_rewards, rollouts, flat_groups=flat),
+            **means([*named_rewards], by_reward),
+            **gaps,
+        }
+        is_cut = [self.mask_truncated_completions and rollout.is_cut for rollout in rollouts]
         if self._is_kl_in_reward:
             kls = self._kls(context, rollouts, is_cut)
             figures["kl"] = math.fsum(kls) / len(kls)
             pairs = zip(rewards, kls, strict=True)
             groups = self._groups([None if r is None else r - self.beta * kl for r, kl in pairs])
         advantage = self._surrogate.own.get("advantage", self.advantage)
-        advantages = ADVANTAGES[advantage](groups, [one.num_sampled for one in rollouts])
+        lengths = [rollout.num_sampled for rollout in rollouts]
+        advantages = ADVANTAGES[advantage](groups, lengths)
         if not any(a for a, is_masked in zip(advantages, is_cut, strict=True) if not is_masked):
             return Prepared((), figures)
         dropped = [self.drop_flat_groups and is_flat(g) for g in groups for _ in g]
-        found = [
+        items = [
             self._item(rollout, advantage, is_masked=is_masked)
             for rollout, advantage, is_masked, is_dropped in zip(
                 rollouts, advantages, is_cut, dropped, strict=True
@@ -227,7 +234,7 @@ class GRPO(OnPolicy):
             if rollout.num_sampled
             and not (is_dropped or (is_masked and self.average_over == "tokens"))
         ]
-        return Prepared(self._with_columns(context, found), figures)
+        return Prepared(self._with_columns(context, items), figures)
 
     def _groups(self, rewards: Sequence[float | None]) -> list[Sequence[float | None]]:
         starts = range(0, len(rewards), self.group_size)
@@ -238,16 +245,19 @@ class GRPO(OnPolicy):
     ) -> list[float]:
         """The log-ratio of the policy that sampled and the reference, summed over each response; 0
         of those that are not trained on, as in TRL."""
-        pairs = zip(rollouts, is_masked, strict=True)
-        chosen = [i for i, (one, is_out) in enumerate(pairs) if one.num_sampled and not is_out]
+        is_used = [
+            rollout.num_sampled > 0 and not is_out
+            for rollout, is_out in zip(rollouts, is_masked, strict=True)
+        ]
+        chosen = [i for i, is_chosen in enumerate(is_used) if is_chosen]
         items = [rollouts[i].features(0.0) for i in chosen]
-        found = [0.0] * len(rollouts)
+        kls = [0.0] * len(rollouts)
         both = [context.compute(role, items) if items else [] for role in (POLICY, REFERENCE)]
-        for i, own, other in zip(chosen, *both, strict=True):
-            assert own.logps is not None
-            assert other.logps is not None
-            found[i] = float((own.logps.double() - other.logps.double()).sum())
-        return found
+        for i, policy, reference in zip(chosen, *both, strict=True):
+            assert policy.logps is not None
+            assert reference.logps is not None
+            kls[i] = float((policy.logps.double() - reference.logps.double()).sum())
+        return kls
 
     def _item(self, rollout: Rollout, advantage: float, *, is_masked: bool) -> Features:
         """A response to train on, or, masked, one that only counts in the mean."""
@@ -271,17 +281,16 @@ class GRPO(OnPolicy):
         environment = UserEnvironment(self.environment, self.reward_timeout)
         return converse(context, repeated, self.sampling, environment, self.max_turns)
 
-    def _with_columns(self, context: StageContext, found: list[Features]) -> list[Features]:
+    def _with_columns(self, context: StageContext, items: list[Features]) -> list[Features]:
         """With the log-probabilities of the reference, and those before the first of several steps:
         in a single step they are those of the step itself, which weights need before it."""
         roles = {REFERENCE: REFERENCE} if self.beta and not self._is_kl_in_reward else {}
         if self.passes * self.mini_batches > 1 or self._is_weighted:
             roles["old"] = POLICY
-        for name, role in roles.items() if found else ():
-            outputs = context.compute(role, found)
-            pairs = zip(found, outputs, strict=True)
-            found = [{**item, name: one.logps} for item, one in pairs]  # type: ignore[dict-item]
-        return found
+        for name, role in roles.items() if items else ():
+            pairs = zip(items, context.compute(role, items), strict=True)
+            items = [{**item, name: outputs.logps} for item, outputs in pairs]  # type: ignore[dict-item]
+        return items
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """The negative surrogate and the KL penalty, averaged as ``average_over`` says."""

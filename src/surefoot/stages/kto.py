@@ -91,8 +91,10 @@ class KTO(Stage):
     def encode(self, examples: Sequence[Example], codec: Codec) -> list[Encoded]:
         """Render conversations with the chat template; the last response is trained."""
         examples = [labeled(example) for example in examples]
-        found = iter(codec.encode_chats([_last_answer(e) for e in examples if not _why_not(e)]))
-        return [_why_not(e) or _labeled(next(found), is_good=bool(e.label)) for e in examples]
+        reasons = [_why_not(example) for example in examples]
+        pairs = [*zip(examples, reasons, strict=True)]
+        encoded = iter(codec.encode_chats([_last_answer(e) for e, why in pairs if not why]))
+        return [why or _labeled(next(encoded), is_good=bool(e.label)) for e, why in pairs]
 
     def collate(self, features: Sequence[Features], *, packing: bool) -> Batch:
         """Pack examples into one row, or pad them to a rectangle."""
@@ -105,12 +107,12 @@ class KTO(Stage):
 
     def _compared(self, context: StageContext, examples: Sequence[Features]) -> list[Features]:
         """With the reference's log-probability of each response, and of its mismatched one."""
-        own = context.reduce("reference", examples, log_probabilities)
+        matched = context.reduce("reference", examples, log_probabilities)
         pairs = mismatched(examples, context.codec.section.longest)
         other = context.reduce("reference", pairs, log_probabilities)
         return [
             {**item, "reference": [a], "mismatched_reference": [b]}
-            for item, a, b in zip(examples, own.tolist(), other.tolist(), strict=True)
+            for item, a, b in zip(examples, matched.tolist(), other.tolist(), strict=True)
         ]
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
@@ -124,11 +126,11 @@ class KTO(Stage):
         z = self._baseline(context, examples) if self.loss_type == "kto" else 0.0
         kinds = [int(item["desirable"][0]) for item in examples]
         scales = [len(kinds) / kinds.count(kind) for kind in kinds]
-        found: list[Features] = [
+        with_baseline: list[Features] = [
             {**item, "z": [z], "scale": [scale]}  # type: ignore[list-item]
             for item, scale in zip(examples, scales, strict=True)
         ]
-        return Prepared(found, {"kl": z} if self.loss_type == "kto" else {})
+        return Prepared(with_baseline, {"kl": z} if self.loss_type == "kto" else {})
 
     def _baseline(self, context: StageContext, examples: Sequence[Features]) -> float:
         """How much likelier the model makes mismatched responses than the reference does."""
@@ -212,12 +214,12 @@ def mismatched(examples: Sequence[Features], cutoff_len: int) -> list[Features]:
     """Each prompt of a window with the response of the example before it (the first: of the last),
     up to its end token, and cut like an example."""
     parts = [_split(item) for item in examples]
-    found: list[Features] = []
+    pairs: list[Features] = []
     for (prompt, _), (_, answer) in zip(parts, [parts[-1], *parts[:-1]], strict=True):
         labels = [IGNORE_INDEX] * len(prompt) + answer
         ids = prompt + answer
-        found.append({"input_ids": ids[:cutoff_len], "labels": labels[:cutoff_len]})
-    return found
+        pairs.append({"input_ids": ids[:cutoff_len], "labels": labels[:cutoff_len]})
+    return pairs
 
 
 def _split(item: Features) -> tuple[list[int], list[int]]:
@@ -248,5 +250,5 @@ def _labeled(outcome: Encoded, *, is_good: bool) -> Encoded:
     if isinstance(outcome, Dropped):
         return outcome
     items = outcome.features if isinstance(outcome, Truncated) else outcome
-    found = [{**items[-1], "desirable": [int(is_good)]}]
-    return Truncated(found) if isinstance(outcome, Truncated) else found
+    with_label = [{**items[-1], "desirable": [int(is_good)]}]
+    return Truncated(with_label) if isinstance(outcome, Truncated) else with_label

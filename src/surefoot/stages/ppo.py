@@ -150,35 +150,37 @@ class PPO(OnPolicy):
             for number, item in enumerate(examples)
         ]
         rollouts = converse(context, prompts, self.sampling)
-        named = by_name(self.reward)
-        rewarded = context.reward(named, rollouts, self.reward_timeout, self.on_reward_error)
+        named_rewards = by_name(self.reward)
+        rewarded = context.reward(
+            named_rewards, rollouts, self.reward_timeout, self.on_reward_error
+        )
         by_reward = rewarded.by_reward
-        scores = total(by_reward, [one.weight for one in self.reward])
-        known = [
+        scores = total(by_reward, [reward.weight for reward in self.reward])
+        responses = [
             _Response(rollout, score)
             for rollout, score in zip(rollouts, scores, strict=True)
             if score is not None and rollout.num_sampled
         ]
-        more = means([*named], by_reward)
         figures = {
             **rewarded.metrics,
-            **window_figures([one.score for one in known], rollouts),
-            **more,
+            **window_figures([response.score for response in responses], rollouts),
+            **means([*named_rewards], by_reward),
         }
-        if not known:
+        if not responses:
             return Prepared((), figures, context.state)
-        return self._window(context, known, figures)
+        return self._window(context, responses, figures)
 
     def _window(
-        self, context: StageContext, known: Sequence[_Response], figures: dict[str, float]
+        self, context: StageContext, responses: Sequence[_Response], figures: dict[str, float]
     ) -> Prepared:
         """The window of these responses."""
-        state, items = dict(context.state), [one.rollout.features(0.0) for one in known]
+        rollouts = [response.rollout for response in responses]
+        state, items = dict(context.state), [rollout.features(0.0) for rollout in rollouts]
         outputs = context.compute(POLICY, items)
         logps, values = [_array(o.logps) for o in outputs], [_array(o.values) for o in outputs]
-        sampled = [one.rollout for one in known]
-        figures |= gap_figures(sampled, [float(x) for one in logps for x in one], self.sampler)
-        scores = self._final_scores(known, state)
+        flat_logps = [float(logp) for logps_T in logps for logp in logps_T]
+        figures |= gap_figures(rollouts, flat_logps, self.sampler)
+        scores = self._final_scores(responses, state)
         is_flat = len(scores) > 1 and len(set(scores)) < 2  # one response tells nothing
         _count_flat(state, scores, is_flat=is_flat)
         rewards, more = self._rewards(context, items, logps, scores, state)
@@ -187,24 +189,25 @@ class PPO(OnPolicy):
         if self.whiten_advantages and not is_flat:  # the rest would be noise of variance 1
             advantages = whitened(advantages, shift_mean=True)
         columns = {"old": logps, "old_values": values, "advantages": advantages, "returns": returns}
-        found = [
+        trained = [
             {**item, **{name: column[i] for name, column in columns.items()}}
             for i, item in enumerate(items)
         ]
         more["explained_variance"] = explained_variance(values, returns)
-        return Prepared(found, {**figures, **more}, state)  # type: ignore[arg-type]
+        return Prepared(trained, {**figures, **more}, state)  # type: ignore[arg-type]
 
-    def _final_scores(self, known: Sequence[_Response], state: dict[str, float]) -> list[float]:
+    def _final_scores(self, responses: Sequence[_Response], state: dict[str, float]) -> list[float]:
         """Scores as they are trained on."""
-        scores = [one.score for one in known]
+        scores = [response.score for response in responses]
         if self.normalize_scores:
             moments = RunningMoments.of(state).added(scores)
             state |= moments.state()
             scores = [(score - moments.mean) / (moments.deviation + 1e-8) for score in scores]
         if (bound := self.clip_scores) is not None:
             scores = [min(max(score, -bound), bound) for score in scores]
-        is_over = [not one.rollout.is_cut for one in known]
-        penalties = [0.0 if is_ended else self.missing_end_penalty for is_ended in is_over]
+        penalties = [
+            self.missing_end_penalty if response.rollout.is_cut else 0.0 for response in responses
+        ]
         return [score - penalty for score, penalty in zip(scores, penalties, strict=True)]
 
     def _rewards(
@@ -216,14 +219,15 @@ class PPO(OnPolicy):
         state: dict[str, float],
     ) -> tuple[list[NDArray[np.float64]], dict[str, float]]:
         """The reward of each token: the penalty, and at the last one the score."""
-        rewards, figures = [0.0 * one for one in logps], dict[str, float]()
+        rewards, figures = [0.0 * logps_T for logps_T in logps], dict[str, float]()
         if self.kl_coefficient:
             outputs = context.compute(REFERENCE, items)
-            pairs = zip(logps, (_array(one.logps) for one in outputs), strict=True)
-            kls = [kl_estimates(own, other, self.kl_estimator) for own, other in pairs]
+            reference_logps = [_array(of_response.logps) for of_response in outputs]
+            pairs = zip(logps, reference_logps, strict=True)
+            kls = [kl_estimates(policy, other, self.kl_estimator) for policy, other in pairs]
             coefficient = state.get("kl_coefficient", self.kl_coefficient)
             rewards = [-coefficient * kl for kl in kls]
-            kl = math.fsum(float(one.sum()) for one in kls) / len(kls)
+            kl = math.fsum(float(kls_T.sum()) for kls_T in kls) / len(kls)
             figures = {"kl": kl, "kl_coefficient": coefficient}
             state |= self._adapted(coefficient, kl, len(kls))
         for reward, score in zip(rewards, scores, strict=True):
@@ -237,8 +241,8 @@ class PPO(OnPolicy):
         if self.kl_target is None:
             return {}
         target, horizon = self.kl_target, self.kl_horizon
-        found = adapted_coefficient(coefficient, kl, target=target, count=count, horizon=horizon)
-        return {"kl_coefficient": found}
+        adapted = adapted_coefficient(coefficient, kl, target=target, count=count, horizon=horizon)
+        return {"kl_coefficient": adapted}
 
     def _advantages(
         self, rewards: Sequence[NDArray[np.float64]], values: Sequence[NDArray[np.float64]]
@@ -276,8 +280,8 @@ class PPO(OnPolicy):
 
 def _array(values: torch.Tensor | None) -> NDArray[np.float64]:
     assert values is not None
-    found: NDArray[np.float64] = values.double().numpy()
-    return found
+    array: NDArray[np.float64] = values.double().numpy()
+    return array
 
 
 def _count_flat(state: dict[str, float], scores: Sequence[float], *, is_flat: bool) -> None:

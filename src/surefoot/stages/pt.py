@@ -52,8 +52,8 @@ class PT(Stage):
         """Split each text into consecutive pieces; no token is lost."""
         reasons = [_why_not(example) for example in examples]
         plain = [_text(each) for each, why in zip(examples, reasons, strict=True) if not why]
-        found = iter(codec.encode_documents(plain))
-        return [why or next(found) for why in reasons]
+        encoded = iter(codec.encode_documents(plain))
+        return [why or next(encoded) for why in reasons]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of every token but the first of a piece."""

@@ -79,8 +79,8 @@ class SFT(Stage):
         """Render conversations with the chat template; the responses are trained."""
         reasons = [not_to_imitate(example) for example in examples]
         plain = [example for example, why in zip(examples, reasons, strict=True) if not why]
-        found = iter(codec.encode_chats(plain))
-        return [why or next(found) for why in reasons]
+        encoded = iter(codec.encode_chats(plain))
+        return [why or next(encoded) for why in reasons]
 
     def loss(self, role: str, outputs: Outputs, batch: Batch) -> Loss:
         """Cross entropy of the responses' tokens, or another loss that ``loss_type`` names."""

@@ -50,10 +50,10 @@ def round_stochastically(
     upper one with the probability that makes the mean right."""
     for values, rounded in chunked(wide, into):
         bits = _uniform(values, noise).add_(values.view(torch.int32)).bitwise_and_(~_MASK)
-        found = bits.view(torch.float32)
+        noisy = bits.view(torch.float32)
         if not _is_finite(values):  # adding to the bits of NaN could overflow to another value
-            found = torch.where(values.isfinite(), found, values)
-        rounded.copy_(found)
+            noisy = torch.where(values.isfinite(), noisy, values)
+        rounded.copy_(noisy)
     return into
 
 
@@ -63,10 +63,10 @@ def _uniform(like: torch.Tensor, noise: torch.Generator) -> torch.Tensor:
     drawn = torch.empty(-(-count // 4), dtype=torch.int64, device=like.device)
     drawn.random_(-(1 << 63), None, generator=noise)
     pairs = drawn.view(torch.int32)
-    found = torch.empty(2 * len(pairs), dtype=torch.int32, device=like.device)
-    torch.bitwise_and(pairs, _MASK, out=found[: len(pairs)])
-    torch.bitwise_right_shift(pairs, _LOW, out=found[len(pairs) :]).bitwise_and_(_MASK)
-    return found[:count].view(like.shape)
+    integers = torch.empty(2 * len(pairs), dtype=torch.int32, device=like.device)
+    torch.bitwise_and(pairs, _MASK, out=integers[: len(pairs)])
+    torch.bitwise_right_shift(pairs, _LOW, out=integers[len(pairs) :]).bitwise_and_(_MASK)
+    return integers[:count].view(like.shape)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
@@ -158,12 +158,12 @@ def dequantized(
     """The numbers, in rows of ``width``, that codes and scales stand for; float32."""
     index = codes.reshape(-1).int()
     if book.is_packed:
-        found = book.pairs.index_select(0, index).view(*codes.shape[:-1], -1)[..., :width]
+        decoded = book.pairs.index_select(0, index).view(*codes.shape[:-1], -1)[..., :width]
     else:
-        found = book.values.index_select(0, index).view(codes.shape)
-    for numbers, scale in _blocks(found, scales, book.block):
+        decoded = book.values.index_select(0, index).view(codes.shape)
+    for numbers, scale in _blocks(decoded, scales, book.block):
         numbers.mul_(scale)
-    return found
+    return decoded
 
 
 def quantize(
@@ -174,11 +174,11 @@ def quantize(
     for numbers, scale in _blocks(values, scales, book.block):
         scale.copy_(numbers.abs().amax(-1, keepdim=True))
         numbers.div_(scale.clamp(min=tiny))
-    found = _nearest(values.reshape(-1), book).view(values.shape)
+    nearest = _nearest(values.reshape(-1), book).view(values.shape)
     if book.is_packed:
-        found = torch.nn.functional.pad(found, (0, values.shape[-1] % 2))
-        found = found[..., 1::2].bitwise_left_shift(4).bitwise_or_(found[..., ::2])
-    codes.copy_(found)
+        nearest = torch.nn.functional.pad(nearest, (0, values.shape[-1] % 2))
+        nearest = nearest[..., 1::2].bitwise_left_shift(4).bitwise_or_(nearest[..., ::2])
+    codes.copy_(nearest)
 
 
 def _nearest(values: torch.Tensor, book: Codebook) -> torch.Tensor:
@@ -201,10 +201,10 @@ def _blocks(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The blocks of ``rows``, with the scales beside each: the full ones, and a rest."""
     full, rest = divmod(rows.shape[-1], block)
-    found = []
+    blocks_and_scales = []
     if full:
         blocks = torch.unflatten(rows[..., : full * block], -1, (full, block))
-        found.append((blocks, scales[..., :full, None]))
+        blocks_and_scales.append((blocks, scales[..., :full, None]))
     if rest:
-        found.append((rows[..., full * block :], scales[..., full:]))
-    return found
+        blocks_and_scales.append((rows[..., full * block :], scales[..., full:]))
+    return blocks_and_scales

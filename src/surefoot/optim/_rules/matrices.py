@@ -41,22 +41,22 @@ def random_projector(parameter: torch.Tensor, rank: int, seed: int) -> torch.Ten
     The CPU draws it, so that it is the same for every device and mesh."""
     *batch, m, n = parameter.shape
     drawn = torch.Generator().manual_seed(seed)
-    made = projector_shape((*[1] * len(batch), m, n), rank)
-    full = torch.randn(made, generator=drawn) / min(rank, m, n) ** 0.5
+    full_shape = projector_shape((*[1] * len(batch), m, n), rank)
+    full = torch.randn(full_shape, generator=drawn) / min(rank, m, n) ** 0.5
     full = full.to(parameter.device, parameter.dtype)
     return part_of(full, parameter, {small_dim(tuple(parameter.shape))})
 
 
 def singular_vectors(update: Update, rank: int) -> torch.Tensor:
     """This rank's part of a projector of the gradient's first singular vectors."""
-    own = update.parameter
-    full = complete(update.grad, own)
+    parameter = update.parameter
+    full = complete(update.grad, parameter)
     is_narrow = full.dtype.itemsize < 4
     left, _, right = torch.linalg.svd(full.float() if is_narrow else full, full_matrices=False)
-    is_right = own.shape[-2] >= own.shape[-1]
-    found = right[..., :rank, :] if is_right else left[..., :rank]
-    kept = {*range(own.ndim - 2), small_dim(tuple(own.shape))}
-    return part_of(found.contiguous(), own, kept)
+    is_right = parameter.shape[-2] >= parameter.shape[-1]
+    vectors = right[..., :rank, :] if is_right else left[..., :rank]
+    sharded_dims = {*range(parameter.ndim - 2), small_dim(tuple(parameter.shape))}
+    return part_of(vectors.contiguous(), parameter, sharded_dims)
 
 
 def adam_direction(
@@ -90,12 +90,12 @@ def orthogonalized(
     and inputs."""
     by_outputs = full.mT if kind.is_transposed else full  # (experts,) outputs, inputs
     wide = torch.promote_types(NS_DTYPE, torch.float32)
-    made = torch.empty_like(by_outputs, dtype=wide)
-    for matrix, into in zip(kind.matrices(by_outputs), kind.matrices(made), strict=True):
-        found = newton_schulz(matrix.flatten(-3, -2), steps)
-        factor = scale(found.shape[-2], found.shape[-1])
-        into.copy_(torch.unflatten(found, -2, (kind.num_groups, -1))).mul_(factor)
-    return made.mT if kind.is_transposed else made
+    scaled = torch.empty_like(by_outputs, dtype=wide)
+    for matrix, into in zip(kind.matrices(by_outputs), kind.matrices(scaled), strict=True):
+        orthogonal = newton_schulz(matrix.flatten(-3, -2), steps)
+        factor = scale(orthogonal.shape[-2], orthogonal.shape[-1])
+        into.copy_(torch.unflatten(orthogonal, -2, (kind.num_groups, -1))).mul_(factor)
+    return scaled.mT if kind.is_transposed else scaled
 
 
 def cost(shape: Sequence[int]) -> float:
@@ -154,15 +154,15 @@ def on_owners(
     """This rank's parts of what ``compute`` makes of the full matrices of which every rank has
     ``parts``, sharded as ``parameters`` are. Those that are sharded along two axes of the mesh are
     computed by every rank; of experts, the matrices that a rank has."""
-    made: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     shared: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = {}
     for number, parameter in enumerate(parameters):
         axis = _only_axis(parameter)
         if axis is None:
-            found = compute(number, complete(parts[number], parameter))
-            made[number] = part_of(found.to(parameter.dtype), parameter)
+            full_result = compute(number, complete(parts[number], parameter))
+            results[number] = part_of(full_result.to(parameter.dtype), parameter)
         elif _dim(parameter, axis) < parameter.ndim - 2:  # every rank has full matrices
-            made[number] = compute(number, parts[number]).to(parameter.dtype)
+            results[number] = compute(number, parts[number]).to(parameter.dtype)
         else:
             assert isinstance(parameter, DTensor)
             shared.setdefault((parameter.device_mesh, axis, parameter.dtype), []).append(number)
@@ -173,8 +173,8 @@ def on_owners(
             dim = _dim(parameters[number], axis)
             length = parameters[number].shape[dim]
             matrices.append(_Matrix(number, parts[number], dim, length, owner))
-        made |= _exchanged(matrices, (mesh, axis), dtype, compute)
-    return [made[number] for number in range(len(parts))]
+        results |= _exchanged(matrices, (mesh, axis), dtype, compute)
+    return [results[number] for number in range(len(parts))]
 
 
 def batches(updates: Sequence[Update]) -> Iterator[list[Update]]:
@@ -232,15 +232,15 @@ def _exchanged(
     answers: list[list[torch.Tensor]] = [[] for _ in range(size)]
     for nth, matrix in enumerate(owned[rank]):
         full = torch.cat([each[nth] for each in received]).movedim(0, matrix.dim)
-        found = compute(matrix.number, full).to(dtype).movedim(matrix.dim, 0)
-        for answer, part in zip(answers, torch.split(found, extents[nth]), strict=True):
+        result = compute(matrix.number, full).to(dtype).movedim(matrix.dim, 0)
+        for answer, part in zip(answers, torch.split(result, extents[nth]), strict=True):
             answer.append(part)
     shapes = [[(m.extents(size)[rank], *m.rest) for m in each] for each in owned]
     empty = matrices[0].part.new_empty(0, dtype=dtype)
-    own = _all_to_all(answers, shapes, empty, group)
+    result_parts = _all_to_all(answers, shapes, empty, group)
     return {
         m.number: part.movedim(0, m.dim)
-        for each, parts in zip(owned, own, strict=True)
+        for each, parts in zip(owned, result_parts, strict=True)
         for m, part in zip(each, parts, strict=True)
     }
 
@@ -258,7 +258,8 @@ def _all_to_all(
     received = empty.new_empty(sum(counts))
     outgoing = [sum(tensor.numel() for tensor in each) for each in sent]
     dist.all_to_all_single(received, flat, counts, outgoing, group=group)
-    return [
-        [part.view(shape) for part, shape in zip(torch.split(found, each), own, strict=True)]
-        for found, each, own in zip(torch.split(received, counts), sizes, shapes, strict=True)
-    ]
+    tensors = []
+    for buffer, lengths, of_rank in zip(torch.split(received, counts), sizes, shapes, strict=True):
+        parts = torch.split(buffer, lengths)
+        tensors.append([part.view(shape) for part, shape in zip(parts, of_rank, strict=True)])
+    return tensors

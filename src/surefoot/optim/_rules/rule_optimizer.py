@@ -57,12 +57,12 @@ class Update:
     def tensor(self, key: str) -> torch.Tensor:
         """This rank's part of a state tensor; zeros before the first update."""
         if key not in self.state:
-            declared, own = self.declared[key], self.parameter
-            shape, dtype = tuple(own.shape), dtype_of(declared, own.dtype, "nearest")
-            if made := declared.shape(shape):
-                self.state[key] = zeros(made, kept_dims(declared, shape), own, dtype)
+            declared, parameter = self.declared[key], self.parameter
+            shape, dtype = tuple(parameter.shape), dtype_of(declared, parameter.dtype, "nearest")
+            if state_shape := declared.shape(shape):
+                self.state[key] = zeros(state_shape, kept_dims(declared, shape), parameter, dtype)
             else:
-                self.state[key] = torch.zeros((), dtype=dtype, device=own.device)
+                self.state[key] = torch.zeros((), dtype=dtype, device=parameter.device)
         return local(self.state[key])
 
     @property
@@ -171,7 +171,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients. There is no ``closure``."""
-        self.rule([self._update(*wanted) for wanted in self._wanted()])
+        self.rule([self._update(*entry) for entry in self._with_gradients()])
 
     def _update(self, name: str, parameter: nn.Parameter, group: dict[str, Any]) -> Update:
         state = self.state[parameter]
@@ -190,11 +190,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
-                    own = local(parameter)
-                    here = {key: local(tensor).to(own.device) for key, tensor in state.items()}
-                    own.copy_(point(here))
+                    weights = local(parameter)
+                    here = {key: local(tensor).to(weights.device) for key, tensor in state.items()}
+                    weights.copy_(point(here))
 
-    def _wanted(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    def _with_gradients(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 if parameter.grad is not None:
@@ -205,9 +205,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, values in state_dict["state"].items():
-            own = parameters[number]
-            self.state[own] = {
-                key: self.restored(key, value, own.device, own.dtype)
+            parameter = parameters[number]
+            self.state[parameter] = {
+                key: self.restored(key, value, parameter.device, parameter.dtype)
                 for key, value in values.items()
             }
 
@@ -239,17 +239,17 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     def _init_group(self, group, *lists):  # type: ignore[no-untyped-def]
-        found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        has_complex = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(local, tensors)
-        return found
+        return has_complex
 
 
 def dtype_of(declared: StateTensor, parameter: torch.dtype, bf16_weights: str) -> torch.dtype:
     """The type of a state tensor of a parameter; bfloat16 weights are updated in float32, unless
     they are rounded to the nearest value."""
     if declared.dtype:
-        found: torch.dtype = getattr(torch, declared.dtype)
-        return found
+        named_dtype: torch.dtype = getattr(torch, declared.dtype)
+        return named_dtype
     is_widened = parameter == torch.bfloat16 and bf16_weights != "nearest"
     return torch.float32 if is_widened else parameter

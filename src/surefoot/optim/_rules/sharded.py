@@ -47,7 +47,7 @@ def sharded_as(
     """This rank's ``values`` as a tensor of ``shape`` on the mesh of ``parameter``, with its
     placements or others; without communication."""
     whole = torch.empty(shape, device="meta")  # whose strides are those of the full tensor
-    made: DTensor = DTensor.from_local(
+    sharded: DTensor = DTensor.from_local(
         values,
         parameter.device_mesh,
         parameter.placements if placements is None else placements,
@@ -55,7 +55,7 @@ def sharded_as(
         shape=whole.shape,
         stride=whole.stride(),
     )
-    return made
+    return sharded
 
 
 def part_of(
@@ -67,20 +67,20 @@ def part_of(
         return full
     mesh = parameter.device_mesh
     same = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    kept = range(parameter.ndim) if dims is None else dims
-    placements = [p if _dim(p) in kept else Replicate() for p in parameter.placements]
+    sharded_dims = range(parameter.ndim) if dims is None else dims
+    placements = [p if _dim(p) in sharded_dims else Replicate() for p in parameter.placements]
     return same.redistribute(placements=placements).to_local()
 
 
 def zeros(
-    shape: Sequence[int], kept: Collection[int], parameter: torch.Tensor, dtype: torch.dtype
+    shape: Sequence[int], dims: Collection[int], parameter: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Zeros of ``shape``, sharded along the dimensions ``kept`` as ``parameter`` is."""
+    """Zeros of ``shape``, sharded along ``dims`` as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
     here = parameter.to_local()
-    extent = [here.shape[d] if d in kept else size for d, size in enumerate(shape)]
-    placements = [p if _dim(p) in kept else Replicate() for p in parameter.placements]
+    extent = [here.shape[d] if d in dims else size for d, size in enumerate(shape)]
+    placements = [p if _dim(p) in dims else Replicate() for p in parameter.placements]
     here_zeros = torch.zeros(extent, dtype=dtype, device=here.device)
     return sharded_as(parameter, here_zeros, shape, placements)
 

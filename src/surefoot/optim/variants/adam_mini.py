@@ -33,10 +33,10 @@ class AdamMini(Adam):
         update.decay()
         grad, mean, square = update.grad, update.tensor("exp_avg"), update.tensor("exp_avg_sq")
         mean.lerp_(grad, 1 - self.beta1)
-        found = update.mean_over(grad * grad, grad.ndim - 1)
+        mean_square = update.mean_over(grad * grad, grad.ndim - 1)
         if update.layout.head_size:
-            found = _of_heads(found, update)
-        square.lerp_(found, 1 - self.beta2)
+            mean_square = _of_heads(mean_square, update)
+        square.lerp_(mean_square, 1 - self.beta2)
         root = (square.sqrt() / (1 - self.beta2**update.number) ** 0.5).add_(self.epsilon)
         update.value.sub_(mean / root, alpha=update.rate / (1 - self.beta1**update.number))
 

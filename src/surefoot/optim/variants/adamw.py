@@ -75,10 +75,10 @@ class AdamWBf16(Adam):
 
     def update(self, update: Update) -> None:
         """Update one parameter."""
-        kept = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
+        moments = update.tensor("exp_avg"), update.tensor("exp_avg_sq")
         noise = rules.few_bits.noise_for(update.number, f"moments {update.name}", update.parameter)
         settings = (self.beta1, self.beta2, self.epsilon)
-        for value, grad, *narrow in rules.few_bits.chunked(update.value, update.grad, *kept):
+        for value, grad, *narrow in rules.few_bits.chunked(update.value, update.grad, *moments):
             wide = narrow[0].float(), narrow[1].float()
             update.adamw_of(value, grad, wide, settings)
             for moment, into in zip(wide, narrow, strict=True):
@@ -134,13 +134,13 @@ class AdamW8bit(Adam):
         keys = [
             f"{key}_{part}" for key in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales")
         ]
-        kept = (update.value, update.grad, *map(update.tensor, keys))
+        tensors = (update.value, update.grad, *map(update.tensor, keys))
         settings, blockwise = (self.beta1, self.beta2, self.epsilon), rules.few_bits
         signed, unsigned = (
             blockwise.codebook(self.bits, self.block, update.value.device, is_signed=is_signed)
             for is_signed in (True, False)
         )
-        for value, grad, *codes in rules.few_bits.chunked(*kept):
+        for value, grad, *codes in rules.few_bits.chunked(*tensors):
             mean = blockwise.dequantized(codes[0], codes[1], value.shape[-1], signed)
             square = blockwise.dequantized(codes[2], codes[3], value.shape[-1], unsigned)
             update.adamw_of(value, grad, (mean, square), settings)

@@ -94,8 +94,8 @@ class Muon(Optimizer):
         parameters = [update.parameter for update in updates]
         costs = [rules.matrices.cost(each.shape) for each in parameters]
         parts = [self.direction(update) for update in updates]
-        made = rules.matrices.on_owners(parts, parameters, costs, orthogonalized)
-        for update, change in zip(updates, made, strict=True):
+        changes = rules.matrices.on_owners(parts, parameters, costs, orthogonalized)
+        for update, change in zip(updates, changes, strict=True):
             update.decay()
             update.value.add_(change, alpha=-update.rate)
 

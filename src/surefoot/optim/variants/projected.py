@@ -127,11 +127,12 @@ class Apollo(LowRank):
     def ratio(self, direction: torch.Tensor, low: torch.Tensor, update: Update) -> torch.Tensor:
         """Adam's step size over the gradient, for each row or column, or for the matrix."""
         shape = tuple(update.parameter.shape)
-        squares = [one.square().sum(small_dim(shape), keepdim=True) for one in (direction, low)]
+        small = small_dim(shape)
+        squares = [step.square().sum(small, keepdim=True) for step in (direction, low)]
         if self.scaling == "tensor":
             at = large_dim(shape)
-            whole = [one.sum(at, keepdim=True) for one in squares]
-            squares = [update.add_over_shards(one, {at}) for one in whole]
+            part_sums = [square.sum(at, keepdim=True) for square in squares]
+            squares = [update.add_over_shards(part_sum, {at}) for part_sum in part_sums]
         return squares[0].sqrt() / (squares[1].sqrt() + 1e-8)
 
     def limit(self, scaled: torch.Tensor, update: Update) -> torch.Tensor:
