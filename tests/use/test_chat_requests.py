@@ -74,15 +74,18 @@ def test_a_request_has_its_whole_conversation_and_its_seed_repeats_it(folder):
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ("{half", "not JSON"),
-        ("[]", "no messages"),
-        ({"messages": []}, "no messages"),
+        ("{half", "the request: Invalid JSON"),
+        ("[]", "the request: "),
+        ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": user("a", "b")}, "not of the user"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "expected a content and the role"),
-        ({"messages": user("a"), "temperature": "hot"}, "temperature: expected a number"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "expected the role user or tool"),
+        (
+            {"messages": user("a"), "temperature": "hot"},
+            "temperature: Input should be a valid number",
+        ),
         ({"messages": user("a"), "max_new_tokens": 0}, "max_new_tokens"),
-        ({"messages": user("a"), "seed": "x"}, "seed"),
-        ({"messages": user("a"), "stop": "x"}, "stop: expected a list of texts"),
+        ({"messages": user("a"), "seed": "x"}, "seed: Input should be a valid integer"),
+        ({"messages": user("a"), "stop": "x"}, "stop: Input should be a valid"),
         ({"messages": user("a"), "stop": [""]}, "stop must not contain an empty text"),
     ],
 )

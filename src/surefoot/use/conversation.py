@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..data.example import JSON, Message, Role
 from ..data.rows.formats.fields import tools
@@ -191,17 +191,32 @@ def _call_id(number: int) -> str:
 
 
 Event = Mapping[str, object]
-SETTINGS = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "greedy",
-)
 NUM_ALTERNATIVES = 5
 _ROLES = (("user", "tool"), ("assistant",))  # in turn; a tool gives the result of a call
+
+
+class _RequestMessage(BaseModel):
+    role: Literal["user", "assistant", "tool"]
+    content: str
+
+
+class _Request(BaseModel):
+    """A complete conversation, and the settings of its next response that differ."""
+
+    model_config = ConfigDict(strict=True)
+
+    messages: list[_RequestMessage] = Field(min_length=1)
+    system: str | None = None
+    seed: int | None = None
+    tools: Any = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    greedy: bool | None = None
+    stop: tuple[str, ...] | None = None
 
 
 def events(
@@ -211,11 +226,9 @@ def events(
     the answer, or what is wrong, is returned."""
     try:
         request = _parsed(line)
-        asked, last = _prepared(conversation, request), request["messages"][-1]
+        asked, last = _prepared(conversation, request), request.messages[-1]
         answer = asked.ask(
-            last["content"],
-            lambda piece: on_event({"event": "piece", "text": piece}),
-            role=last["role"],
+            last.content, lambda piece: on_event({"event": "piece", "text": piece}), role=last.role
         )
         tokens = token_probabilities(asked.opened, answer)
     except SurefootError as error:
@@ -264,76 +277,48 @@ def _share(logp: float) -> float | None:
     return round(math.exp(logp), 6) if math.isfinite(logp) else None
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parsed(line: str) -> _Request:
     """The request. Raises ``RunError``."""
     try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
-        raise RunError("the request is not JSON") from None
-    messages = request.get("messages") if isinstance(request, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise RunError("the request has no messages")
-    for number, message in enumerate(messages):
-        is_message = isinstance(message, dict) and isinstance(message.get("content"), str)
+        request = _Request.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the request"
+        raise RunError(f"{where}: {first['msg']}") from None
+    for number, message in enumerate(request.messages):
         roles = _ROLES[number % 2]
-        if not is_message or message.get("role") not in roles:
-            raise RunError(
-                f"messages[{number}]: expected a content and the role {' or '.join(roles)}"
-            )
-    if messages[-1]["role"] == "assistant":
+        if message.role not in roles:
+            raise RunError(f"messages.{number}: expected the role {' or '.join(roles)}")
+    if request.messages[-1].role == "assistant":
         raise RunError("the last message is not of the user or a tool")
-    return dict(request)
+    return request
 
 
-def _prepared(conversation: Conversation, request: Mapping[str, Any]) -> Conversation:
+def _prepared(conversation: Conversation, request: _Request) -> Conversation:
     """The conversation as it is before its last message."""
-    seed, system = request.get("seed"), request.get("system")
-    if not (seed is None or type(seed) is int):
-        raise RunError("seed: expected an integer")
-    if not (system is None or isinstance(system, str)):
-        raise RunError("system: expected text")
-    asked = replace(
-        conversation,
-        section=_settings(conversation.section, request),
-        system=system or None,
-        seed=seed,
-        messages=[],
-        tools=_tools(request) or conversation.tools,
-    )
-    for number, one in enumerate(request["messages"]):
-        if one["role"] == "tool" and not (asked.messages and asked.messages[-1].tool_calls):
-            raise RunError(f"messages[{number}]: the response before it calls no tool")
-        asked.messages.append(_message(asked, one))
-    del asked.messages[-1]
-    return asked
-
-
-def _message(asked: Conversation, one: Mapping[str, Any]) -> Message:
-    """A message of a request; an earlier response with the calls of tools that its text has."""
-    if one["role"] != "assistant":
-        return asked.said(one["role"], one["content"])
-    return asked.as_message(answer_of(asked.opened, one["content"], "stop", asked.tools))
-
-
-def _tools(request: Mapping[str, Any]) -> tuple[JSON, ...]:
-    """The schemas of functions that the model may call: a list, or its text."""
     try:
-        return tools(request, "tools")
+        section = with_options(conversation.section, vars(request))
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    try:  # a list of schemas, or its text
+        schemas = tools({"tools": request.tools}, "tools")
     except DataError as error:
         raise RunError(str(error).replace("column 'tools'", "tools")) from None
-
-
-def _settings(section: GenerateSection, request: Mapping[str, Any]) -> GenerateSection:
-    options = {name: request[name] for name in SETTINGS if request.get(name) is not None}
-    for name, value in options.items():
-        if type(value) not in (int, float, bool):
-            raise RunError(f"{name}: expected a number")
-    stop = request.get("stop")
-    if stop is not None:
-        if not isinstance(stop, list) or not all(isinstance(one, str) for one in stop):
-            raise RunError("stop: expected a list of texts")
-        options["stop"] = tuple(stop)
-    try:
-        return with_options(section, options)
-    except (ValueError, TypeError) as error:
-        raise RecipeError(str(error)) from None
+    asked = replace(
+        conversation,
+        section=section,
+        system=request.system or None,
+        seed=request.seed,
+        messages=[],
+        tools=schemas or conversation.tools,
+    )
+    for number, one in enumerate(request.messages):
+        if one.role == "tool" and not (asked.messages and asked.messages[-1].tool_calls):
+            raise RunError(f"messages.{number}: the response before it calls no tool")
+        if one.role == "assistant":  # with the calls of tools that its text has
+            earlier = answer_of(asked.opened, one.content, "stop", asked.tools)
+            asked.messages.append(asked.as_message(earlier))
+        else:
+            asked.messages.append(asked.said(one.role, one.content))
+    del asked.messages[-1]
+    return asked

@@ -8,7 +8,7 @@ computes for each response (nltk, smoothing 3); a metric is the mean over the re
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jieba
 import numpy as np
@@ -40,8 +40,4 @@ def similarity(responses: Sequence[str], references: Sequence[str]) -> dict[str,
     is_chinese = any("\u4e00" <= letter <= "\u9fff" for text in references for letter in text)
     bleu = BLEU(tokenize="zh" if is_chinese else "13a")
     score = bleu.corpus_score(list(responses), [list(references)]).score
-    return {**_ordered(means), "sacrebleu": float(score)}
-
-
-def _ordered(means: Mapping[str, float]) -> dict[str, float]:
-    return {name: means[name] for name in ("bleu-4", *_ROUGES)}
+    return {**{name: means[name] for name in ("bleu-4", *_ROUGES)}, "sacrebleu": float(score)}
