@@ -2,6 +2,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 
 import httpx2
 import pytest
@@ -9,7 +10,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from board.runs import COMPLETE, write_run
-from surefoot.plugins.board.app import MAX_BODY, create_app
+from surefoot.plugins.board.app import MAX_BODY, MAX_REQUESTS, create_app
 from surefoot.plugins.board.run_folders import OutsideRootError, inside, new_inside
 from surefoot.storage import web
 from surefoot.storage.web import PromptProtocol, bound, hosts_of
@@ -190,6 +191,31 @@ def test_other_pages_cannot_keep_the_board_busy_and_a_link_to_it_opens(board):
         assert board.get("/api/runs", headers=headers).status_code == 403
         assert board.get("/", headers=headers).status_code == 200
     assert board.get("/api/runs", headers={"Sec-Fetch-Site": "none"}).status_code == 200
+
+
+def test_too_many_requests_are_refused_for_a_while(root):
+    app = create_app(root)
+    with TestClient(app, base_url=OWN) as client:
+        app.recent.extend([time.monotonic()] * (MAX_REQUESTS - 1))
+        assert [client.get("/api/board").status_code for _ in range(2)] == [200, 429]
+        app.recent.clear()
+        app.recent.extend([time.monotonic() - 60] * MAX_REQUESTS)
+        assert client.get("/api/board").status_code == 200
+
+
+def test_visitors_without_the_token_cost_the_owner_nothing(root):
+    app = create_app(root, token="a-long-secret", hosts=hosts_of("0.0.0.0", ["gpu-7"]))
+    with TestClient(app, base_url="http://gpu-7:7860") as client:
+        refused = [{}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}]
+        for headers in (*refused, {"Authorization": "Bearer wrong"}):
+            codes = {
+                client.get("/api/board", headers=headers).status_code
+                for _ in range(MAX_REQUESTS // 3)
+            }
+            assert codes <= {401, 403, 421}
+        assert not app.recent
+        owner = {"Authorization": "Bearer a-long-secret"}
+        assert client.get("/api/board", headers=owner).status_code == 200
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ forms cannot set.
 from __future__ import annotations
 
 import hmac
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ from .run_folders import OutsideRootError
 
 STATIC = Path(__file__).parent / "static"
 MAX_BODY = 1 << 20
+MAX_REQUESTS = 600  # of all who have the token, in the time below
+_WINDOW = 10.0  # seconds
 COOKIE = "surefoot_token"
 HEADER = "x-surefoot"
 _HARMLESS = ("/api/check", "/api/edit")  # they answer about a text, and write and start nothing
@@ -102,6 +106,7 @@ class Guard:
     token: str | None = None  # needed where others reach the address
     hosts: Hosts = field(default_factory=Hosts)
     is_read_only: bool = False
+    recent: deque[float] = field(default_factory=deque)  # times of requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer or refuse one request."""
@@ -132,7 +137,19 @@ class Guard:
             return _refused(400, "content-length: expected digits")
         if int(length) > MAX_BODY:
             return _refused(413, f"more than {MAX_BODY:,} bytes")
-        return None if self.token is None else self._unknown(request)
+        unknown = None if self.token is None else self._unknown(request)
+        return unknown or self._too_many(path)  # those who may not ask are not counted
+
+    def _too_many(self, path: str) -> Response | None:
+        if not path.startswith("/api/"):
+            return None
+        now = time.monotonic()
+        while self.recent and now - self.recent[0] > _WINDOW:
+            self.recent.popleft()
+        if len(self.recent) >= MAX_REQUESTS:
+            return _refused(429, f"more than {MAX_REQUESTS} requests in {_WINDOW:.0f} s; wait")
+        self.recent.append(now)
+        return None
 
     def _unknown(self, request: Request) -> Response | None:
         """The way in by ``?token=``, or None if the token is there."""
