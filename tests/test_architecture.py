@@ -14,7 +14,7 @@ from source_trees import TREES as FILES
 # Heavy third parties that may be imported inside the one function that needs them; in the command
 # line and in the commands of plugins, everything may, so that `--help` stays instant.
 LAZY = {"peft", "datasets", "matplotlib", "tensorboard", "pandas", "psutil"}
-LAZY |= {"jsonschema", "torch.utils.tensorboard", "fsspec", "pyarrow", "torchao"}
+LAZY |= {"torch.utils.tensorboard", "fsspec", "pyarrow", "torchao"}
 LAZY |= {"wandb", "mlflow", "mlflow.entities", "swanlab", "trackio"}
 LAZY |= {"modelscope_hub", "llguidance", "llguidance.hf", "gguf", "importlib.metadata"}
 # What a recipe names is read without these; they come with the first call.

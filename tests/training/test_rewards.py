@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -118,7 +116,7 @@ def test_a_file_is_checked_before_a_run(process):
         process.check(FunctionReward(path=FunctionPath("/nowhere.py:f")).task, 20.0)
 
 
-def test_rules(process, tmp_path):
+def test_rules(process):
     given = texts("42", " 42 \n", "so: 7", gold=["42", 42, None])
     assert rewards(process, rule(exact_match={"column": "gold"}), given) == [1.0, 1.0, None]
     found = rewards(process, rule(regex={"pattern": r"so: (\d)", "column": "gold"}), given)
@@ -127,37 +125,11 @@ def test_rules(process, tmp_path):
     limits = {"soft_limit": 2, "hard_limit": 4}
     assert rewards(process, rule(length=limits), given) == [0.0, -1.0, -1.0]
     assert rewards(process, rule(length=limits), texts("abc")) == [-0.5]
-    schema = tmp_path / "schema.json"
-    schema.write_text(json.dumps({"type": "object", "required": ["a"]}))
-    task = rule(json_schema={"schema": str(schema)})
-    assert rewards(process, task, texts('{"a": 1}', "{}", "no")) == [1.0, 0.0, 0.0]
 
 
 def test_a_column_that_is_missing_is_named_with_those_there_are(process):
     with pytest.raises(RunError, match=r"exact_match: the dataset has no column 'gold' .*: other"):
         rewards(process, rule(exact_match={"column": "gold"}), texts("a", "b", other=[1, 2]))
-
-
-class Scores(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"rewards": [len(text) for text in asked["completions"]]}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_server_is_asked(process):
-    with HTTPServer(("localhost", 0), Scores) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        task = rule(server={"url": f"http://localhost:{server.server_port}/score"})
-        assert rewards(process, task, texts("a", "abc")) == [1.0, 3.0]
-        server.shutdown()
-    with pytest.raises(RunError, match=r"http://localhost.*refused"):
-        rewards(process, task, texts("a"))
 
 
 def test_several_are_added_with_their_weights():
@@ -184,7 +156,6 @@ def test_the_process_ends_with_its_owner():
         ([{"exactmatch": {}}], "did you mean exact_match"),
         ([{"length": {"soft_limit": 3, "hard_limit": 1}}], "less than hard_limit"),
         ({"regex": {"pattern": "("}}, "not a regular expression"),
-        ({"server": {"url": "localhost"}}, "must begin with http"),
         ([], "expected at least one"),
     ],
 )

@@ -35,7 +35,7 @@ from ..schema import (
     write,
     write_setting,
 )
-from ..schema.locations import DatasetReference, FilePath, FunctionPath, ModelPath, locate
+from ..schema.locations import DatasetReference, FunctionPath, ModelPath, locate
 from ..stages import STAGES
 from ..storage.address import is_address
 from ..training.section import TrainSection
@@ -415,7 +415,7 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
 
 
 def _located(value: Any, base_of: BaseOf, path: Keys) -> Any:
-    if isinstance(value, ModelPath | FunctionPath | FilePath | DatasetReference):
+    if isinstance(value, ModelPath | FunctionPath | DatasetReference):
         return value.located(base_of(path))
     if isinstance(value, tuple):  # set as one, with all below
         return tuple(_located(item, lambda _: base_of(path), path) for item in value)

@@ -19,7 +19,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..storage.address import Address
-from .locations import DatasetReference, FilePath, FunctionPath, ModelPath
+from .locations import DatasetReference, FunctionPath, ModelPath
 
 Keys = tuple[str | int, ...]  # the way to a value: section, variant, field, index in a list
 
@@ -187,7 +187,6 @@ WORDS: dict[
     Path: ("a path", "string"),
     Address: ("a URL", "string"),
     ModelPath: ("a folder or a hub id", "string"),
-    FilePath: ("a file", "string"),
     FunctionPath: ("a function as file.py:name", "string"),
     DatasetReference: ("a name, a file, a hub id or an entry", ["string", "object"]),
     type(None): ("null", "null"),

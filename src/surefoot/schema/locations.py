@@ -70,16 +70,6 @@ class FunctionPath(_Location):
         return FunctionPath(f"{locate(self.file, base)}:{self.name}")
 
 
-class FilePath(_Location):
-    """A file that is read, beside the recipe or in the current folder."""
-
-    __slots__ = ()
-
-    def located(self, base: Path) -> FilePath:
-        """The same made absolute."""
-        return FilePath(locate(Path(self), base))
-
-
 class DatasetReference(str):
     """A dataset by its short name: one of ``dataset_info.json``, a file or folder, a hub id, or an
     entry in the recipe itself.

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -138,24 +137,6 @@ def regex(given: Responses) -> Values:
     return [None if gold is None else float(t is not None and _same(t, gold)) for t, gold in pairs]
 
 
-def json_schema(given: Responses) -> Values:
-    """1 if a response is JSON that the schema allows."""
-    import jsonschema  # type: ignore[import-untyped]
-
-    schema = json.loads(Path(given.settings["schema"]).read_text(encoding="utf-8"))
-    kind = jsonschema.validators.validator_for(schema)
-    kind.check_schema(schema)
-    validator = kind(schema)
-
-    def is_valid(text: str) -> bool:
-        try:
-            return bool(validator.is_valid(json.loads(text)))
-        except (ValueError, RecursionError):
-            return False
-
-    return [float(is_valid(text)) for text in given.completions]
-
-
 def length(given: Responses) -> Values:
     """DAPO's soft punishment (arXiv:2503.14476, equation 13): from 0 at ``soft_limit`` tokens down
     to -1 at ``hard_limit``."""
@@ -163,28 +144,11 @@ def length(given: Responses) -> Values:
     return [-min(1.0, max(0.0, (count - soft) / (hard - soft))) for count in given.lengths]
 
 
-def server(given: Responses) -> Values:
-    """What a server says to a POST of JSON: ``{"rewards": [...]}``."""
-    body = {"prompts": given.prompts, "completions": given.completions, "columns": given.columns}
-    request = urllib.request.Request(
-        given.settings["url"],
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        found = json.loads(answer.read())
-    if not isinstance(found, dict) or not isinstance(found.get("rewards"), list):
-        raise WrongError('expected {"rewards": [...]} from the server')
-    return list(found["rewards"])
-
-
 RULES: Mapping[str, Function] = {
     "function": function,
     "exact_match": exact_match,
     "regex": regex,
-    "json_schema": json_schema,
     "length": length,
-    "server": server,
 }
 
 

@@ -1,13 +1,12 @@
 """Rewards of sampled responses: what each kind is, their sum, and the errors of a window.
 
-A reward is a user's function, a rule or a server, which a process of its own computes
+A reward is a user's function or a rule, which a process of its own computes
 (``reward_process``), or a frozen model beside the policy. To add a rule: write its dataclass and
 its function, add its line to ``REWARDS``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from ..batch import SCORES, OutputSpec
 from ..data.example import Message
 from ..errors import RunError, counted
-from ..schema.locations import FilePath, FunctionPath, ModelPath
+from ..schema.locations import FunctionPath, ModelPath
 from .reward_process import RewardProcess, RewardResult, RewardTask, Texts, short
 from .rollout import Event, Rollout
 
@@ -264,24 +263,6 @@ class Regex(_Rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JSONSchema(_Weighted):
-    """1 if the response is JSON that a schema allows, else 0."""
-
-    schema: FilePath
-    """A file with a JSON schema."""
-    name = "json_schema"
-
-    def __post_init__(self) -> None:
-        if importlib.util.find_spec("jsonschema") is None:
-            raise ValueError("schema: needs the package jsonschema; install surefoot[jsonschema]")
-
-    @property
-    def task(self) -> RewardTask:
-        """Validate."""
-        return RewardTask(f"json_schema {self.schema}", self.name, {"schema": str(self.schema)})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Length(_Rule):
     """0 up to ``soft_limit`` tokens, then less, down to -1 at ``hard_limit`` (soft overlong
     punishment, arXiv:2503.14476).
@@ -318,33 +299,11 @@ class RewardModel(_Weighted):
         return AuxiliaryModel(SCORES, self.path, "window")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server(_Weighted):
-    """An HTTP server. It gets JSON by POST, ``{"prompts": [...], "completions": [...], "columns":
-    {name: [...]}}``, and answers ``{"rewards": [...]}``.
-    """
-
-    url: str
-    """Its address, such as ``http://localhost:8000/score``."""
-    name = "server"
-
-    def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
-
-    @property
-    def task(self) -> RewardTask:
-        """Ask it."""
-        return RewardTask(self.url, self.name, {"url": self.url})
-
-
 REWARDS: Mapping[str, type] = {
     "function": FunctionReward,
     "exact_match": ExactMatch,
     "regex": Regex,
-    "json_schema": JSONSchema,
     "length": Length,
     "reward_model": RewardModel,
-    "server": Server,
 }
 OF_TEXT = ("function", "path")  # what a text such as rewards.py:f is
