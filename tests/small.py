@@ -34,11 +34,10 @@ from surefoot.training.callback import (
 )
 from surefoot.training.control import IntervalCallback, LogAccumulator, Trigger
 from surefoot.training.evaluation import Evaluation, EvaluationSet
-from surefoot.training.learner import Learner
 from surefoot.training.out_of_memory import MemoryGuard
 from surefoot.training.precompute import NOTHING
 from surefoot.training.section import TrainSection
-from surefoot.training.step import Step
+from surefoot.training.step import Learner, Step
 from surefoot.training.trainer import Trainer
 from surefoot.training.windows import Windows
 

@@ -28,7 +28,7 @@ import torch
 import surefoot
 from surefoot.checkpoint.loading import load
 from surefoot.training.callback import Context, TrainerCallback, TrainerControl, TrainerState
-from surefoot.training.learner import Learner
+from surefoot.training.step import Learner
 
 
 @dataclass(frozen=True)

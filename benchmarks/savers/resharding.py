@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from surefoot.checkpoint.converting.resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.disk.tensorfile import explain
-from surefoot.checkpoint.layouts.dcp import file_name
+from surefoot.checkpoint.layouts.layout import file_name
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save

@@ -18,8 +18,8 @@ from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, re
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
 from surefoot.parallel.sharding import Mesh
-from surefoot.plugins.mindspore.parallel_config import ParallelConfig
-from surefoot.plugins.mindspore.rank_files import write_distributed
+from surefoot.plugins.mindspore.strategy import ParallelConfig
+from surefoot.plugins.mindspore.writing import write_distributed
 from surefoot.schema import settings
 from surefoot.use.exporting.conversion import convert
 

@@ -14,10 +14,9 @@ from surefoot.errors import CheckpointError
 from surefoot.model.weights import places
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming import AttentionHeads, to_mindspore
-from surefoot.plugins.mindspore.parallel_config import ParallelConfig
-from surefoot.plugins.mindspore.rank_files import write_full
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
-from surefoot.plugins.mindspore.writing import MindSporeFolder
+from surefoot.plugins.mindspore.strategy import ParallelConfig
+from surefoot.plugins.mindspore.writing import MindSporeFolder, write_full
 from surefoot.use.exporting.conversion import convert
 from test_startup import begun, contents, data
 
@@ -125,7 +124,7 @@ def test_a_file_that_one_process_cannot_read_stops_both(saved, model, tmp_path, 
         if world.rank == 1:
             broken = CheckpointError("a disk that fails")
             monkeypatch.setattr(
-                "surefoot.checkpoint.state.local_box.LocalBox.fill",
+                "surefoot.checkpoint.state.states.LocalBox.fill",
                 lambda *_: (_ for _ in ()).throw(broken),
             )
         with pytest.raises(CheckpointError, match="a disk that fails"):

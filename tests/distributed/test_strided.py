@@ -12,7 +12,7 @@ import ranks
 from spread import UNEVEN, save, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
-from surefoot.checkpoint.state.local_box import local_box_of
+from surefoot.checkpoint.state.states import local_box_of
 
 NAME = "model.embed_tokens.weight"  # of 97 rows, on 4 x 2 processes
 FEW = {"num_hidden_layers": 1, "kind": "qwen2", "train": {"micro_batch_size": 1}, **UNEVEN}

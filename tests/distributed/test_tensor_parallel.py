@@ -5,7 +5,7 @@ import torch
 
 import ranks
 from spread import UNEVEN, compare, learn, trainer
-from surefoot.checkpoint.state.local_box import local_box_of
+from surefoot.checkpoint.state.states import local_box_of
 from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
 

@@ -14,8 +14,8 @@ from plugins.mindspore.real import copied, real  # noqa: F401 - fixtures
 from surefoot.checkpoint.disk.bytes import raw
 from surefoot.checkpoint.layouts.detection import open_contents, shown
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
-from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.strategy import ParallelConfig
 from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import build, run

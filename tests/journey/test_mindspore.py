@@ -12,8 +12,8 @@ from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta
-from surefoot.plugins.mindspore.parallel_config import ParallelConfig
 from surefoot.plugins.mindspore.recipe import convert as convert_recipe
+from surefoot.plugins.mindspore.strategy import ParallelConfig
 from surefoot.plugins.mindspore.writing import MindSporeFolder
 from surefoot.recipe.recipe import load, read
 from surefoot.recipe.yaml import parse

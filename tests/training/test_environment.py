@@ -14,8 +14,7 @@ from surefoot.generate.generation import Sample
 from surefoot.generate.section import GenerateSection
 from surefoot.schema.locations import FunctionPath
 from surefoot.training.conversations import UserEnvironment, converse
-from surefoot.training.reward_process import RewardProcess, Texts
-from surefoot.training.rewards import FunctionReward, stepped
+from surefoot.training.rewards import FunctionReward, RewardProcess, Texts, stepped
 from surefoot.training.rollout import DatasetRow
 from tiny_tokenizers import tokenizer
 

@@ -14,8 +14,17 @@ from surefoot.errors import RecipeError, RunError
 from surefoot.schema import read
 from surefoot.schema.locations import FunctionPath
 from surefoot.stages.grpo import GRPO
-from surefoot.training.reward_process import WORKER, RewardProcess, Texts
-from surefoot.training.rewards import FunctionReward, computed, means, names_of, rewarded, total
+from surefoot.training.rewards import (
+    WORKER,
+    FunctionReward,
+    RewardProcess,
+    Texts,
+    computed,
+    means,
+    names_of,
+    rewarded,
+    total,
+)
 
 
 @pytest.fixture(scope="module")

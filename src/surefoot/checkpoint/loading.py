@@ -21,9 +21,8 @@ from .disk.bytes import DTYPES, fill, new_tensor, read_box
 from .disk.folder import CheckpointFolder, open_checkpoint
 from .disk.manifest import Piece
 from .disk.tensorfile import TensorFile
-from .state.local_box import LocalBox, local_box_of
 from .state.roles import STATE, FileRole, ShardedState, Stateful
-from .state.states import UnshardedState, adopted, join, pointers, split
+from .state.states import LocalBox, UnshardedState, adopted, join, local_box_of, pointers, split
 
 Pieces = tuple[Piece, ...]  # of one tensor
 _SHOWN = 3  # names in a message; the counts tell the rest

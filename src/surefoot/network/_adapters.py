@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.state.local_box import local_box_of
+from ..checkpoint.state.states import local_box_of
 from ..errors import CheckpointError, counted
 from ..model.adapters import (
     START,

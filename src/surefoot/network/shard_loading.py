@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..checkpoint.layouts.opening import open_named
 from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
-from ..checkpoint.state.local_box import BLOCK, local_box_of
+from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters import has_exact_lengths, lengths
 from ..model.config import as_dequantized, form_of, read_config

@@ -18,8 +18,7 @@ from ..recipe.recipe import Recipe
 from ..schema.locations import FunctionPath
 from ..storage import files
 from ..storage.files import read_json
-from ..training.reward_process import RewardProcess, Texts
-from ..training.rewards import REWARDS, FunctionReward, computed, stepped
+from ..training.rewards import REWARDS, FunctionReward, RewardProcess, Texts, computed, stepped
 from ..training.rollout import DatasetRow, Event
 from .from_python import AS_IN_THE_RECIPE, GIVEN, StageParts
 

@@ -33,7 +33,7 @@ from ..training.precompute import (
     with_items,
     with_windows,
 )
-from ..training.reward_process import RewardProcess
+from ..training.rewards import RewardProcess
 from ..training.served_policy import ServedPolicy
 from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import Place, StageState, windows_of_run

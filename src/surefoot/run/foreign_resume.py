@@ -17,7 +17,7 @@ from ..checkpoint.disk.commit import named
 from ..checkpoint.disk.manifest import MANIFEST
 from ..checkpoint.layouts.detection import detect_layout
 from ..checkpoint.sources.source import Shape, TensorSource
-from ..checkpoint.state.local_box import local_box_of
+from ..checkpoint.state.states import local_box_of
 from ..errors import CheckpointError, RunError, counted
 from ..extensions import Extended
 from ..network.method import Weights

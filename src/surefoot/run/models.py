@@ -31,10 +31,10 @@ from ..parallel.sharded_model import keep_ends_gathered
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec
-from ..training.learner import InitialValues
 from ..training.precompute import model_of
 from ..training.rewards import AuxiliaryModel
 from ..training.stage import POLICY, auxiliary_models
+from ..training.step import InitialValues
 from .policy import check_early, frozen_options
 
 logger = logging.getLogger(__name__)

@@ -36,9 +36,8 @@ from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe
 from ..recipe.recipe_data import open_codec, tokenizer_folder
 from ..training.callback import Kernels
-from ..training.learner import Learner
 from ..training.precompute import model_of
-from ..training.step import Step
+from ..training.step import Learner, Step
 from ..training.trainer import Trainer
 from . import data_loading
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .learner import Learner
+    from .step import Learner
 
 
 Record = dict[str, float]

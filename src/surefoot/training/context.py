@@ -29,8 +29,16 @@ from ..parallel.world import World
 from ..schema.locations import FunctionPath
 from .kept_rollouts import Recorded
 from .out_of_memory import MemoryGuard
-from .reward_process import RewardProcess, RewardResult, RewardTask
-from .rewards import Rewarded, computed, rewarded, stepped, texts_of
+from .rewards import (
+    Rewarded,
+    RewardProcess,
+    RewardResult,
+    RewardTask,
+    computed,
+    rewarded,
+    stepped,
+    texts_of,
+)
 from .served_policy import ServedPolicy, WindowRequest
 from .stage import (
     POLICY,

@@ -25,11 +25,11 @@ from ..storage.files import exists
 from .callback import Callbacks, TrainerControl, TrainerState
 from .control import LogAccumulator, StopSignal
 from .evaluation import Evaluation, EvaluationSet, prefixed, record_evaluation
-from .learner import Learner
 from .section import TrainSection
 from .stage import POLICY, Stage
 from .step import (
     MAX_ROLLBACKS,
+    Learner,
     PendingMetrics,
     StepMetrics,
     all_or_none,

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from surefoot.checkpoint.looking import tensor_stats
 from surefoot.checkpoint.looking.diff import compare_tensors, compare_values
 from surefoot.checkpoint.looking.values import ValueChange, differences
 from surefoot.checkpoint.saving.preparation import save
@@ -33,7 +32,7 @@ def compare(tmp_path, a, b):
 
 
 def test_figures_are_those_of_torch(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_stats, "BLOCK", 7)
+    monkeypatch.setattr("surefoot.checkpoint.looking.diff.BLOCK", 7)
     a, b = torch.randn(9, 5, dtype=torch.float32), torch.randn(9, 5)
     b[0] = a[0]
     change = compare(tmp_path, a, b)

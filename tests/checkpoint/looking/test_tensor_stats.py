@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from surefoot.checkpoint.disk.bytes import DTYPES
-from surefoot.checkpoint.looking import tensor_stats as module
-from surefoot.checkpoint.looking.tensor_stats import norm, norms
+from surefoot.checkpoint.looking import diff as module
+from surefoot.checkpoint.looking.diff import norm, norms
 from surefoot.checkpoint.sources.source import TensorsInMemory
 
 MEMORY = """
@@ -20,7 +20,7 @@ import json, os, resource, sys
 from pathlib import Path
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.looking.diff import compare_tensors
-from surefoot.checkpoint.looking.tensor_stats import norms
+from surefoot.checkpoint.looking.diff import norms
 from surefoot.checkpoint.sources.source import FolderSource
 
 folder = Path(sys.argv[1])

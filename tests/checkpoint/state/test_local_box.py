@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.checkpoint.saving.writer_group import LocalTensor, balance
-from surefoot.checkpoint.state.local_box import local_box_of
+from surefoot.checkpoint.state.states import local_box_of
 from surefoot.errors import CheckpointError
 from surefoot.parallel.box import Box
 from surefoot.parallel.sharding import AxisShard

@@ -11,11 +11,11 @@ from surefoot.plugins.mindspore.strategy import (
     ALL_COPIES,
     TensorLayout,
     dump_strategy,
-    fields,
     integer,
     message,
     open_strategy,
     packed,
+    wire_fields,
 )
 
 LAYOUTS = {
@@ -116,12 +116,12 @@ def test_a_folder_without_such_files_is_refused(tmp_path):
 @given(st.binary(max_size=60))
 def test_no_bytes_make_the_reader_fail_otherwise(data):
     with contextlib.suppress(CheckpointError):
-        list(fields(data, "file"))
+        list(wire_fields(data, "file"))
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 1000))
 def test_integers_survive(value, number):
-    (found,) = fields(integer(number, value), "file")
+    (found,) = wire_fields(integer(number, value), "file")
     assert found == (number, value % 2**64)
 
 

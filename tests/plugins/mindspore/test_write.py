@@ -10,10 +10,13 @@ from surefoot.checkpoint.sources.source import FolderSource, TensorsInMemory, re
 from surefoot.checkpoint.sources.weights import FolderWeights
 from surefoot.errors import CheckpointError
 from surefoot.plugins.mindspore.opening import open_mindspore_state
-from surefoot.plugins.mindspore.parallel_config import ParallelConfig
-from surefoot.plugins.mindspore.rank_files import Naming, write_distributed, write_full
-from surefoot.plugins.mindspore.strategy import open_strategy
-from surefoot.plugins.mindspore.writing import write_iteration
+from surefoot.plugins.mindspore.strategy import ParallelConfig, open_strategy
+from surefoot.plugins.mindspore.writing import (
+    Naming,
+    write_distributed,
+    write_full,
+    write_iteration,
+)
 
 from .real import rank_file, read
 from .test_opened import assert_true, every

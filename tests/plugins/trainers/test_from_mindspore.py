@@ -13,8 +13,8 @@ from surefoot.errors import CheckpointError
 from surefoot.methods.lora import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming import to_huggingface
-from surefoot.plugins.mindspore.rank_files import write_full
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint
+from surefoot.plugins.mindspore.writing import write_full
 from surefoot.run.foreign_resume import detect_trainer
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -19,8 +19,8 @@ from ..disk import strict_json
 from ..disk.commit import named, new_folder, write_small
 from ..disk.manifest import Kind, Layout
 from ..disk.tensorfile import plan_save
-from ..layouts.dcp import file_name
 from ..layouts.detection import detect_layout, model_near
+from ..layouts.layout import file_name
 from ..layouts.opening import open_folder
 from ..sources.copying import Progress, cast, copy, fill, silent
 from ..sources.source import Renamed, TensorSource

@@ -5,8 +5,7 @@ Looking into a folder needs no torch. ``opening`` opens its weights as tensor so
 """
 
 from ...extensions import Extended
-from .dcp import DCP
-from .layout import PEFT, HuggingFace, Layout, Native
+from .layout import DCP, PEFT, HuggingFace, Layout, Native
 
 # A folder may have files of several: a checkpoint of ours has transformers', too. The first counts.
 LAYOUTS: Extended[Layout] = Extended(

@@ -22,10 +22,9 @@ from ..disk.bytes import describe, write_box, write_file, write_tensor
 from ..disk.manifest import MANIFEST, MAX_SMALL, STATE, Kind, Layout, is_plain_name
 from ..disk.tensorfile import FilePlan, num_bytes, plan_save
 from ..disk.tensorfile import Tensors as Described
-from ..state.local_box import LocalBox, local_box_of
 from ..state.roles import MODEL, OPTIMIZER, FileRole, ShardedState, Stateful, trained_names
 from ..state.roles import STATE as STATE_ROLE
-from ..state.states import adopted, split
+from ..state.states import LocalBox, adopted, local_box_of, split
 from .writer_group import ALONE, Holding, LocalTensor, WriterGroup
 from .writing import Job, Shard, WriteShare, write
 

@@ -39,7 +39,7 @@ from ..table import (
 )
 
 if TYPE_CHECKING:
-    from ...checkpoint.looking.tensor_stats import Norms
+    from ...checkpoint.looking.diff import Norms
 
 
 _NUMBERS: tuple[str, ...] = ("step", "size", "on disk", "loss", "eval loss", "parent")
@@ -192,7 +192,7 @@ def _state(checkpoint: Path, name: str) -> object:
 
 
 def _norms(checkpoint: Path) -> AllNorms:
-    from ...checkpoint.looking.tensor_stats import norms
+    from ...checkpoint.looking.diff import norms
     from ...checkpoint.sources.source import FolderSource
 
     contents = open_contents(checkpoint)

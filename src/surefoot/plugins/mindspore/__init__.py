@@ -5,6 +5,6 @@ files of one step, ``strategy`` says which slice each rank has, ``iteration`` ha
 need no strategy. ``naming`` and ``experts`` give the tensors Hugging Face's names, and ``model``
 puts all of it together; ``resume`` resumes a run, ``recipe`` converts its YAML.
 
-To write: ``writing`` is the target of ``ckpt convert``, ``parallel_config`` says how tensors are
-sliced, and ``rank_files`` writes the files.
+To write: ``writing`` is the target of ``ckpt convert``, ``strategy`` says how tensors are
+sliced.
 """

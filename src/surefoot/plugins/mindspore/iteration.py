@@ -15,7 +15,7 @@ from typing import Any
 from ...checkpoint.disk import strict_json, tensorfile
 from ...checkpoint.disk.manifest import is_plain_name
 from ...checkpoint.disk.tensorfile import integers, sizes
-from ...checkpoint.layouts.dcp import DcpChunk
+from ...checkpoint.layouts.layout import DcpChunk
 from ...errors import CheckpointError, counted
 from ...parallel.box import Box, is_covered_once
 from ...storage import files

@@ -35,8 +35,6 @@ from .naming import (
     usual,
 )
 from .opening import MindSpore, form_of, open_mindspore_state, progress_of, role_of
-from .rank_files import Naming
-from .ranks import rank_files, step_of
 
 logger = logging.getLogger(__name__)
 _ROLES = ("model", "optimizer", "state")
@@ -128,15 +126,6 @@ def as_mindspore(
     if family == KEEP:
         return source
     return to_mindspore(source, family or usual(source.shapes()), heads)
-
-
-def naming_of(folder: Path) -> Naming:
-    """The names of the files of ranks that come from ``folder``: after the step it was saved at."""
-    if has_manifest(folder):
-        return Naming(step=open_checkpoint(folder).manifest.step)
-    if form_of(folder) == "ranks" and (step := step_of(rank_files(folder)[0].name)) is not None:
-        return Naming(step.prefix, step.epoch, step.step)
-    return Naming()
 
 
 def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSource]]:

@@ -28,8 +28,8 @@ from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files
 from .experts import MCORE, MIXTRAL, Experts, stacked, unstacked
-from .parallel_config import MOMENTS
 from .ranks import root_of
+from .strategy import MOMENTS
 
 _FEW = 16  # rows of a turn; fewer are read together with those in between
 

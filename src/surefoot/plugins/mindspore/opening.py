@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...checkpoint.disk import strict_json, tensorfile
-from ...checkpoint.layouts.dcp import DcpChunk, locations
-from ...checkpoint.layouts.layout import Layout, Locations, SavedFolder
+from ...checkpoint.layouts.layout import DcpChunk, Layout, Locations, SavedFolder, locations
 from ...checkpoint.sources.weights import FolderWeights, TensorLocation
 from ...checkpoint.state.roles import MODEL
 from ...errors import CheckpointError, counted
@@ -20,7 +19,6 @@ from ...parallel.box import Box, is_covered_once
 from ...storage import files
 from . import iteration
 from .iteration import whole
-from .parallel_config import MOMENTS
 from .ranks import (
     Slice,
     check_fit,
@@ -36,7 +34,7 @@ from .ranks import (
     step_of,
     steps,
 )
-from .strategy import ENDINGS, Strategy, open_strategy
+from .strategy import ENDINGS, MOMENTS, Strategy, open_strategy
 
 Boxes = dict[str, list[DcpChunk]]  # by a tensor's name; together they are all of it
 _FOLDER = "strategy"  # beside the ranks' folders, or beside the one that holds them

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from ...checkpoint.disk.tensorfile import ITEM_SIZES, TensorFile
-from ...checkpoint.layouts.dcp import DcpChunk
+from ...checkpoint.layouts.layout import DcpChunk
 from ...errors import CheckpointError
 from ...parallel.box import Box
 from ...storage import files

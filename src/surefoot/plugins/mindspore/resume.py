@@ -20,7 +20,7 @@ import torch
 from ...checkpoint.layouts.detection import detect_layout
 from ...checkpoint.layouts.layout import HuggingFace
 from ...checkpoint.sources.source import JoinedSource, TensorSource, read_whole
-from ...checkpoint.state.local_box import local_box_of
+from ...checkpoint.state.states import local_box_of
 from ...data.order.loader import Loader
 from ...errors import CheckpointError, counted
 from ...model.weights import places
@@ -30,7 +30,7 @@ from ...training.trainer import Trainer
 from .experts import StackedMatrix, StackedSource
 from .model import MindSporeHints, as_huggingface, by_role, open_state
 from .opening import LAYOUT, progress_of
-from .parallel_config import MOMENTS
+from .strategy import MOMENTS
 
 logger = logging.getLogger(__name__)
 _SLOTS = dict(zip(MOMENTS, ("exp_avg", "exp_avg_sq"), strict=True))

@@ -1,7 +1,7 @@
 """The processes of trackers and of the webhook: started, told what happens to a run, and ended in
 time. The run never waits for one before its end.
 
-``_tracker_worker`` is what such a process runs, and ``tracker_services`` what it speaks to.
+``tracker_services`` is what such a process runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TrackerProcess:
 
     def start(self) -> None:
         """Start it. A tracker that cannot be started is dropped."""
-        command = ["-m", f"{__package__}._tracker_worker"]
+        command = ["-m", f"{__package__}.tracker_services"]
         try:
             self.child = Child(command, talks=True, environment=self.environment, patience=0)
         except OSError as error:
