@@ -1,6 +1,7 @@
 """Files, folders and hub datasets as sources of rows."""
 
 import json
+import socket
 
 import pytest
 
@@ -182,3 +183,14 @@ def test_a_hub_dataset_that_is_not_there_says_what_to_check(tmp_path):
         DataError, match=r"cannot load dataset nobody/nothing .*HF_HUB_OFFLINE is set"
     ):
         Hub("huggingface", "nobody/nothing").content_hash()
+
+
+def test_a_hub_without_an_address_is_said_at_once(monkeypatch):
+    def no_host(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("surefoot.data.rows._remote_rows.socket.getaddrinfo", no_host)
+    monkeypatch.setattr("surefoot.data.rows._remote_rows.getproxies", dict)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with pytest.raises(DataError, match=r"cannot load dataset a/b .*: Name or service not known"):
+        Hub("huggingface", "a/b").content_hash()

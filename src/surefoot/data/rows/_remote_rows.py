@@ -11,12 +11,14 @@ import hashlib
 import json
 import logging
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies
 
 from ...errors import DataError, installation
 from ...schema.locations import DATA_FILES
@@ -238,6 +240,7 @@ def _downloaded(source: Hub) -> str:
         return source.url
     if not (Path(datasets.config.HF_DATASETS_CACHE) / source.url.replace("/", "___")).exists():
         check_online("it")
+        _check_address(urlsplit(datasets.config.HF_ENDPOINT).hostname)
     builder = datasets.load_dataset_builder(source.url, name=source.subset, data_dir=source.folder)
     named = (builder.config.data_files or {}).values()
     urls = [unquote(str(url)) for names in named for url in names]
@@ -247,6 +250,16 @@ def _downloaded(source: Hub) -> str:
         paths = [place["path"] for place in places if place["name"] == name]
         HUBS["huggingface"].snapshot("datasets", name, revision=revision, patterns=paths)
     return source.url
+
+
+def _check_address(host: str | None) -> None:
+    """Raises ``OSError`` if the host has no address here: the library would try again and again for
+    half a minute. Where there is a proxy, it is the one that looks addresses up."""
+    if not getproxies():
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError as error:
+            raise OSError(f"{host}: {error.strerror}") from error
 
 
 def _not_loaded(source: Hub, error: Exception) -> DataError:
