@@ -165,8 +165,8 @@ class SurefootCheckpoints(TrainerCallback):  # type: ignore[misc]
         self._restores_generators = False
         self._note_best(state)
         step = state.global_step
-        due = step % self.save_steps == 0 or step == state.best_global_step
-        if step and (due or self._is_save_requested):
+        is_due = step % self.save_steps == 0 or step == state.best_global_step
+        if step and (is_due or self._is_save_requested):
             self._save(args, state, is_end=False)
         else:
             self._saver.poll()

@@ -144,15 +144,15 @@ def _differences(
 ) -> Iterator[str]:
     """Differences between the two runs, for the log."""
     step = progress.global_step
-    updates = max(int(values["step"]) for values in moments.values())
-    made = counted(updates, "update")
-    if updates > step:
+    num_updates = max(int(values["step"]) for values in moments.values())
+    updates = counted(num_updates, "update")
+    if num_updates > step:
         raise CheckpointError(
-            f"{OPTIMIZER} has made {made}, but trainer_state.json is of step {step}: "
+            f"{OPTIMIZER} has made {updates}, but trainer_state.json is of step {step}: "
             "two saves are mixed in this folder; resume from another checkpoint"
         )
-    if updates < step:
-        yield f"{OPTIMIZER} has made {made} in {counted(step, 'step')}"
+    if num_updates < step:
+        yield f"{OPTIMIZER} has made {updates} in {counted(step, 'step')}"
     schedule = scheduler if isinstance(scheduler, Mapping) else {}
     last, rates = schedule.get("last_epoch"), schedule.get("_last_lr")
     if isinstance(last, int) and last != step:

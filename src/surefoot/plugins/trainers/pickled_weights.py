@@ -265,7 +265,7 @@ def _zero(place: Path, models: Sequence[Path], optimizers: Sequence[Path]) -> di
         )
     is_zero_3 = "zero_pp_rank" in models[0].name
     key = "fp32_flat_groups" if is_zero_3 else "single_partition_of_fp32_groups"
-    flat = [[expect_tensor(buffer, f"{place}: {key}") for buffer in one[key]] for one in shards]
+    flat = [[expect_tensor(buffer, f"{place}: {key}") for buffer in shard[key]] for shard in shards]
     if not is_zero_3:
         paddings = shards[0].get("param_alignment_paddings")
         return _with_others(states[0], dict(_by_group(place, shapes, flat, paddings)))

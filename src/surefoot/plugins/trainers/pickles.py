@@ -41,8 +41,8 @@ def read_tensor(data: bytes, where: str) -> torch.Tensor:
     """The tensor in the archive ``data`` of ``torch.save``."""
     _check_archive(io.BytesIO(data), where)
     with _harmless(where, "a tensor"):
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return expect_tensor(found, where)
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return expect_tensor(content, where)
 
 
 def read_mapped(path: Path) -> Any:
@@ -58,11 +58,11 @@ def read_mapped(path: Path) -> Any:
         )
 
 
-def expect_tensor(found: object, where: str) -> torch.Tensor:
-    """``found``, if it is a tensor with all of its values, by itself and no view of less."""
-    if not isinstance(found, torch.Tensor) or found.layout != torch.strided:
+def expect_tensor(content: object, where: str) -> torch.Tensor:
+    """``content``, if it is a tensor with all of its values, by itself and no view of less."""
+    if not isinstance(content, torch.Tensor) or content.layout != torch.strided:
         raise CheckpointError(f"{where}: not a plain tensor; read it with PyTorch")
-    return found
+    return content
 
 
 @contextmanager
@@ -122,9 +122,9 @@ class Record:
 
     def __new__(cls, *args: object, **_: object) -> Record:
         """Also without ``__init__``, as pickle makes most objects."""
-        made = super().__new__(cls)
-        made.args = args
-        return made
+        record = super().__new__(cls)
+        record.args = args
+        return record
 
     def __init__(self, *_: object) -> None:
         """``__new__`` has taken the arguments."""
@@ -192,8 +192,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name == "Size":
             return tuple
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(torch_dtype := getattr(torch, name, None), torch.dtype):
+            return torch_dtype
         if (module, name) == ("collections", "OrderedDict"):
             return _Dict
         if _OF_AN_INDEX.get(name) != module:

@@ -259,17 +259,18 @@ def training_arguments(run: Recipe, max_steps: int) -> dict[str, object]:
 
 def _group_settings(optim: Optimizer, progress: Mapping[str, Any]) -> list[dict[str, object]]:
     """The two groups of the Trainer's optimizer after this step."""
-    made = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))], {})
-    if not isinstance(made, torch.optim.AdamW):
+    optimizer = optim.build([("w", torch.nn.Parameter(torch.zeros(1, 1)))], {})
+    if not isinstance(optimizer, torch.optim.AdamW):
         raise CheckpointError(
-            f"the run's optimizer is {type(made).__name__}; only AdamW's state can be converted"
+            f"the run's optimizer is {type(optimizer).__name__}; only AdamW's state can be "
+            "converted"
         )
     if optim.learning_rates:
         raise CheckpointError(
             "optim.adamw.learning_rates: the Trainer's optimizer has one learning rate for all "
             "parameters, so this state cannot be converted"
         )
-    group = {k: v for k, v in made.param_groups[0].items() if k not in ("params", "names")}
+    group = {k: v for k, v in optimizer.param_groups[0].items() if k not in ("params", "names")}
     peak = group["lr"]
     factor = optim.schedule_over(progress["max_steps"]).factor(progress["global_step"])
     group |= {"lr": peak * factor, "initial_lr": peak}

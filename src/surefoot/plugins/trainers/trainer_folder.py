@@ -183,11 +183,11 @@ def moments_by_name(saved: object, model: nn.Module, where: Path) -> Moments:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     order = [number for group in numbers for number in group]
     ungrouped = [name for name, p in model.named_parameters() if p.requires_grad]
-    sizes = " and ".join(str(len(group)) for group in numbers)
-    wanted = " and ".join(str(len(group)) for group in trainer_groups(model))
+    stored_sizes = " and ".join(str(len(group)) for group in numbers)
+    trainable_sizes = " and ".join(str(len(group)) for group in trainer_groups(model))
     reason = (
-        f"it contains the moments of {sizes} parameters (with decay and without), but {wanted} "
-        "are trainable in this run"
+        f"it contains the moments of {stored_sizes} parameters (with decay and without), but "
+        f"{trainable_sizes} are trainable in this run"
     )
     problems: list[str] = []
     for groups in (trainer_groups(model), trainer_groups(model, _NO_DECAY_OF_OLD), [ungrouped]):
