@@ -75,8 +75,8 @@ def architecture_of(config: PretrainedConfig, where: str) -> GGUFArchitecture:
 
 def head_dim(config: PretrainedConfig) -> int:
     """The width of an attention head."""
-    own = getattr(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
+    configured = getattr(config, "head_dim", None)
+    return int(configured or config.hidden_size // config.num_attention_heads)
 
 
 def _differences(config: PretrainedConfig, row: GGUFArchitecture) -> list[str]:
@@ -98,10 +98,10 @@ def _differences(config: PretrainedConfig, row: GGUFArchitecture) -> list[str]:
     if row.name in _LARGEST:
         is_largest = config.num_hidden_layers == _LARGEST[row.name]
         whole = config.hidden_size // config.num_attention_heads
-        wanted = whole if is_largest else head_dim(config)
-        if config.query_pre_attn_scalar != wanted:  # which llama.cpp takes for granted
+        expected_scalar = whole if is_largest else head_dim(config)
+        if config.query_pre_attn_scalar != expected_scalar:  # which llama.cpp takes for granted
             differences.append(
-                f"query_pre_attn_scalar is {wanted}, not {config.query_pre_attn_scalar}"
+                f"query_pre_attn_scalar is {expected_scalar}, not {config.query_pre_attn_scalar}"
             )
     kinds, period = getattr(config, "layer_types", None), row.window_period
     if period and kinds is not None:
@@ -206,24 +206,27 @@ def check_rope(config: PretrainedConfig, row: GGUFArchitecture, where: str) -> N
     """Raise ``ModelError`` for rotary embeddings that the file cannot say."""
     rope = rope_of(config)
     kind = rope.get("rope_type", "default")
-    known = {"default", "linear", "yarn"} | ({"llama3"} if row.name == "llama" else set())
-    known |= {"longrope"} if row.long_rope else set()
-    if kind not in known:
+    rope_types = {"default", "linear", "yarn"} | ({"llama3"} if row.name == "llama" else set())
+    rope_types |= {"longrope"} if row.long_rope else set()
+    if kind not in rope_types:
         raise ModelError(
             f"{where}: llama.cpp's {row.name} has no rope_type {kind}, only "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(rope_types))}"
         )
     inner = config.rope_parameters.get("sliding_attention", {})
     if inner.get("rope_type", "default") != "default":
         raise ModelError(f"{where}: GGUF cannot rescale the positions of layers with a window")
     if kind == "yarn" and (rope.get("mscale") or rope.get("truncate", True) is False):
         raise ModelError(f"{where}: GGUF has no mscale or truncate of rope_type yarn")
-    own = rope.get("attention_factor")
-    if kind == "yarn" and own and not math.isclose(own, _yarn_attention(rope), rel_tol=1e-5):
-        raise ModelError(
-            f"{where}: llama.cpp scales the attention of rope_type yarn by "
-            f"{_yarn_attention(rope):.4g}, not by attention_factor {own}"
-        )
+    attention_factor = rope.get("attention_factor")
+    if kind == "yarn" and attention_factor:
+        # llama.cpp computes this scale from `factor` alone
+        computed_factor = _yarn_attention(rope)
+        if not math.isclose(attention_factor, computed_factor, rel_tol=1e-5):
+            raise ModelError(
+                f"{where}: llama.cpp scales the attention of rope_type yarn by "
+                f"{computed_factor:.4g}, not by attention_factor {attention_factor}"
+            )
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not row.is_partial:
         raise ModelError(f"{where}: llama.cpp's {row.name} rotates whole heads only")
 
@@ -235,15 +238,15 @@ def _yarn_attention(rope: Mapping[str, Any]) -> float:
 
 def _original(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     """The positions before any extension."""
-    own = rope.get("original_max_position_embeddings")
-    own = own or getattr(config, "original_max_position_embeddings", None)
-    return int(own or config.max_position_embeddings)
+    original = rope.get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    return int(original or config.max_position_embeddings)
 
 
 def _long_attention(config: PretrainedConfig, rope: Mapping[str, Any]) -> float:
     """By which LongRoPE scales queries and keys."""
-    if (own := rope.get("attention_factor")) is not None:
-        return float(own)
+    if (attention_factor := rope.get("attention_factor")) is not None:
+        return float(attention_factor)
     original = _original(config, rope)
     factor = config.max_position_embeddings / original
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -256,5 +259,5 @@ def _llama3_factors(config: PretrainedConfig, rope: Mapping[str, Any]) -> Floats
     turns = _original(config, rope) * frequencies / (2 * math.pi)
     low, high, factor = (rope[k] for k in ("low_freq_factor", "high_freq_factor", "factor"))
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    found: Floats = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-    return found
+    divisors: Floats = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    return divisors

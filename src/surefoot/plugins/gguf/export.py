@@ -78,8 +78,8 @@ def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Prog
         logger.warning("%s: %s", where, note)
     tensors = file_tensors(source.shapes(), config, row, where)
     with torch.device("meta"):  # what transformers builds for that configuration
-        wanted = AutoModelForCausalLM.from_config(config).state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        expected_state = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected_state.items()}
     check_complete(tensors, file_tensors(shapes, config, row, where), where)
 
     tokenizer, num_rows = load_tokenizer(parts.tokenizer), tensors[_EMBEDDINGS].shape[0]
@@ -119,8 +119,8 @@ def config_of(small: Mapping[str, bytes], where: str) -> PretrainedConfig:
     kind = content.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"{where}: model_type {kind} cannot be written as GGUF")
-    found: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(content)
-    return found
+    config: PretrainedConfig = CONFIG_MAPPING[kind].from_dict(content)
+    return config
 
 
 def types_of(
@@ -130,27 +130,27 @@ def types_of(
     format_: Format,
 ) -> dict[str, GGMLQuantizationType]:
     """The type of every tensor; says which rows do not fit the one that the format wants."""
-    heads, own = config.num_attention_heads, config.num_key_value_heads
-    is_70b = row.name == "llama" and config.num_hidden_layers == 80 and heads != own
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    is_70b = row.name == "llama" and config.num_hidden_layers == 80 and num_heads != num_kv_heads
     shape = LayerCounts(
         config.num_hidden_layers,
         getattr(config, "num_experts", 0) or 0,
         _OUTPUT not in tensors,
         is_70b,
     )
-    wanted = {n: tensor_type(n, t.shape, format_, shape) for n, t in tensors.items()}
-    found = {n: fitting(kind, tensors[n].shape[-1]) for n, kind in wanted.items()}
+    format_types = {n: tensor_type(n, t.shape, format_, shape) for n, t in tensors.items()}
+    types = {n: fitting(kind, tensors[n].shape[-1]) for n, kind in format_types.items()}
     changed: dict[tuple[str, str, int], int] = {}
-    for name, kind in wanted.items():
-        if found[name] != kind:
-            key = (kind.name, found[name].name, tensors[name].shape[-1])
+    for name, kind in format_types.items():
+        if types[name] != kind:
+            key = (kind.name, types[name].name, tensors[name].shape[-1])
             changed[key] = changed.get(key, 0) + 1
     for (kind_, instead, columns), count in changed.items():
         logger.warning(
             "%s with rows of %d, which %s cannot hold, %s written as %s, as llama.cpp does",
             *(counted(count, "tensor"), columns, kind_, "is" if count == 1 else "are", instead),
         )
-    return found
+    return types
 
 
 _PREFIX = "base_model.model."
@@ -216,7 +216,7 @@ def write_adapter(parts: ModelFolders, target: Path, quantize: str, progress: Pr
 
 def _refuse_others(settings: Mapping[str, Any], alpha: float, where: str) -> None:
     """Only plain low-rank updates have a place in the file."""
-    named = {
+    descriptions = {
         "use_dora": "DoRA",
         "modules_to_save": "modules trained in full (modules_to_save)",
         "trainable_token_indices": "new rows of embeddings (trainable_token_indices)",
@@ -224,14 +224,14 @@ def _refuse_others(settings: Mapping[str, Any], alpha: float, where: str) -> Non
         "alora_invocation_tokens": "activated LoRA",
     }
     kind = settings.get("peft_type")
-    found = [text for key, text in named.items() if settings.get(key)]
-    found += [f"an adapter of type {kind}"] if kind != "LORA" else []
-    found += ["lora_alpha 0"] if kind == "LORA" and not alpha else []
-    found += ["biases (bias)"] if settings.get("bias", "none") != "none" else []
-    if found:
+    unsupported = [text for key, text in descriptions.items() if settings.get(key)]
+    unsupported += [f"an adapter of type {kind}"] if kind != "LORA" else []
+    unsupported += ["lora_alpha 0"] if kind == "LORA" and not alpha else []
+    unsupported += ["biases (bias)"] if settings.get("bias", "none") != "none" else []
+    if unsupported:
         raise ModelError(
-            f"{where}: a GGUF adapter cannot contain {', '.join(found)}; export it merged, with "
-            "--to gguf"
+            f"{where}: a GGUF adapter cannot contain {', '.join(unsupported)}; export it merged, "
+            "with --to gguf"
         )
 
 
@@ -250,7 +250,7 @@ def _pairs(
     """The factors of every module, scaled as llama.cpp scales them."""
     names = set(source.shapes())
     modules = sorted({n.removesuffix(_A).removesuffix(_B) for n in names})
-    found = []
+    pairs = []
     for stored in modules:
         module = stored.removeprefix(_PREFIX)
         if not {stored + _A, stored + _B} <= names or module not in scales:
@@ -259,15 +259,15 @@ def _pairs(
                 "--to gguf"
             )
         a, b = (read_whole(source, stored + end).float() for end in (_A, _B))
-        found.append(_Pair(module, a, b * (scales[module] * len(a) / alpha)))
-    return found
+        pairs.append(_Pair(module, a, b * (scales[module] * len(a) / alpha)))
+    return pairs
 
 
 def _tensors(
     pairs: list[_Pair], config: PretrainedConfig, row: GGUFArchitecture, where: str
 ) -> tuple[dict[str, FileTensor], TensorSource]:
     """The tensors of the file; rows of B change places as those of its base do."""
-    names, made, values = name_map(config, row), {}, {}
+    names, tensors, values = name_map(config, row), {}, {}
     for pair in pairs:
         name = gguf_name(f"{pair.module}.weight", names, row, f"{where}: {pair.module}")
         if name == "output.weight" and config.tie_word_embeddings:
@@ -281,8 +281,8 @@ def _tensors(
             values[name + end] = tensor
             box = Box.whole(tuple(tensor.shape))
             moved = head_rows(name, config, row) if end == ".lora_b" else 0
-            made[name + end] = FileTensor(name + end, box.shape, ((name + end, box),), moved)
-    return made, TensorsInMemory(values)
+            tensors[name + end] = FileTensor(name + end, box.shape, ((name + end, box),), moved)
+    return tensors, TensorsInMemory(values)
 
 
 _QUOTES = '"""'
@@ -337,8 +337,8 @@ def _sampling(model: ModelForOllama) -> dict[str, object]:
             return {"temperature": 0, **repeat}
         chosen = {"temperature": section.temperature, "top_p": section.top_p}
         return {**chosen, "top_k": section.top_k, "min_p": section.min_p, **repeat}
-    given = model.generation or {}
-    if given.get("do_sample") is False:
+    generation_config = model.generation or {}
+    if generation_config.get("do_sample") is False:
         return {"temperature": 0}
-    names = ("temperature", "top_p", "top_k", "min_p")
-    return {name: given[name] for name in names if given.get(name) is not None}
+    settings = {n: generation_config.get(n) for n in ("temperature", "top_p", "top_k", "min_p")}
+    return {name: value for name, value in settings.items() if value is not None}

@@ -165,8 +165,8 @@ def _error(x: Floats, w: Floats, scale: Floats, low: Floats, levels: Floats) -> 
 
 
 def _dot(a: Floats, b: Floats) -> Floats:
-    found: Floats = np.einsum("ns,ns->n", a, b)
-    return found
+    products: Floats = np.einsum("ns,ns->n", a, b)
+    return products
 
 
 def _nibbles(levels_NGS: NDArray[np.uint8]) -> Bytes:
@@ -239,8 +239,8 @@ def tensor_type(name: str, shape: tuple[int, ...], format_: Format, model: Layer
 
 def _of_layer(name: str, format_: Format, model: LayerCounts) -> T:
     main, mix, eighth = format_.main, format_.mix, model.num_layers // 8
-    found = _LAYER.match(name)
-    layer = int(found[1]) if found else -1
+    layer_match = _LAYER.match(name)
+    layer = int(layer_match[1]) if layer_match else -1
     # With mix M, the first and last eighth of the layers, and every third between.
     has_more_bits = mix == "M" and (
         layer < eighth or layer >= 7 * model.num_layers // 8 or (layer - eighth) % 3 == 2

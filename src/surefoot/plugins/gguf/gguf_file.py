@@ -75,12 +75,12 @@ class FileTensor:
         yield from box.blocks(rows * columns)
 
     def _changed(self, source: TensorSource, name: str, box: Box) -> Floats:
-        found: Floats = source.read(name, box).float().numpy()
-        found = found.reshape(-1, found.shape[-1]) if found.ndim > 1 else found
+        values: Floats = source.read(name, box).float().numpy()
+        values = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values
         if self.head_rows:
-            pairs = found.reshape(-1, 2, self.head_rows // 2, *found.shape[1:])
-            found = pairs.swapaxes(1, 2).reshape(found.shape)
-        return found + np.float32(self.shift) if self.shift else np.ascontiguousarray(found)
+            pairs = values.reshape(-1, 2, self.head_rows // 2, *values.shape[1:])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        return values + np.float32(self.shift) if self.shift else np.ascontiguousarray(values)
 
 
 def file_tensors(
@@ -95,30 +95,30 @@ def file_tensors(
         if is_tied_head or name.endswith(_COMPUTED):
             continue
         for number, generic, box in _parts(name, shape):
-            found = gguf_name(generic, names, row, f"{where}: {name}")
-            pieces.setdefault(found, []).append((number, name, box))
-    made = {name: _joined(name, sorted(own), config, row) for name, own in pieces.items()}
+            name_in_file = gguf_name(generic, names, row, f"{where}: {name}")
+            pieces.setdefault(name_in_file, []).append((number, name, box))
+    tensors = {name: _joined(name, sorted(parts), config, row) for name, parts in pieces.items()}
     computed = rope_tensors(config)
-    made |= {name: FileTensor(name, v.shape, values=v) for name, v in computed.items()}
-    return dict(sorted(made.items(), key=lambda item: _order(item[0])))
+    tensors |= {name: FileTensor(name, v.shape, values=v) for name, v in computed.items()}
+    return dict(sorted(tensors.items(), key=lambda item: _order(item[0])))
 
 
 def check_complete(
-    found: Mapping[str, FileTensor], wanted: Mapping[str, FileTensor], where: str
+    tensors: Mapping[str, FileTensor], expected: Mapping[str, FileTensor], where: str
 ) -> None:
     """Raise ``CheckpointError`` unless the tensors are those of the model, in their shapes."""
-    for name, tensor in wanted.items():
-        if name not in found:
+    for name, tensor in expected.items():
+        if name not in tensors:
             made_of = ", ".join(sorted({piece for piece, _ in tensor.pieces})[:2])
             raise CheckpointError(f"{where}: has no {made_of}, which the model needs")
-        if found[name].shape != tensor.shape:
+        if tensors[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{where}: {found[name].pieces[0][0]} has shape {found[name].shape}, expected "
+                f"{where}: {tensors[name].pieces[0][0]} has shape {tensors[name].shape}, expected "
                 f"{tensor.shape}"
             )
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(tensors.keys() - expected.keys()):
         raise CheckpointError(
-            f"{where}: {found[extra[0]].pieces[0][0]} is not of the model that config.json names"
+            f"{where}: {tensors[extra[0]].pieces[0][0]} is not of the model that config.json names"
         )
 
 
@@ -130,12 +130,12 @@ def name_map(config: PretrainedConfig, row: GGUFArchitecture) -> TensorNameMap:
 
 def gguf_name(name: str, names: TensorNameMap, row: GGUFArchitecture, where: str) -> str:
     """The name in the file. Raises ``CheckpointError`` if llama.cpp knows no such tensor."""
-    found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    name_in_file: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
     module, _, kind = name.rpartition(".")
     is_bias = kind == "bias" and not module.endswith(row.biased or ("no module",))
-    if found is None or is_bias:
+    if name_in_file is None or is_bias:
         raise CheckpointError(f"{where} has no place in a GGUF file of architecture {row.name}")
-    return found
+    return name_in_file
 
 
 def head_rows(name: str, config: PretrainedConfig, row: GGUFArchitecture) -> int:
@@ -146,8 +146,8 @@ def head_rows(name: str, config: PretrainedConfig, row: GGUFArchitecture) -> int
 
 def _parts(name: str, shape: Shape) -> Iterator[tuple[int, str, Box]]:
     """The number of the expert, the name without it, and the box of each part of a tensor."""
-    if one := _EXPERT.fullmatch(name):
-        yield int(one[2]), f"{one[1]}.{one[3]}.weight", Box.whole(shape)
+    if match := _EXPERT.fullmatch(name):
+        yield int(match[2]), f"{match[1]}.{match[3]}.weight", Box.whole(shape)
         return
     fused = _FUSED.fullmatch(name)
     if fused is None:
@@ -170,7 +170,7 @@ def _joined(
     if "_exps." in name:
         shape = (len(parts), *shape[-2:])
     shift = row.norm_shift if name.endswith("norm.weight") else 0.0
-    pieces = tuple((own, box) for _, own, box in parts)
+    pieces = tuple((source_name, box) for _, source_name, box in parts)
     return FileTensor(name, shape, pieces, head_rows(name, config, row), shift)
 
 
@@ -220,8 +220,8 @@ def write_files(
     with files.raising(CheckpointError, f"cannot write {target}"):
         files.make_folder(target.parent)
         clean_leftovers(target)
-        with claim(target, files.open_folder) as held:
-            folder = held.path
+        with claim(target, files.open_folder) as claimed:
+            folder = claimed.path
             try:
                 _write(folder, target.name, contents, source, progress)
                 for path, data in beside.items():

@@ -115,19 +115,19 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> 
 
 
 def add_vocabulary(
-    writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, found: GGUFVocabulary
+    writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocabulary: GGUFVocabulary
 ) -> None:
     """Write it, with the special tokens and the chat template."""
-    writer.add_tokenizer_model(found.model)
-    writer.add_tokenizer_pre(found.pre)
-    writer.add_token_list(found.tokens)
-    writer.add_token_types(found.types)
-    if found.merges:
-        writer.add_token_merges(found.merges)
-    if found.scores is not None:
-        writer.add_token_scores(found.scores)
-    if found.has_space_prefix is not None:
-        writer.add_add_space_prefix(found.has_space_prefix)
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.has_space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.has_space_prefix)
     writer.add_add_bos_token(adds_first(tokenizer))
     writer.add_add_eos_token(_adds_last(tokenizer))
     adders = {
@@ -212,43 +212,45 @@ def _tokens(
     for token, index in vocab.items():
         if index < rows:
             tokens[index], types[index] = token, int(TokenType.NORMAL)
-    for index, given in added.items():
+    for index, added_token in added.items():
         if index < rows:
-            is_control = given["special"]
-            text = given["content"] if is_control else given["content"].replace(_SPACE, " ")
-            kind = TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+            text, kind = added_token["content"], TokenType.CONTROL
+            if not added_token["special"]:
+                text, kind = text.replace(_SPACE, " "), TokenType.USER_DEFINED
             tokens[index], types[index] = text, int(kind)
     return tokens, types
 
 
 def _pre_tokenizer(content: Mapping[str, Any], where: str) -> str:
     """llama.cpp's name of the rule that splits a text before merging."""
-    given = content["pre_tokenizer"] or {}
-    found = PRE_TOKENIZERS.get(_rule(given)) or _nearest_rule(content, where)
-    if found is None:
+    pre_tokenizer = content["pre_tokenizer"] or {}
+    name = PRE_TOKENIZERS.get(_rule(pre_tokenizer)) or _nearest_rule(content, where)
+    if name is None:
         raise ModelError(
             f"{where}: its pre-tokenizer has no name in llama.cpp, which would split texts in "
-            f"another way: {given}"
+            f"another way: {pre_tokenizer}"
         )
-    return found
+    return name
 
 
 def _nearest_rule(content: Mapping[str, Any], where: str) -> str | None:
-    """The rule of llama.cpp that makes the same ids of texts of the tokenizer's own tokens, as one
-    does that splits less, if no token crosses the difference. None if none does, or, said aloud,
-    almost the same."""
-    own = Tokenizer.from_str(json.dumps(content))
-    decoded = own.decode_batch([[index] for index in content["model"]["vocab"].values()])
+    """The rule of llama.cpp with which random texts of the tokenizer's own tokens get the same ids.
+
+    A rule that splits less can do so, if no token crosses the difference. A rule that gives other
+    ids to a few texts is returned with a warning. None if every rule changes more of them.
+    """
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    decoded = tokenizer.decode_batch([[index] for index in content["model"]["vocab"].values()])
     pick = random.Random(0)
     texts = [_PROBE, *("".join(pick.choices(decoded, k=8)) for _ in range(_TEXTS))]
     batches = [texts[i : i + _BATCH] for i in range(0, len(texts), _BATCH)]
-    wanted = [_ids(own, batch) for batch in batches]
+    expected_ids = [_ids(tokenizer, batch) for batch in batches]
     nearest, fewest = None, texts
     for rule, name in PRE_TOKENIZERS.items():
-        own.pre_tokenizer = _splitter(rule)
-        other = _different(own, batches, wanted)
-        if len(other) <= _TEXTS * _TOLERATED and len(other) < len(fewest):
-            nearest, fewest = name, other
+        tokenizer.pre_tokenizer = _splitter(rule)
+        different = _different(tokenizer, batches, expected_ids)
+        if len(different) <= _TEXTS * _TOLERATED and len(different) < len(fewest):
+            nearest, fewest = name, different
     if nearest is not None and fewest:
         logger.warning(
             "%s: llama.cpp has not its pre-tokenizer; the nearest, %s, makes other tokens of %d "
@@ -259,21 +261,21 @@ def _nearest_rule(content: Mapping[str, Any], where: str) -> str | None:
 
 
 def _different(
-    tokenizer: Any, batches: Sequence[Sequence[str]], wanted: Sequence[Sequence[list[int]]]
+    tokenizer: Any, batches: Sequence[Sequence[str]], expected_ids: Sequence[Sequence[list[int]]]
 ) -> list[str]:
     """The texts that get other ids, until they are too many."""
-    found: list[str] = []
-    for batch, expected in zip(batches, wanted, strict=True):
+    different: list[str] = []
+    for batch, expected in zip(batches, expected_ids, strict=True):
         pairs = zip(batch, expected, _ids(tokenizer, batch), strict=True)
-        found += [text for text, ids, others in pairs if ids != others]
-        if len(found) > _TEXTS * _TOLERATED:
+        different += [text for text, ids, others in pairs if ids != others]
+        if len(different) > _TEXTS * _TOLERATED:
             break
-    return found
+    return different
 
 
 def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [found.ids for found in encoded]
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def _splitter(rule: str) -> Any:
@@ -287,9 +289,10 @@ def _splitter(rule: str) -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(rule), "isolated"), coded])
 
 
-def _rule(given: Mapping[str, Any]) -> str:
+def _rule(pre_tokenizer: Mapping[str, Any]) -> str:
     """The expression that splits a text, or the kinds of the steps; empty if there is neither."""
-    steps = list(given["pretokenizers"] if given.get("type") == "Sequence" else [given])
+    is_sequence = pre_tokenizer.get("type") == "Sequence"
+    steps = list(pre_tokenizer["pretokenizers"]) if is_sequence else [pre_tokenizer]
     last = steps.pop()
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return ""
@@ -302,16 +305,16 @@ def _rule(given: Mapping[str, Any]) -> str:
     return str(steps[0]["pattern"].get("Regex", "")) if is_plain else ""
 
 
-def _normalizers(given: Mapping[str, Any] | None) -> list[str]:
+def _normalizers(normalizer: Mapping[str, Any] | None) -> list[str]:
     """The kinds of the steps that do more to a text than SentencePiece does to its spaces."""
-    if given is None:
+    if normalizer is None:
         return []
-    if given["type"] == "Sequence":
-        return [kind for step in given["normalizers"] for kind in _normalizers(step)]
-    is_space = given.get("prepend") == _SPACE or (
-        given.get("pattern") == {"String": " "} and given.get("content") == _SPACE
+    if normalizer["type"] == "Sequence":
+        return [kind for step in normalizer["normalizers"] for kind in _normalizers(step)]
+    is_space = normalizer.get("prepend") == _SPACE or (
+        normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == _SPACE
     )
-    return [] if is_space else [given["type"]]
+    return [] if is_space else [normalizer["type"]]
 
 
 def _has_space_prefix(content: Mapping[str, Any]) -> bool:
@@ -324,13 +327,13 @@ def _check_merges(
     pairs: Sequence[Sequence[str]], vocab: Mapping[str, int], added: set[str], where: str
 ) -> None:
     """llama.cpp joins any two pieces that make a token, so all such pairs must be merges."""
-    known = {tuple(pair) for pair in pairs}
+    merges = {tuple(pair) for pair in pairs}
     for token in vocab:
         if token in added or _BYTE.fullmatch(token):
             continue
         for at in range(1, len(token)):
             pair = token[:at], token[at:]
-            if pair[0] in vocab and pair[1] in vocab and pair not in known:
+            if pair[0] in vocab and pair[1] in vocab and pair not in merges:
                 raise ModelError(
                     f"{where}: its tokenizer does not merge {pair[0]!r} and {pair[1]!r}, which "
                     "llama.cpp would; only vocabularies of SentencePiece can be written"
