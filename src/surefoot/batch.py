@@ -90,8 +90,8 @@ class Batch:
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """With ``function`` applied to each tensor but those that the host reads."""
-        own = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
-        found = {name: function(tensor) for name, tensor in own.items()}
+        on_device = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
+        moved_fields = {name: function(tensor) for name, tensor in on_device.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
 
         def moved(places: TrainedPositions | None) -> TrainedPositions | None:
@@ -100,7 +100,7 @@ class Batch:
             return replace(places, **{n: function(part) for n, part in _tensors(places).items()})
 
         at, at_ends = moved(self.at), moved(self.at_ends)
-        return replace(self, **found, extras=extras, at=at, at_ends=at_ends)
+        return replace(self, **moved_fields, extras=extras, at=at, at_ends=at_ends)
 
 
 _ON_HOST = ("cu_seqlens", "branches")
@@ -110,8 +110,8 @@ _PLACES = ("at", "at_ends")
 def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
     others = {"extras", *_PLACES}
-    found = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def trained_positions(batch: Batch) -> TrainedPositions:
@@ -125,13 +125,13 @@ def trained_positions(batch: Batch) -> TrainedPositions:
 
     labels = batch.labels[:, 1:].cpu().numpy()
     rows, columns = np.nonzero(labels != IGNORE_INDEX)
-    found = labels[rows, columns]
+    trained_labels = labels[rows, columns]
     if batch.branches is not None:
         columns = _before(batch)[columns]
-    return _kept(batch, found, rows, columns)
+    return _as_positions(batch, trained_labels, rows, columns)
 
 
-def _kept(
+def _as_positions(
     batch: Batch, labels: np.ndarray, rows: np.ndarray, columns: np.ndarray
 ) -> TrainedPositions:
     """These positions as tensors, and the columns that the head computes."""
@@ -140,8 +140,8 @@ def _kept(
     here = batch.labels.new_tensor
     if len(batch.labels) == 1:
         return TrainedPositions(here(labels), here(rows), here(columns), here(columns), None)
-    kept, among_kept = np.unique(columns, return_inverse=True)
-    return TrainedPositions(here(labels), here(rows), here(columns), here(kept), here(among_kept))
+    of_head, among = np.unique(columns, return_inverse=True)
+    return TrainedPositions(here(labels), here(rows), here(columns), here(of_head), here(among))
 
 
 def _before(batch: Batch) -> np.ndarray:
@@ -171,7 +171,7 @@ def ends(batch: Batch) -> TrainedPositions:
         if batch.attention_mask is not None:
             mask = batch.attention_mask.cpu().numpy()
             columns = length - 1 - mask[:, ::-1].argmax(1)
-    return _kept(batch, np.zeros_like(columns), rows, columns)
+    return _as_positions(batch, np.zeros_like(columns), rows, columns)
 
 
 def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np.ndarray:
@@ -216,7 +216,7 @@ class OutputSpec:
         return self.at == "ends"
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.outputs) - {known.name for known in fields(Outputs)})
+        unknown = sorted(set(self.outputs) - {f.name for f in fields(Outputs)})
         if unknown:
             raise ValueError(f"outputs: expected fields of Outputs, got {unknown[0]!r}")
         if self.at == "ends" and set(self.outputs) != {"values"}:
@@ -269,8 +269,9 @@ def with_router_loss(loss: Loss, outputs: Outputs) -> Loss:
     so that micro-batches are averaged as their other losses are."""
     if outputs.router_loss is None:
         return loss
-    own = outputs.router_loss * loss.weight
-    return Loss(loss.total + own, loss.weight, {**loss.metrics, "router_loss": own})
+    router_loss = outputs.router_loss * loss.weight
+    metrics = {**loss.metrics, "router_loss": router_loss}
+    return Loss(loss.total + router_loss, loss.weight, metrics)
 
 
 LossFunction = Callable[[Outputs, Batch], Loss]  # pure: what the model said, what it should have

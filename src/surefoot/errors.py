@@ -49,9 +49,9 @@ def installation(package: str) -> str:
     return f"pip install {package}" if extra is None else f"pip install 'surefoot[{extra}]'"
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
+def counted(number: int, singular: str, plural: str | None = None) -> str:
     """A number and what it counts, in a message: ``1 tensor``, ``2 tensors``."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def first_line(error: Exception) -> str:
@@ -70,8 +70,8 @@ _LONG_VALUE = re.compile(r"\S{600,}")
 _LONG_LINE = re.compile(r".{2400,}")
 
 
-def _without_middle(found: re.Match[str]) -> str:
-    text = found[0]
+def _without_middle(match: re.Match[str]) -> str:
+    text = match[0]
     part = 100 if len(text.split(maxsplit=1)) == 1 else 1000
     return f"{text[:part]} … ({len(text) - 2 * part:,} more characters) … {text[-part:]}"
 

@@ -219,20 +219,21 @@ class Extended(Mapping[str, T], Generic[T]):
         return name not in self._broken
 
 
-def problems(own: Mapping[str, Collection[str]]) -> dict[tuple[str, str, str], str]:
-    """Why an entry is missing, by its plugin, list and name. It imports every entry. ``own``: the
-    names that Surefoot itself has in a list, which a plugin cannot take."""
+def problems(names_of_core: Mapping[str, Collection[str]]) -> dict[tuple[str, str, str], str]:
+    """Why an entry is missing, by its plugin, list and name. It imports every entry.
+    ``names_of_core``: those that Surefoot itself has in a list, which a plugin cannot take."""
     reasons = {}
     for owner in installed():
         for kind, places in owner.plugin.lists().items():
             for name, place in places.items():
-                if reason := _why_missing(entries(kind)[name], owner, place, own.get(kind, ())):
+                taken = names_of_core.get(kind, ())
+                if reason := _why_missing(entries(kind)[name], owner, place, taken):
                     reasons[owner.name, kind, name] = reason
     return reasons
 
 
-def _why_missing(first: Entry, owner: Installed, place: str, own: Collection[str]) -> str | None:
-    if first.name in own:
+def _why_missing(first: Entry, owner: Installed, place: str, taken: Collection[str]) -> str | None:
+    if first.name in taken:
         return "Surefoot itself has one of this name"
     if first.owner is not owner:
         return f"the plugin {first.owner.name} has one of this name"

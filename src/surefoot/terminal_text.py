@@ -28,7 +28,7 @@ def visible(text: str) -> str:
 
     Tabs and newlines stay. JSON stays the same JSON.
     """
-    return _ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _ACTING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def one_line(text: str) -> str:
