@@ -105,8 +105,8 @@ def _has_independent_rows(model: nn.Module) -> bool:
     """Whether a row has the logits beside another one that it has alone: in transformers 5.23,
     steps of RWKV mix the states of rows. Tried once for each model."""
     inner = inner_model(model)
-    known = vars(inner)
-    if _TRIED not in known:
+    attributes = vars(inner)
+    if _TRIED not in attributes:
         size = inner.config.get_text_config().vocab_size
         ids_2T = torch.tensor([[n % size for n in (5, 9, 11)], [n % size for n in (20, 3, 7)]])
         alone, beside = (
@@ -120,14 +120,14 @@ def _has_independent_rows(model: nn.Module) -> bool:
             ).logits
             for count in (1, 2)
         )
-        known[_TRIED] = all(agree(b[:1], a) for a, b in zip(alone, beside, strict=True))
-        if not known[_TRIED]:
+        attributes[_TRIED] = all(agree(b[:1], a) for a, b in zip(alone, beside, strict=True))
+        if not attributes[_TRIED]:
             logger.warning(
                 "%s: rows of a batch change each other, so prompts are answered one by one "
                 "(generate.batch_size has no effect)",
                 type(inner).__name__,
             )
-    return bool(known[_TRIED])
+    return bool(attributes[_TRIED])
 
 
 def _generate(model: nn.Module, ids_BT: torch.Tensor, **settings: Any) -> Any:

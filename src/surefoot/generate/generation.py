@@ -155,10 +155,10 @@ def stream(
                 on_text(piece)
 
     requests, chooser = _requests(model, [prompt], section, seed), Chooser(section, stops, decode)
-    ((_, found),) = _finished(model, requests, requests, chooser, show)
+    ((_, sample),) = _finished(model, requests, requests, chooser, show)
     if piece := text.end():
         on_text(piece)
-    return found
+    return sample
 
 
 def _requests(
@@ -230,8 +230,8 @@ class Waiting:
         if request not in self.requests:
             return False
         self.requests.remove(request)
-        wanted = set(map(prompt_of, self.requests))
-        self.prefixes = {one: prefix for one, prefix in self.prefixes.items() if one in wanted}
+        prompts = set(map(prompt_of, self.requests))
+        self.prefixes = {ids: prefix for ids, prefix in self.prefixes.items() if ids in prompts}
         return True
 
 
@@ -288,16 +288,16 @@ def run(
     """
     num_slots = min(num_slots, len(requests))
     waiting = Waiting(driver, deque(requests), max(num_slots // 2, 1))
-    found = OpenRows(driver, _cache(requests, num_slots))
-    while found.rows or waiting.requests:
-        while waiting.requests and len(found.rows) < num_slots:
+    open_rows = OpenRows(driver, _cache(requests, num_slots))
+    while open_rows.rows or waiting.requests:
+        while waiting.requests and len(open_rows.rows) < num_slots:
             request, prefix = waiting.next()
-            found.add(chooser.opened(request), prefix)
-        tokens = chooser.advance(found.logits(), found.rows)
+            open_rows.add(chooser.opened(request), prefix)
+        tokens = chooser.advance(open_rows.logits(), open_rows.rows)
         if on_token is not None:
-            for row, token in zip(found.rows, tokens, strict=True):
+            for row, token in zip(open_rows.rows, tokens, strict=True):
                 on_token(row.request, token)
-        yield from ((row.request, row.sample) for row in found.take_ended())
+        yield from ((row.request, row.sample) for row in open_rows.take_ended())
 
 
 def _cache(requests: Sequence[Request], num_slots: int) -> SlotCache:

@@ -64,7 +64,7 @@ class LikelihoodStore(Protocol):
     def known(self) -> Mapping[int, list[Likelihood]]:
         """Those of an earlier attempt; the same on all ranks."""
 
-    def add(self, found: Mapping[int, list[Likelihood]]) -> None:
+    def add(self, likelihoods: Mapping[int, list[Likelihood]]) -> None:
         """Store some."""
 
 
@@ -96,19 +96,19 @@ def likelihoods(
     is_alone = must_be_alone(model, longest)
     batch_size = 1 if is_alone else batch_size
     missing = {i: len(question.continuations) for i, question in enumerate(questions)}
-    found = dict[tuple[int, int], Likelihood]()
+    computed = dict[tuple[int, int], Likelihood]()
     with masked_attention(inner_model(model)):
         shares = not is_alone and _shares_stems(model, longest)
         for stem, members in _families(questions, shares=shares):
             prefix = _prefix(model, stem)
             for rows in _batches(questions, members, len(stem), batch_size):
-                for place, one in _run(model, prefix, rows, questions):
-                    found[place] = one
+                for place, likelihood in _run(model, prefix, rows, questions):
+                    computed[place] = likelihood
                     missing[place[0]] -= 1
                 for index in dict.fromkeys(row.index for row in rows):
                     if not missing[index]:
                         count = len(questions[index].continuations)
-                        yield index, [found.pop((index, n)) for n in range(count)]
+                        yield index, [computed.pop((index, n)) for n in range(count)]
 
 
 def share_of(questions: Sequence[Question], index: int, count: int) -> list[int]:
@@ -141,8 +141,8 @@ def _families(questions: Sequence[Question], *, shares: bool) -> Iterator[tuple[
     yield (), alone
 
 
-def _shared(one: Ids, other: Ids) -> int:
-    pairs = zip(one, other, strict=False)
+def _shared(ids: Ids, other: Ids) -> int:
+    pairs = zip(ids, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -163,12 +163,12 @@ def _batches(
 
 def _rows(index: int, question: Question, stem: int) -> Iterator[_Row]:
     """A row for each continuation of several tokens, or one for all."""
-    own, answers = question.prompt[stem:], question.continuations
-    short = tuple(n for n, one in enumerate(answers) if len(one) == 1)
-    rows: list[tuple[int, ...]] = [(n,) for n, one in enumerate(answers) if len(one) > 1]
+    prompt_rest, answers = question.prompt[stem:], question.continuations
+    short = tuple(n for n, ids in enumerate(answers) if len(ids) == 1)
+    rows: list[tuple[int, ...]] = [(n,) for n, ids in enumerate(answers) if len(ids) > 1]
     first, *others = rows or [()]
     for numbers in ((*first, *short), *others):
-        yield _Row(index, (*own, *answers[numbers[0]][:-1]), len(own), numbers)
+        yield _Row(index, (*prompt_rest, *answers[numbers[0]][:-1]), len(prompt_rest), numbers)
 
 
 def _columns(rows: Sequence[_Row]) -> int:
@@ -205,29 +205,30 @@ def _run(
     logits_BKV = _logits(model, num_kept, input_ids=ids.to(inner.device), **behind)
     places = [(number, row, n) for number, row in enumerate(rows) for n in row.answers]
     answers = [questions[row.index].continuations[n] for _, row, n in places]
-    at = [number for (number, _, _), one in zip(places, answers, strict=True) for _ in one]
+    at = [number for (number, _, _), answer in zip(places, answers, strict=True) for _ in answer]
     columns = [
         row.num_own - 1 - (width - num_kept) + i
-        for (_, row, _), one in zip(places, answers, strict=True)
-        for i in range(len(one))
+        for (_, row, _), answer in zip(places, answers, strict=True)
+        for i in range(len(answer))
     ]
     logits_NV = logits_BKV[at, columns]
     wide = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    tokens_N = torch.tensor([token for one in answers for token in one], device=inner.device)
+    tokens_N = torch.tensor([token for answer in answers for token in answer], device=inner.device)
     logps = wide.log_softmax(-1).gather(-1, tokens_N[:, None])[:, 0].double().tolist()
     best = (logits_NV.argmax(-1) == tokens_N).tolist()
     start = 0
-    for (_, row, n), one in zip(places, answers, strict=True):
-        own = slice(start, start := start + len(one))
-        yield (row.index, n), Likelihood(sum(logps[own]), all(best[own]))
+    for (_, row, n), answer in zip(places, answers, strict=True):
+        span = slice(start, start := start + len(answer))
+        yield (row.index, n), Likelihood(sum(logps[span]), all(best[span]))
 
 
 def _logits(model: nn.Module, num_kept: int, **arguments: object) -> torch.Tensor:
     """[B, K, V] the logits of the last ``num_kept`` columns."""
     names = inspect.signature(inner_model(model).forward).parameters
-    kept = {"logits_to_keep": num_kept} if "logits_to_keep" in names else {}
-    found: torch.Tensor = model(**arguments, **kept).logits
-    return found[:, -num_kept:]
+    last_columns = {"logits_to_keep": num_kept} if "logits_to_keep" in names else {}
+    # some architectures compute all columns, whatever they are asked for
+    logits_BTV: torch.Tensor = model(**arguments, **last_columns).logits
+    return logits_BTV[:, -num_kept:]
 
 
 def _shares_stems(model: nn.Module, longest: int) -> bool:
@@ -237,10 +238,10 @@ def _shares_stems(model: nn.Module, longest: int) -> bool:
     inner = inner_model(model)
     config, kernel = inner.config.get_text_config(), inner.config._attn_implementation
     limit = longest_limit(config, longest)
-    known: dict[tuple[str, int], bool] = vars(inner).setdefault(_TRIED, {})
-    if (kernel, limit) not in known:
+    trials: dict[tuple[str, int], bool] = vars(inner).setdefault(_TRIED, {})
+    if (kernel, limit) not in trials:
         why = _why_not(model, config.vocab_size, limit + 4)
-        known[kernel, limit] = why is None
+        trials[kernel, limit] = why is None
         if why is not None:
             logger.warning(
                 "%s: what prompts share cannot be computed once, so each continuation is computed "
@@ -248,7 +249,7 @@ def _shares_stems(model: nn.Module, longest: int) -> bool:
                 type(inner).__name__,
                 why,
             )
-    return known[kernel, limit]
+    return trials[kernel, limit]
 
 
 def _why_not(model: nn.Module, vocabulary: int, length: int) -> str | None:
@@ -258,14 +259,14 @@ def _why_not(model: nn.Module, vocabulary: int, length: int) -> str | None:
     question = Question(ids[: length + 2], (ids[-4:], ids[-2:]))
     behind, plain = (list(_rows(0, question, stem)) for stem in (length, 0))
     try:
-        found = dict(_run(model, _prefix(model, ids[:length]), behind, [question]))
+        with_stem = dict(_run(model, _prefix(model, ids[:length]), behind, [question]))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any model's code: what is wrong in it will show in plain rows
         return first_line(error)
     # in few bits, sums in another order may differ by more
     share = 1e-4 if inner_model(model).dtype == torch.float32 else 0.1
-    for place, one in _run(model, [], plain, [question]):
-        if abs(found[place].logp - one.logp) > share * max(1.0, abs(one.logp)):
+    for place, expected in _run(model, [], plain, [question]):
+        if abs(with_stem[place].logp - expected.logp) > share * max(1.0, abs(expected.logp)):
             return "a trial gave other likelihoods"
     return None

@@ -126,8 +126,9 @@ class SlotRows:
         """Empty the slot of a request, or take it out of those that wait."""
         if self._settings.pop(index, None) is None:
             return
-        for request in [one for one in self.waiting.requests if one.index == index]:
-            self.waiting.drop(request)
+        for request in list(self.waiting.requests):
+            if request.index == index:
+                self.waiting.drop(request)
         for slot, row in enumerate(self._open.rows if self._open is not None else ()):
             if row.request.index == index and self._open is not None:
                 self._open.remove(slot)
@@ -147,12 +148,12 @@ class SlotRows:
             self._fill()
             if self._open is None:
                 return
-            found = advanced(self._open.logits(), self._open.rows, self._settings)
+            tokens = advanced(self._open.logits(), self._open.rows, self._settings)
         for row in self._open.take_ended():
             self._settings.pop(row.request.index)
         if not self._open.rows:
             self._open = None
-        for token in found:
+        for token in tokens:
             if not emit(token):
                 self.drop(token.index)
 
@@ -163,8 +164,8 @@ class SlotRows:
                 cache = SlotCache(1, _COLUMNS, self.longest)
                 self._open = OpenRows(self.waiting.driver, cache)
             slots = self._open.cache.step.num_slots
-            wanted = len(self._open.rows) + 1
-            more = min(2 * slots, self.num_slots) if wanted > slots else slots
+            num_rows = len(self._open.rows) + 1
+            more = min(2 * slots, self.num_slots) if num_rows > slots else slots
             self._open.cache.grow(more, len(request.prompt))
             self._open.add(opened(request, self._settings[request.index]), prefix)
 
@@ -193,7 +194,7 @@ class SingleRows:
 
     def drop(self, index: int) -> None:
         """Take out a request that waits."""
-        self._waiting = deque(one for one in self._waiting if one[0].index != index)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0].index != index)
 
     def clear(self) -> None:
         """End all requests."""
@@ -236,10 +237,10 @@ class _Alone:
 
     def advance(self, logits_BV: torch.Tensor, rows: Sequence[OpenResponse]) -> list[int]:
         """Append a token to the row."""
-        found = advanced(logits_BV, rows, {row.request.index: self.settings for row in rows})
-        if not all(self.emit(token) for token in found):
+        tokens = advanced(logits_BV, rows, {row.request.index: self.settings for row in rows})
+        if not all(self.emit(token) for token in tokens):
             raise _DroppedError
-        return [token.id for token in found]
+        return [token.id for token in tokens]
 
 
 def opened(request: Request, settings: RowSettings) -> OpenResponse:
@@ -251,7 +252,7 @@ def advanced(
     logits_BV: torch.Tensor, rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
 ) -> list[Token]:
     """Append a token to each of ``rows`` by its own settings; the tokens, in their order."""
-    found: dict[int, Token] = {}
+    by_place: dict[int, Token] = {}
     for chooser, places in _groups(rows, settings):
         group = [rows[place] for place in places]
         of_group = [settings[row.request.index] for row in group]
@@ -259,31 +260,31 @@ def advanced(
         scores_BV = _constrained(raw_BV, group, of_group)
         reported = _reported(raw_BV, scores_BV, group, of_group)
         tokens = chooser.advance(scores_BV, group)
-        for place, row, own, token in zip(places, group, of_group, tokens, strict=True):
-            for constraint in own.constraints:
+        for place, row, row_settings, token in zip(places, group, of_group, tokens, strict=True):
+            for constraint in row_settings.constraints:
                 constraint.add(token)
-            found[place] = _token(row, token, reported.get(row.request.index), own)
-    return [found[place] for place in range(len(rows))]
+            by_place[place] = _token(row, token, reported.get(row.request.index), row_settings)
+    return [by_place[place] for place in range(len(rows))]
 
 
 def _groups(
     rows: Sequence[OpenResponse], settings: Mapping[int, RowSettings]
 ) -> Iterator[tuple[Chooser, list[int]]]:
     """The places of the rows that choose their tokens alike."""
-    found: dict[Chooser, list[int]] = {}
+    by_chooser: dict[Chooser, list[int]] = {}
     for place, row in enumerate(rows):
-        found.setdefault(settings[row.request.index].chooser, []).append(place)
-    yield from found.items()
+        by_chooser.setdefault(settings[row.request.index].chooser, []).append(place)
+    yield from by_chooser.items()
 
 
 def _constrained(
     raw_BV: torch.Tensor, rows: Sequence[OpenResponse], settings: Sequence[RowSettings]
 ) -> torch.Tensor:
-    if not any(own.constraints for own in settings):
+    if not any(row_settings.constraints for row_settings in settings):
         return raw_BV
     scores_BV = raw_BV.clone()
-    for place, (row, own) in enumerate(zip(rows, settings, strict=True)):
-        for constraint in own.constraints:
+    for place, (row, row_settings) in enumerate(zip(rows, settings, strict=True)):
+        for constraint in row_settings.constraints:
             scores_BV[place] = constraint.apply(scores_BV[place], row)
     return scores_BV
 
@@ -295,14 +296,14 @@ def _reported(
     settings: Sequence[RowSettings],
 ) -> dict[int, torch.Tensor]:
     """[V] the log-probabilities to report, by the index of the request."""
-    found = {}
-    for place, (row, own) in enumerate(zip(rows, settings, strict=True)):
-        if own.num_alternatives is not None:
-            one = slice(place, place + 1)
-            is_after = own.is_after_settings
-            seen_1V = own.chooser.scores(scores_BV[one], [row]) if is_after else raw_BV[one]
-            found[row.request.index] = seen_1V[0].log_softmax(-1)
-    return found
+    logps = {}
+    for place, (row, row_settings) in enumerate(zip(rows, settings, strict=True)):
+        if row_settings.num_alternatives is not None:
+            logits_1V = raw_BV[place : place + 1]
+            if row_settings.is_after_settings:
+                logits_1V = row_settings.chooser.scores(scores_BV[place : place + 1], [row])
+            logps[row.request.index] = logits_1V[0].log_softmax(-1)
+    return logps
 
 
 def _token(

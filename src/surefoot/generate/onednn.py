@@ -34,8 +34,8 @@ class OneDnnLinear(nn.Linear):
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _fits(weight, x_BTK):
             return super().forward(x_BTK)
         product = torch.ops.mkldnn._linear_pointwise
-        found: torch.Tensor = product(x_BTK, weight, self.bias, "none", [], "")
-        return found
+        y_BTN: torch.Tensor = product(x_BTK, weight, self.bias, "none", [], "")
+        return y_BTN
 
 
 def _fits(weight: torch.Tensor, x_BTK: torch.Tensor) -> bool:
@@ -65,8 +65,8 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
     the copy takes no more than half of the ``free`` bytes (those of the machine). The weights must
     not change afterwards. The matrices of adapters are left as they are, since adapters come later,
     too. Returns the bytes of the copy."""
-    named = _linear_layers(model).items()
-    layers = [layer for name, layer in named if ".lora_" not in name and _is_float(layer)]
+    linear_layers = _linear_layers(model).items()
+    layers = [layer for name, layer in linear_layers if ".lora_" not in name and _is_float(layer)]
     size = sum(layer.weight.nbytes for layer in layers)
     room = free_memory() if free is None else free
     is_packed = room is None or size <= room * _SHARE
@@ -87,13 +87,13 @@ def pack_weights(model: nn.Module, free: int | None = None) -> int:
 def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """torch's own on the CPU, neither compiled nor changed, by name; none where this torch does not
     have oneDNN's products."""
-    found = {
+    layers = {
         name: layer
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu"
         if not layer._compiled_call_impl and "forward" not in vars(layer)
     }
-    return found if found and _has_onednn() else {}
+    return layers if layers and _has_onednn() else {}
 
 
 @cache
@@ -111,5 +111,5 @@ def _is_float(layer: nn.Linear) -> bool:
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-    return found
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+    return packed

@@ -50,12 +50,12 @@ def must_be_alone(model: nn.Module, longest: int) -> bool:
 
 
 def _scales_by_length(config: PretrainedConfig, longest: int) -> bool:
-    told = getattr(config, "rope_parameters", None) or {}
-    parts = [told, *(part for part in told.values() if isinstance(part, dict))]
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     scaled = [part for part in parts if part.get("rope_type") == "longrope"]
     most = getattr(config, "max_position_embeddings", 0)
-    own = getattr(config, _FIRST, most)
-    return any(longest > int(part.get(_FIRST) or own) for part in scaled)
+    default_length = getattr(config, _FIRST, most)
+    return any(longest > int(part.get(_FIRST) or default_length) for part in scaled)
 
 
 @torch.no_grad()
@@ -65,18 +65,18 @@ def driver_of(model: nn.Module, longest: int) -> Driver | None:
     inner = inner_model(model)
     limit = longest_limit(inner.config.get_text_config(), longest)
     kernel: str = inner.config._attn_implementation
-    known: dict[tuple[str, int], Masks | None] = vars(inner).setdefault(_TRIED, {})
-    if (kernel, limit) not in known:
+    trials: dict[tuple[str, int], Masks | None] = vars(inner).setdefault(_TRIED, {})
+    if (kernel, limit) not in trials:
         with masked_attention(inner):
-            known[kernel, limit], why = _proven(model, limit)
-        if known[kernel, limit] is None:
+            trials[kernel, limit], why = _proven(model, limit)
+        if trials[kernel, limit] is None:
             logger.warning(
                 "%s: its keys and values cannot be kept in slots, so responses are generated more "
                 "slowly, in batches by transformers, each as long as its longest response: %s",
                 type(inner).__name__,
                 why,
             )
-    masks = known[kernel, limit]
+    masks = trials[kernel, limit]
     return None if masks is None else Driver(model, inner, masks)
 
 
@@ -94,13 +94,13 @@ def _proven(model: nn.Module, limit: int) -> tuple[Masks | None, str]:
         driver = Driver(model, inner, masks)
         try:
             expected = [_in_one_pass(model, *each) for each in zip(prompts, forced, strict=True)]
-            found = _over_slots(driver, prompts, forced)
+            over_slots = _over_slots(driver, prompts, forced)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # any model's code: what is wrong in it will show in generate
             why = first_line(error)
             continue
-        if all(agree(*each) for each in zip(found, expected, strict=True)):
+        if all(agree(*each) for each in zip(over_slots, expected, strict=True)):
             return masks, ""
         why = "a trial gave other logits than a pass over the whole row"
     return None, why
@@ -109,8 +109,8 @@ def _proven(model: nn.Module, limit: int) -> tuple[Masks | None, str]:
 def _in_one_pass(model: nn.Module, prompt: Ids, forced: Ids) -> torch.Tensor:
     """[steps, V] of the prompt's last token and the forced ones but the last."""
     ids = torch.tensor([[*prompt, *forced[:-1]]], device=inner_model(model).device)
-    found: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:]
-    return found
+    logits_SV: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, -_STEPS:]
+    return logits_SV
 
 
 def _over_slots(
@@ -129,12 +129,12 @@ def _over_slots(
     return [torch.stack([logits[row] for logits in steps]) for row in range(len(prompts))]
 
 
-def agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether logits differ by no more than roundings."""
     # in few bits, sums in another order may differ by more
     is_wide = expected.dtype == torch.float32 and not torch.is_autocast_enabled(
         expected.device.type
     )
     share = 1e-3 if is_wide else 0.1
-    most = float((found.float() - expected.float()).abs().max())
+    most = float((actual.float() - expected.float()).abs().max())
     return most <= share * float(expected.float().abs().max())

@@ -74,14 +74,14 @@ def requests_of(
     calls draw the same numbers."""
     first = np.random.SeedSequence().entropy if seed is None else seed
     assert isinstance(first, int)
-    counts, found = dict[tuple[int, ...], int](), []
+    counts, requests = dict[tuple[int, ...], int](), []
     for index, (prompt, most) in enumerate(zip(prompts, allowed, strict=True)):
         ids = tuple(prompt)
         counts[ids] = number = counts.get(ids, -1) + 1
         entropy = (abs(first), int(first < 0), number, _hash(ids))
         reason: FinishReason = "length" if most == max_new_tokens else "context"
-        found.append(Request(index, ids, most, reason, entropy))
-    return found
+        requests.append(Request(index, ids, most, reason, entropy))
+    return requests
 
 
 def _hash(ids: Ids) -> int:
@@ -142,10 +142,15 @@ class OpenResponse:
     def sample(self) -> Sample:
         """The response, which has ended."""
         assert self.finish_reason is not None
-        told = (tuple(self.ids), tuple(self.logps), self.finish_reason)
         until = self.until
         text_before_stop = until.text if until is not None and until.has_ended else None
-        return Sample(*told, tuple(self.log_masses), text_before_stop=text_before_stop)
+        return Sample(
+            tuple(self.ids),
+            tuple(self.logps),
+            self.finish_reason,
+            tuple(self.log_masses),
+            text_before_stop=text_before_stop,
+        )
 
 
 class TokenChooser(Protocol):
@@ -204,8 +209,8 @@ class Chooser:
             tokens_B, masses = self._drawn(scores_BV, rows)
         logps_B = scores_BV.gather(-1, tokens_B[:, None])[:, 0] - scores_BV.logsumexp(-1)
         tokens: list[int] = tokens_B.tolist()
-        found = masses or [None] * len(rows)
-        for row, token, logp, mass in zip(rows, tokens, logps_B.tolist(), found, strict=True):
+        log_masses = masses or [None] * len(rows)
+        for row, token, logp, mass in zip(rows, tokens, logps_B.tolist(), log_masses, strict=True):
             row.add(token, logp, mass, self.stops)
         return tokens
 
@@ -222,8 +227,8 @@ class Chooser:
         # transformers ignores ids past the vocabulary
         seen_BT = torch.nn.utils.rnn.pad_sequence(seen, True, scores_BV.shape[1])
         processor = RepetitionPenaltyLogitsProcessor(penalty)
-        found: torch.Tensor = processor(seen_BT.to(scores_BV.device), scores_BV)
-        return found
+        penalized_BV: torch.Tensor = processor(seen_BT.to(scores_BV.device), scores_BV)
+        return penalized_BV
 
     def _drawn(
         self, scores_BV: torch.Tensor, rows: Sequence[OpenResponse]
@@ -321,8 +326,8 @@ class TextUntil:
         start = max(0, len(self.text) - self._longest + 1)  # what is before has been searched
         self.text += self._stream.push(token_id)
         seen = self.text + self._stream.begun
-        if found := [at for one in self._stop if (at := seen.find(one, start)) >= 0]:
-            self.text, self.has_ended = seen[: min(found)], True
+        if places := [at for stop in self._stop if (at := seen.find(stop, start)) >= 0]:
+            self.text, self.has_ended = seen[: min(places)], True
         return self.has_ended
 
     def pop(self) -> str:
@@ -341,5 +346,5 @@ class TextUntil:
 
     def _num_held(self) -> int:
         """Characters at the end that may be the beginning of a stop text."""
-        sizes = ((n, one[:n]) for one in self._stop for n in range(1, len(one)))
+        sizes = ((n, stop[:n]) for stop in self._stop for n in range(1, len(stop)))
         return max((n for n, start in sizes if self.text.endswith(start)), default=0)

@@ -44,5 +44,5 @@ class SampleStore(Protocol):
     def known(self) -> Mapping[int, Sample]:
         """Those of an earlier attempt; the same on all ranks."""
 
-    def add(self, found: Mapping[int, Sample]) -> None:
+    def add(self, samples: Mapping[int, Sample]) -> None:
         """Store some."""

@@ -71,13 +71,13 @@ def with_options(section: GenerateSection, options: Mapping[str, object]) -> Gen
     temperature of 0 (or below 1e-5), turns sampling off; any setting that only sampling has turns
     it on."""
     names = ("max_new_tokens", *_OF_SAMPLING, "repetition_penalty", "stop")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    temperature = given.get("temperature")
+    settings = {name: options[name] for name in names if options.get(name) is not None}
+    temperature = settings.get("temperature")
     is_cold = isinstance(temperature, int | float) and 0 <= temperature < LEAST_TEMPERATURE
     is_greedy = bool(options.get("greedy")) or is_cold
     if is_greedy:
-        given = {name: given[name] for name in given if name not in _OF_SAMPLING}
-        given["do_sample"] = False
-    elif given.keys() & {"temperature", "top_p", "top_k"} or given.get("min_p"):
-        given["do_sample"] = True
-    return replace(section, **given)  # type: ignore[arg-type]
+        settings = {name: settings[name] for name in settings if name not in _OF_SAMPLING}
+        settings["do_sample"] = False
+    elif settings.keys() & {"temperature", "top_p", "top_k"} or settings.get("min_p"):
+        settings["do_sample"] = True
+    return replace(section, **settings)  # type: ignore[arg-type]

@@ -191,17 +191,18 @@ class SGLang(_Address):
     def _change(self, path: str, body: Mapping[str, object]) -> None:
         """Post ``body``, and expect success."""
         address = self._root + path
-        found = exchange_json(address, body, self.timeout)
-        if not isinstance(found, Mapping) or found.get("success") is not True:
-            raise RunError(f"{address}: expected success, got {short(str(found))}")
+        answer = exchange_json(address, body, self.timeout)
+        if not isinstance(answer, Mapping) or answer.get("success") is not True:
+            raise RunError(f"{address}: expected success, got {short(str(answer))}")
 
     def sample(self, request: SamplingRequest, weights: ServedWeights) -> list[ServerResponse]:
         """Through ``/generate``."""
         address = f"{self._root}/generate"
-        found = exchange_json(address, _generate_body(request, weights), self.timeout)
-        if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-            raise RunError(f"{address}: expected a list of responses, got {short(str(found))}")
-        return [_generated(one, is_adapter=weights.is_adapter) for one in found]
+        answer = exchange_json(address, _generate_body(request, weights), self.timeout)
+        is_list = isinstance(answer, list)
+        if not is_list or not all(isinstance(response, Mapping) for response in answer):
+            raise RunError(f"{address}: expected a list of responses, got {short(str(answer))}")
+        return [_generated(response, is_adapter=weights.is_adapter) for response in answer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +235,8 @@ class OpenAICompletions(_Address):
         """Ask the program at ``update_url``."""
         kind = "adapter" if weights.is_adapter else "full"
         body = {"path": str(weights.folder), "name": weights.name, "kind": kind}
-        found = exchange_json(self.update_url, body, self.timeout)
-        name = found.get("model") if isinstance(found, Mapping) else None
+        answer = exchange_json(self.update_url, body, self.timeout)
+        name = answer.get("model") if isinstance(answer, Mapping) else None
         if isinstance(name, str):
             return replace(weights, name=name)
         name = self.model or first_model(self._root, self.timeout)
@@ -249,11 +250,11 @@ class OpenAICompletions(_Address):
 def first_model(root: str, seconds: float) -> str:
     """The first model that a server names. Raises ``RunError``."""
     address = f"{root}/v1/models"
-    found = exchange_json(address, None, seconds)
+    answer = exchange_json(address, None, seconds)
     try:
-        return str(found["data"][0]["id"])
+        return str(answer["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
-        raise RunError(f"{address}: expected a list of models, got {short(str(found))}") from None
+        raise RunError(f"{address}: expected a list of models, got {short(str(answer))}") from None
 
 
 def _generate_body(request: SamplingRequest, weights: ServedWeights) -> dict[str, object]:
@@ -275,16 +276,16 @@ def _generate_body(request: SamplingRequest, weights: ServedWeights) -> dict[str
     return {**body, "lora_path": weights.name} if weights.is_adapter else body
 
 
-def _generated(found: Mapping[str, Any], *, is_adapter: bool) -> ServerResponse:
+def _generated(answer: Mapping[str, Any], *, is_adapter: bool) -> ServerResponse:
     """One response: each entry of ``output_token_logprobs`` begins with log-probability and id."""
-    meta = found.get("meta_info")
+    meta = answer.get("meta_info")
     meta = meta if isinstance(meta, Mapping) else {}
     entries, reason = meta.get("output_token_logprobs"), meta.get("finish_reason")
     if not isinstance(entries, list) or not all(
         isinstance(e, list) and len(e) > 1 for e in entries
     ):
         entries = None
-    ids = found.get("output_ids") if entries is None else [entry[1] for entry in entries]
+    ids = answer.get("output_ids") if entries is None else [entry[1] for entry in entries]
     logps = None if entries is None else [entry[0] for entry in entries]
     if isinstance(reason, Mapping):
         reason = reason.get("type")
@@ -300,11 +301,11 @@ def complete(
 ) -> list[ServerResponse]:
     """The responses to ``request`` by a model of the server at ``url``. Raises ``RunError``."""
     address = f"{url}/v1/completions"
-    found = exchange_json(address, _body(model, request), seconds)
-    choices = found.get("choices") if isinstance(found, Mapping) else None
-    if not isinstance(choices, list) or not all(isinstance(one, Mapping) for one in choices):
-        raise RunError(f"{address}: expected a list of choices, got {short(str(found))}")
-    return [_response(choice, found.get("model")) for choice in choices]
+    answer = exchange_json(address, _body(model, request), seconds)
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
+        raise RunError(f"{address}: expected a list of choices, got {short(str(answer))}")
+    return [_response(choice, answer.get("model")) for choice in choices]
 
 
 def _body(model: str, request: SamplingRequest) -> dict[str, object]:
@@ -364,8 +365,8 @@ def exchange(url: str, body: Mapping[str, object] | None, seconds: float) -> str
         ):
             return str(answer.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
-        said = short(error.read().decode(errors="replace"))
-        raise RunError(f"{url}: answered {error.code}: {said}") from None
+        message = short(error.read().decode(errors="replace"))
+        raise RunError(f"{url}: answered {error.code}: {message}") from None
     except urllib.error.URLError as error:
         raise RunError(f"{url}: {error.reason}") from None
     except (OSError, http.client.HTTPException) as error:
@@ -401,72 +402,73 @@ class Expected:
     version: int | None  # optimizer steps behind the weights
     out_of_tokens: FinishReason  # of a response with all tokens that were requested
 
-    def samples(self, found: Sequence[ServerResponse]) -> list[Sample]:
+    def samples(self, responses: Sequence[ServerResponse]) -> list[Sample]:
         """The responses, checked. Raises ``RunError``."""
-        if len(found) != self.request.count:
-            said = f"gave {counted(len(found), 'response')} where {self.request.count} were"
-            raise self._error(f"{said} requested")
-        return [self._sample(one) for one in found]
+        if len(responses) != self.request.count:
+            num_responses = counted(len(responses), "response")
+            raise self._error(f"gave {num_responses} where {self.request.count} were requested")
+        return [self._sample(response) for response in responses]
 
-    def _sample(self, found: ServerResponse) -> Sample:
-        weights, said = self.weights, found.weights
-        if weights.is_named and said is not None and said != weights.name:
+    def _sample(self, response: ServerResponse) -> Sample:
+        weights, served = self.weights, response.weights
+        if weights.is_named and served is not None and served != weights.name:
             raise self._error(
-                f"sampled with weights {said!r} where {weights.name!r} were "
+                f"sampled with weights {served!r} where {weights.name!r} were "
                 "requested: another program has changed them, or the server was started again"
             )
-        ids = self._ids(found.ids)
-        logps = self._logps(found.logps, len(ids))
-        return Sample(ids, logps, self._reason(found.finish_reason, ids), version=self.version)
+        ids = self._ids(response.ids)
+        logps = self._logps(response.logps, len(ids))
+        return Sample(ids, logps, self._reason(response.finish_reason, ids), version=self.version)
 
-    def _ids(self, found: object) -> tuple[int, ...]:
-        if not isinstance(found, list) or not found or not all(type(one) is int for one in found):
+    def _ids(self, ids: object) -> tuple[int, ...]:
+        # a bool is an int, too
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise self._error(
                 "gave no token ids of a response; it needs to support them, as vLLM does with "
                 "return_token_ids and SGLang in /generate"
             )
         most, stops = self.request.max_new_tokens, self.request.stops
-        if len(found) > most:
-            said = f"gave {counted(len(found), 'token')} where at most {most} were requested"
-            raise self._error(said)
-        outside = next((one for one in found if not 0 <= one < self.vocabulary), None)
+        if len(ids) > most:
+            num_tokens = counted(len(ids), "token")
+            raise self._error(f"gave {num_tokens} where at most {most} were requested")
+        outside = next((token for token in ids if not 0 <= token < self.vocabulary), None)
         if outside is not None:
             raise self._error(
                 f"gave token id {outside}, outside the vocabulary of {self.vocabulary}: it serves "
                 "another model"
             )
-        if any(one in stops for one in found[:-1]):
+        if any(token in stops for token in ids[:-1]):
             raise self._error("continued after a token that ends a response")
-        return tuple(found)
+        return tuple(ids)
 
-    def _logps(self, found: object, count: int) -> tuple[float, ...]:
-        values = found if isinstance(found, list) else []
-        if not values or not all(type(one) in (int, float) for one in values):
+    def _logps(self, logps: object, count: int) -> tuple[float, ...]:
+        logps = logps if isinstance(logps, list) else []
+        if not logps or not all(type(logp) in (int, float) for logp in logps):
             raise self._error("gave no log-probabilities of the sampled tokens")
-        if len(values) != count:
-            said = f"gave {counted(len(values), 'log-probability', 'log-probabilities')}"
-            raise self._error(f"{said} of {counted(count, 'token')}")
-        wrong = next((x for x in values if not math.isfinite(x) or x > _ROUNDING), None)
+        if len(logps) != count:
+            num_logps = counted(len(logps), "log-probability", "log-probabilities")
+            raise self._error(f"gave {num_logps} of {counted(count, 'token')}")
+        wrong = next((x for x in logps if not math.isfinite(x) or x > _ROUNDING), None)
         if wrong is not None:
             raise self._error(f"gave {wrong} as a log-probability")
-        return tuple(map(float, values))
+        return tuple(map(float, logps))
 
-    def _reason(self, found: object, ids: Sequence[int]) -> FinishReason:
+    def _reason(self, reason: object, ids: Sequence[int]) -> FinishReason:
         if ids[-1] in self.request.stops:
             return "stop"
-        if found == "stop":
+        if reason == "stop":
             raise self._error(
                 f"ended a response with token {ids[-1]}, which is no token that ends one here "
                 f"({', '.join(map(str, self.request.stops))}): its model has other end tokens, or "
                 "it cuts them off"
             )
-        if found != "length":
-            raise self._error(f"did not complete a response (finish_reason {found!r})")
+        if reason != "length":
+            raise self._error(f"did not complete a response (finish_reason {reason!r})")
         is_full = len(ids) == self.request.max_new_tokens
         return self.out_of_tokens if is_full else "context"
 
-    def _error(self, said: str) -> RunError:
-        return RunError(f"{self.url}: {said}")
+    def _error(self, problem: str) -> RunError:
+        return RunError(f"{self.url}: {problem}")
 
 
 # To add a server: write its dataclass above, and its line here.

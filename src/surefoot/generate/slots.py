@@ -108,14 +108,14 @@ class Driver:
         is_eager = self.inner.config._attn_implementation == "eager"
         added_as = self.inner.dtype if is_eager else None
         with self._with([*adapters, *[of_filler] * filler]):
-            found = self.model(
+            outputs = self.model(
                 input_ids=tokens_B[:, None],
                 attention_mask=self.masks.at(positions_B, cache.step.length, added_as),
                 position_ids=positions_B[:, None],
                 use_cache=True,
                 **cache_argument(self.inner, cache),
             )
-        logits_BV: torch.Tensor = found.logits[:count, -1]
+        logits_BV: torch.Tensor = outputs.logits[:count, -1]
         return logits_BV
 
     def _with(self, adapters: Sequence[str | None]) -> AbstractContextManager[None]:
@@ -200,11 +200,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         step = self._step
         assert step.rows is not None
         count, filled = len(step.rows), key_states.shape[0]
-        found = []
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held[step.rows, :, step.columns] = new[:count, :, 0]
-            found.append(held[:filled, :, : step.length])
-        return found[0], found[1]
+        visible = []
+        for stored, new in ((self.keys, key_states), (self.values, value_states)):
+            stored[step.rows, :, step.columns] = new[:count, :, 0]
+            visible.append(stored[:filled, :, : step.length])
+        return visible[0], visible[1]
 
     def _reserve(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Memory for all slots, and as many columns as a slot is to have."""
@@ -225,8 +225,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, source: int, target: int, count: int) -> None:
         """Copy the first columns of a slot to another one."""
-        for held in (self.keys, self.values):
-            held[target, :, :count] = held[source, :, :count]
+        for stored in (self.keys, self.values):
+            stored[target, :, :count] = stored[source, :, :count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As many columns as are read."""
@@ -288,13 +288,14 @@ class Masks:
         a type."""
         columns_L = torch.arange(length, device=positions_B.device)
         seen_BL = columns_L <= positions_B[:, None]
-        found = {}
+        masks = {}
         for name, window in self.windows.items():
             mask = seen_BL
             if window is not None:
                 mask = seen_BL & (columns_L > positions_B[:, None] - window)
-            found[name] = (mask if added_as is None else _added(mask, added_as))[:, None, None]
-        return found.get(_ONE, found)
+            mask = mask if added_as is None else _added(mask, added_as)
+            masks[name] = mask[:, None, None]
+        return masks.get(_ONE, masks)
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -323,7 +324,7 @@ def candidates(config: PretrainedConfig) -> Iterator[Masks]:
 def longest_limit(config: PretrainedConfig, longest: int) -> int:
     """The most tokens, below ``longest``, at which what a query sees may change by a setting: a
     window that a row of ``longest`` tokens exceeds. 0 if there is none."""
-    told = config.to_dict()
-    names = [name for name in told if any(part in name for part in _LIMITS)]
-    found = [told[name] for name in names if isinstance(told[name], int)]
-    return max((limit for limit in found if limit < longest), default=0)
+    settings = config.to_dict()
+    names = [name for name in settings if any(part in name for part in _LIMITS)]
+    limits = [settings[name] for name in names if isinstance(settings[name], int)]
+    return max((limit for limit in limits if limit < longest), default=0)
