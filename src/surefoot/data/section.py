@@ -137,17 +137,17 @@ class DataSection:
 
     def reference(self, name: str) -> DatasetReference:
         """The dataset that the section calls ``name``, or any other one."""
-        known = (DatasetReference.of(each) for each in (*self.datasets, *self.eval_datasets))
-        found = (each for each in known if str(each) == str(name))
-        return next(found, None) or DatasetReference.of(name).located(Path())
+        references = (DatasetReference.of(each) for each in (*self.datasets, *self.eval_datasets))
+        matches = (each for each in references if str(each) == str(name))
+        return next(matches, None) or DatasetReference.of(name).located(Path())
 
     @property
     def template_arguments(self) -> Mapping[str, object]:
         """What the chat template gets beside messages and tools."""
-        own: dict[str, object] = dict(self.chat_template_kwargs)
+        arguments: dict[str, object] = dict(self.chat_template_kwargs)
         if self.enable_thinking is not None:
-            own["enable_thinking"] = self.enable_thinking
-        return own | ({"preserve_thinking": True} if self.preserve_thinking else {})
+            arguments["enable_thinking"] = self.enable_thinking
+        return arguments | ({"preserve_thinking": True} if self.preserve_thinking else {})
 
     @property
     def longest(self) -> int:
@@ -156,12 +156,12 @@ class DataSection:
 
     def cache_settings(self, names: Sequence[str]) -> dict[str, object]:
         """Settings by name, in the words by which encoded datasets are cached."""
-        found = {name: getattr(self, name) for name in names}
-        if "cutoff_len" in found:
-            found["cutoff_len"] = self.longest
-        if found.get("on_too_long") == "truncate":
-            found["on_too_long"] = "cut"  # the first word for it, so that caches are still found
-        return found
+        settings = {name: getattr(self, name) for name in names}
+        if "cutoff_len" in settings:
+            settings["cutoff_len"] = self.longest
+        if settings.get("on_too_long") == "truncate":
+            settings["on_too_long"] = "cut"  # the first word for it, so that caches are still found
+        return settings
 
     def _check_mixing(self) -> None:
         probabilities = self.interleave_probs

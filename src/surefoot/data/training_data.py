@@ -141,10 +141,10 @@ def open_stream(
     stream = ExampleStream(parts, more, max_broken_rows=limit)
     entries = [entry for entry in Catalog(section).entries if entry.name in section.eval_datasets]
     evals = {name: each.dataset for name, each in _load_all(entries, encoding).items()}
-    held = _held_items(stream, section, encoding.seed)
-    if len(held):
-        evals[""] = EncodedDataset(join(stream.stores(int(held[-1]) + 1)).stores, held)
-    return TrainingData(stream, evals, held=held)
+    held_out = _held_items(stream, section, encoding.seed)
+    if len(held_out):
+        evals[""] = EncodedDataset(join(stream.stores(int(held_out[-1]) + 1)).stores, held_out)
+    return TrainingData(stream, evals, held=held_out)
 
 
 def encode_stream(encoding: Encoding, *, shard_rows: int = ROWS) -> Iterator[DatasetReport]:
@@ -286,9 +286,9 @@ def _arranged(encoding: Encoding, loaded: Mapping[str, _Loaded]) -> TrainingData
     stores = tuple(part.store for part in parts)
     train = _epoch(parts, mixing_of(section, encoding.seed))
     if section.val_size:
-        held = _held_out(parts, section.val_size, encoding.seed)
-        evals[""] = EncodedDataset(stores, np.flatnonzero(held))
-        train = train[~held[train]]
+        is_held_out = _held_out(parts, section.val_size, encoding.seed)
+        evals[""] = EncodedDataset(stores, np.flatnonzero(is_held_out))
+        train = train[~is_held_out[train]]
     reports = tuple(each.report for each in loaded.values())
     report = EncodingReport(reports, len(evals.get("", ())))
     return TrainingData(EncodedDataset(stores, train), evals, report)
@@ -320,8 +320,8 @@ def _held_items(stream: ExampleStream, section: DataSection, seed: int) -> Index
             "data.streaming it holds out rows of the first data.buffer_size examples, which "
             f"are {counted(count, 'row')}"
         )
-    held = hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
-    return np.flatnonzero(held).astype(np.int64)
+    is_held_out = hold_out(numbers, num_rows=count, val_size=section.val_size, seed=seed)
+    return np.flatnonzero(is_held_out).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -379,9 +379,9 @@ def mixed_items(mixing: Mixing, orders: Sequence[Index], rows: Sequence[Index]) 
     first, last = np.empty(len(which), np.int64), np.empty(len(which), np.int64)
     for number, (order, of_items) in enumerate(zip(orders, rows, strict=True)):
         here = which == number
-        wanted = order[places[here]]
-        first[here] = starts[number] + np.searchsorted(of_items, wanted, "left")
-        last[here] = starts[number] + np.searchsorted(of_items, wanted, "right")
+        drawn_rows = order[places[here]]
+        first[here] = starts[number] + np.searchsorted(of_items, drawn_rows, "left")
+        last[here] = starts[number] + np.searchsorted(of_items, drawn_rows, "right")
     counts = last - first
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(int(counts.sum()))

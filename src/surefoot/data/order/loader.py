@@ -117,8 +117,8 @@ class Loader:
     def next_examples(self) -> Sequence[Features]:
         """The next global window's examples, the same on every rank; advances the position."""
         at, ahead = (self.epoch, self.window), self.prefetch
-        made = None if ahead is None else ahead.take(at)
-        self._loaded = (examples := self.examples_at(*at)), made
+        prefetched = None if ahead is None else ahead.take(at)
+        self._loaded = (examples := self.examples_at(*at)), prefetched
         self.skip()
         return examples
 
@@ -168,13 +168,13 @@ class Loader:
     def heaviest(self, most: int = 1000) -> tuple[int, int]:
         """The window of the first epoch with the most tokens in one micro-batch, among up to
         ``most`` of those whose examples are known."""
-        size, best, found = self.global_batch_size, -1, (0, 0)
+        size, best, position = self.global_batch_size, -1, (0, 0)
         for window in range(min(most, self.order.reach(most * size) // size)):
             lengths = self.examples_at(0, window).lengths
             heaviest = self.batching.most_positions(lengths)
             if heaviest > best:
-                best, found = heaviest, (0, window)
-        return found
+                best, position = heaviest, (0, window)
+        return position
 
     def window_at(self, epoch: int, window: int) -> Window:
         """This rank's micro-batches of any global window; waits for them."""
@@ -237,16 +237,16 @@ class Prefetch:
 
     def begin(self, at: Position, make: Callable[[int, int], Window]) -> None:
         """Start a thread that builds the window at ``at``."""
-        made: Future[Window] = Future()
+        future: Future[Window] = Future()
 
         def run() -> None:
             try:
-                made.set_result(self.ready(make(*at)))
+                future.set_result(self.ready(make(*at)))
             except BaseException as error:  # raised where the window is taken
-                made.set_exception(error)
+                future.set_exception(error)
 
         threading.Thread(target=run, name="surefoot-prefetch", daemon=True).start()
-        self._running = at, made
+        self._running = at, future
 
     def forget(self) -> None:
         """Drop the window that is being built."""

@@ -73,8 +73,8 @@ class Collation:
 
     def batch(self, features: Sequence[Features]) -> Batch:
         """The batch of some examples, at least one."""
-        made = self.collate(features, packing=self.packing)
-        return made if self.sharing is None or self.sharing.is_proven else unshared(made)
+        collated = self.collate(features, packing=self.packing)
+        return collated if self.sharing is None or self.sharing.is_proven else unshared(collated)
 
     def batch_of(self, group: Index, items: Items, spares: Items | None = None) -> Batch:
         """The batch of a group; of none, the first of ``spares`` (or ``items``) without labels."""
@@ -104,8 +104,8 @@ class Batching:
         of micro-batches.
         """
         groups, count = self._groups_of(lengths)
-        own = range(self.rank, count, self.world_size)
-        return [np.flatnonzero(groups[0] == group) for group in own]
+        local_groups = range(self.rank, count, self.world_size)
+        return [np.flatnonzero(groups[0] == group) for group in local_groups]
 
     def most_positions(self, lengths: Index) -> int:
         """The tokens of the largest micro-batch of any rank, padding included."""
@@ -174,8 +174,8 @@ def balance_by_length(
     count = num_passes(lengths.shape[1], micro_batch_size, world_size)
     if count <= 1:
         return np.zeros_like(lengths)
-    found = _by_tokens(lengths, count) if packing else _by_width(lengths, count)
-    return _in_turn(found, positions(lengths, found, count, packing=packing), world_size)
+    groups = _by_tokens(lengths, count) if packing else _by_width(lengths, count)
+    return _in_turn(groups, positions(lengths, groups, count, packing=packing), world_size)
 
 
 def positions(lengths: Index, groups: Index, count: int, *, packing: bool) -> Index:
@@ -190,24 +190,24 @@ def positions(lengths: Index, groups: Index, count: int, *, packing: bool) -> In
 def sums(values: Index, groups: Index, count: int) -> Index:
     """[W, G] The sum of ``values`` [W, N] in each of ``count`` groups."""
     place = groups + count * np.arange(len(groups))[:, None]
-    found = np.bincount(place.ravel(), values.ravel(), len(groups) * count)
-    return found.reshape(-1, count).astype(np.int64)
+    totals = np.bincount(place.ravel(), values.ravel(), len(groups) * count)
+    return totals.reshape(-1, count).astype(np.int64)
 
 
 def _by_tokens(lengths: Index, count: int) -> Index:
     """[W, N] The longest item first, each to the group with the fewest tokens. The largest group
     has at most 4/3 of the tokens of the optimum (Graham 1969). If a split into equal numbers is
     better, it is used."""
-    windows, found = np.arange(len(lengths)), np.empty_like(lengths)
-    held = np.zeros((len(lengths), count), np.int64)
+    windows, groups = np.arange(len(lengths)), np.empty_like(lengths)
+    group_tokens = np.zeros((len(lengths), count), np.int64)
     for item in np.argsort(-lengths, axis=1, kind="stable").T:
-        found[windows, item] = lightest = held.argmin(axis=1)
-        held[windows, lightest] += lengths[windows, item]
+        groups[windows, item] = lightest = group_tokens.argmin(axis=1)
+        group_tokens[windows, lightest] += lengths[windows, item]
     sizes = [len(part) for part in np.array_split(np.arange(lengths.shape[1]), count)]
     by_number = np.broadcast_to(np.repeat(np.arange(count), sizes), lengths.shape)
-    is_worse = held.max(axis=1) > sums(lengths, by_number, count).max(axis=1)
-    found[is_worse] = by_number[is_worse]
-    return found
+    is_worse = group_tokens.max(axis=1) > sums(lengths, by_number, count).max(axis=1)
+    groups[is_worse] = by_number[is_worse]
+    return groups
 
 
 def _by_width(lengths: Index, count: int) -> Index:
@@ -221,22 +221,22 @@ def _by_width(lengths: Index, count: int) -> Index:
         low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
     ends = _ends(widths, high, count, is_full=True)
     begins = sums(np.ones_like(ends), ends, lengths.shape[1] + 1)  # how many groups end before
-    found = np.empty_like(lengths)
-    np.put_along_axis(found, order, begins.cumsum(axis=1)[:, :-1], axis=1)
-    return found
+    groups = np.empty_like(lengths)
+    np.put_along_axis(groups, order, begins.cumsum(axis=1)[:, :-1], axis=1)
+    return groups
 
 
 def _ends(widths: Index, most: Index, count: int, *, is_full: bool = False) -> Index:
     """[W, G] The ends of groups of sorted items with at most ``most`` positions each. ``is_full``:
     each leaves an item for every later one, as far as there are enough."""
     windows, num_items = np.arange(len(widths)), widths.shape[1]
-    found, end = np.empty((len(widths), count), np.int64), np.zeros(len(widths), np.int64)
+    ends, end = np.empty((len(widths), count), np.int64), np.zeros(len(widths), np.int64)
     for group in range(count):
         last = num_items - (count - 1 - group) if is_full else num_items
         taken = most // widths[windows, np.minimum(end, num_items - 1)]
         end = np.minimum(np.minimum(end + taken, np.maximum(last, end + 1)), num_items)
-        found[:, group] = end
-    return found
+        ends[:, group] = end
+    return ends
 
 
 def _in_turn(groups: Index, weights: Index, world_size: int) -> Index:

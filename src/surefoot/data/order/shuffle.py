@@ -55,15 +55,16 @@ class Shuffle:
         """The examples at positions from ``start`` to ``end``, once encoded; fewer at the end."""
         if not self.shuffle:
             return self._numbers(np.arange(start, max(start, min(end, self.reach(end)))))
-        found, position = [NOTHING], start
+        block_slices, position = [NOTHING], start
         while position < end:
             first, last = self._block(epoch, position)
             last = min(last, self.reach(last))
             if position >= last:
                 break
-            found.append(self._permutation(epoch, first, last)[position - first : end - first])
-            position += len(found[-1])
-        return self._numbers(np.concatenate(found))
+            block = self._permutation(epoch, first, last)
+            block_slices.append(block[position - first : end - first])
+            position += len(block_slices[-1])
+        return self._numbers(np.concatenate(block_slices))
 
     def reach(self, count: int) -> int:
         """Wait for ``count`` examples, or for the end of the data; returns how many are known."""
@@ -83,12 +84,12 @@ class Shuffle:
 
     def describe_like(self, saved: Description) -> Description:
         """The same of this order, once as many shards as were saved are encoded."""
-        found = self.examples.describe(int(saved.get("shards", 0)))
-        how: Description = {"seed": self.seed, "shuffle": self.shuffle, **found}
+        examples_description = self.examples.describe(int(saved.get("shards", 0)))
+        how: Description = {"seed": self.seed, "shuffle": self.shuffle, **examples_description}
         if self.buffer_size is None:
             return how
-        held = len(self.held_out)
-        return {**how, "streaming": True, "buffer_size": self.buffer_size, "held": held}
+        num_held_out = len(self.held_out)
+        return {**how, "streaming": True, "buffer_size": self.buffer_size, "held": num_held_out}
 
     def _block(self, epoch: int, position: int) -> tuple[int, int]:
         """Start and end of the block of a position, if the data is that long; unshuffled, of
@@ -107,12 +108,12 @@ class Shuffle:
     def _permutation(self, epoch: int, start: int, end: int) -> Index:
         """The positions of a block in permuted order."""
         place = epoch, start, end
-        known = self._newest  # read once: another thread may replace it
-        if known is None or known[0] != place:
+        cached = self._newest  # read once: another thread may replace it
+        if cached is None or cached[0] != place:
             stream = epoch if self.is_complete else epoch * EPOCHS + start
-            known = place, permutation(end - start, seed=self.seed, stream=stream) + start
-            self._newest = known
-        return known[1]
+            cached = place, permutation(end - start, seed=self.seed, stream=stream) + start
+            self._newest = cached
+        return cached[1]
 
     def _numbers(self, positions: Index) -> Index:
         """The examples at some positions, without the held-out ones."""

@@ -82,8 +82,8 @@ def read_csv(path: Path) -> Iterator[Line]:
                 if len(record) == len(names):
                     yield dict(zip(names, record, strict=True))
                 else:
-                    found = f"{counted(len(record), 'value')} under {counted(len(names), 'name')}"
-                    yield f"line {records.line_num} has {found}"
+                    sizes = counted(len(record), "value"), counted(len(names), "name")
+                    yield f"line {records.line_num} has {sizes[0]} under {sizes[1]}"
         except UnicodeDecodeError as error:
             raise not_utf8(path, f"after line {records.line_num}", error) from None
         except csv.Error as error:
@@ -225,10 +225,11 @@ def check_kind(path: Path) -> bytes:
     with path.open("rb") as file:
         start = file.read(64)
     text = start.removeprefix(BOM).lstrip()
-    own = {".parquet": b"PAR1", ".arrow": b"ARROW1", ".txt": b"<"}.get(path.suffix.lower(), b"\0")
+    marks = {".parquet": b"PAR1", ".arrow": b"ARROW1", ".txt": b"<"}
+    expected_mark = marks.get(path.suffix.lower(), b"\0")
     for mark, kind in KINDS.items():
         is_that = text.lower().startswith(mark) if mark[:1] == b"<" else start.startswith(mark)
-        if is_that and not mark.startswith(own):
+        if is_that and not mark.startswith(expected_mark):
             raise DataError(f"{path}: is {kind}")
     return start
 
@@ -251,11 +252,11 @@ def _text_of(path: Path) -> str:
 
 def not_utf8(path: Path, where: str, error: UnicodeDecodeError) -> DataError:
     """The error for a text file in another encoding."""
-    found = error.object[error.start]
+    bad_byte = error.object[error.start]
     with path.open("rb") as file:
         start = file.read(4)
     kind = next((MARKS[mark] for mark in MARKS if start.startswith(mark)), "ISO-8859-1")
-    return DataError(f"{path}: {where}: byte 0x{found:02x} is not UTF-8 text; {_convert(kind)}")
+    return DataError(f"{path}: {where}: byte 0x{bad_byte:02x} is not UTF-8 text; {_convert(kind)}")
 
 
 def _convert(kind: str) -> str:

@@ -65,18 +65,18 @@ def _copies(address: Address, folder: Path) -> list[Path]:
     """The local copies of a file, or of the files of a folder, in the order of their names: up to
     date as far as the server can be reached."""
     names: list[str] = files.read_json(folder / LISTED) if (folder / LISTED).exists() else []
-    known = [folder / name for name in names]
+    local_copies = [folder / name for name in names]
     if offline_setting() is not None:
-        if not known:
+        if not local_copies:
             check_online(str(address))
-        return known
+        return local_copies
     try:
         store, listed = _listed(address)
     except HubError as error:
-        if not known:
+        if not local_copies:
             raise
         logger.warning("%s: %s; using the copy of before", address, error)
-        return known
+        return local_copies
     paths = [folder / f"{n:05d}-{_version(e)}-{_name(e)}" for n, e in enumerate(listed)]
     for entry, path in zip(listed, paths, strict=True):
         if not path.exists():
@@ -91,25 +91,25 @@ def _listed(address: Address) -> tuple[Any, Sequence[Mapping[str, Any]]]:
 
     is_web = address.scheme in HTTP
     if is_web and _kind({"name": str(address)}) not in DATA_FILES:
-        known = ", ".join(kind[1:] for kind in DATA_FILES)
-        raise HubError(f"expected a file of one of the kinds {known}")
+        kind_names = ", ".join(kind[1:] for kind in DATA_FILES)
+        raise HubError(f"expected a file of one of the kinds {kind_names}")
     failures = []
     for options in OPTIONS[is_web]:
         try:
             store, path = fsspec.core.url_to_fs(str(address), **options)
             info = store.info(path)
-            found = [info] if info["type"] == "file" else store.ls(path, detail=True)
+            entries = [info] if info["type"] == "file" else store.ls(path, detail=True)
         except ImportError:
             package = PACKAGES.get(address.scheme, "the package of this store")
             raise HubError(f"a package is missing; {installation(package)}") from None
         except Exception as error:  # of any library of a store
             failures.append(_said(error))
             continue
-        rows = [entry for entry in found if _kind(entry) in DATA_FILES]
+        rows = [entry for entry in entries if _kind(entry) in DATA_FILES]
         splits = {split_of(_name(entry)) for entry in rows}
-        wanted = "train" if "train" in splits else None  # the same as of a folder here
-        if wanted in splits:
-            rows = [entry for entry in rows if split_of(_name(entry)) == wanted]
+        default_split = "train" if "train" in splits else None  # the same as of a folder here
+        if default_split in splits:
+            rows = [entry for entry in rows if split_of(_name(entry)) == default_split]
         kinds = {_kind(entry) for entry in rows}
         if len(kinds) != 1:
             raise HubError(f"expected files of one kind, found {', '.join(sorted(kinds)) or None}")
@@ -132,13 +132,13 @@ def _copy(store: Any, entry: Mapping[str, Any], path: Path) -> None:
         if not part.exists() or part.stat().st_size != size:
             store.get_file(name, str(part))
         store.invalidate_cache()
-        found = store.info(name)
+        current_entry = store.info(name)
     except Exception as error:  # of any library of a store
         raise HubError(f"{_said(error)}; start again to resume") from error
     if size not in (None, length := part.stat().st_size):
         part.unlink()
         raise HubError(f"{length:,} bytes arrived, expected {size:,}; start again")
-    if _version(found) != _version(entry):  # its parts may be of two versions
+    if _version(current_entry) != _version(entry):  # its parts may be of two versions
         part.unlink()
         raise HubError(f"{name} was replaced while it was downloaded; start again")
     part.replace(path)
@@ -242,8 +242,8 @@ def _downloaded(source: Hub) -> str:
         check_online("it")
         _check_address(urlsplit(datasets.config.HF_ENDPOINT).hostname)
     builder = datasets.load_dataset_builder(source.url, name=source.subset, data_dir=source.folder)
-    named = (builder.config.data_files or {}).values()
-    urls = [unquote(str(url)) for names in named for url in names]
+    files_of_splits = (builder.config.data_files or {}).values()
+    urls = [unquote(str(url)) for split_files in files_of_splits for url in split_files]
     places = [place for url in urls if (place := ADDRESS.fullmatch(url))]
     if places and not Path(builder.cache_dir).exists():
         name, revision = places[0]["name"], places[0]["revision"]

@@ -50,8 +50,8 @@ class Catalog:
     def forms(self) -> list[tuple[Format, tuple[str, ...]]]:
         """The formats of rows that the entries of the section describe, each with the columns that
         its rows must have. The files need not be there."""
-        found = [self._form(reference) for reference in self._references]
-        return [each for each in found if each is not None]
+        formats = [self._form(reference) for reference in self._references]
+        return [each for each in formats if each is not None]
 
     @property
     def _references(self) -> list[DatasetReference]:
@@ -92,10 +92,10 @@ class Catalog:
     def _written(self, reference: DatasetReference) -> tuple[object, str] | None:
         """The entry of a dataset, in the recipe or in ``dataset_info.json``, and where it stands;
         None if there is none."""
-        source, known = reference.source, self._known or {}
+        source, entries = reference.source, self._known or {}
         if not isinstance(source, str):
             return {k: v for k, v in source.items() if k != "name"}, f"data.datasets: {reference}"
-        return (known[source], f"{self._path}: {source}") if source in known else None
+        return (entries[source], f"{self._path}: {source}") if source in entries else None
 
     @property
     def _path(self) -> Path:
@@ -171,13 +171,13 @@ def problems_of(section: DataSection) -> list[str]:
 
 def all_of(actions: Iterable[Callable[[], T]]) -> list[T]:
     """The results of all actions. Raises ``DataError`` with every one that is raised."""
-    found: list[T] = []
+    results: list[T] = []
     problems: list[str] = []
     for action in actions:
         try:
-            found.append(action())
+            results.append(action())
         except DataError as error:
             problems.append(str(error))
     if problems:
         raise DataError("\n".join(dict.fromkeys(problems)))
-    return found
+    return results

@@ -68,8 +68,8 @@ class DatasetEntry:
 
     def limit(self, max_samples: int | None) -> int | None:
         """How many rows are read from the beginning where none are drawn."""
-        given = (n for n in (max_samples, self.num_samples) if n is not None)
-        return min(given, default=None)
+        limits = (n for n in (max_samples, self.num_samples) if n is not None)
+        return min(limits, default=None)
 
     def describe(self) -> str:
         """Everything except the content of the files that determines the examples."""
@@ -91,8 +91,8 @@ def read_entry(
     raw = _checked(entry, where)
     source, count = _source(raw, folder, where, hub, text_unit), raw.get("num_samples")
     is_silent = not any(key in raw for key in FORM_KEYS)
-    if is_silent and (found := recognized(source.rows())) is not None:
-        return DatasetEntry(name, source, found, _columns({}, found), num_samples=count)
+    if is_silent and (data_format := recognized(source.rows())) is not None:
+        return DatasetEntry(name, source, data_format, _columns({}, data_format), num_samples=count)
     return DatasetEntry(name, source, *_form(raw, where), num_samples=count)
 
 
@@ -107,8 +107,8 @@ def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], 
     """The format of an entry, its columns, and all that it mentions."""
     kind, ranking = raw.get("formatting") or DEFAULT, bool(raw.get("ranking"))
     if kind not in FORMATS:
-        hint, known = nearest(kind, FORMATS), ", ".join(FORMATS)
-        raise DataError(f"{where}.formatting: expected one of {known}, got {kind!r}{hint}")
+        hint, format_names = nearest(kind, FORMATS), ", ".join(FORMATS)
+        raise DataError(f"{where}.formatting: expected one of {format_names}, got {kind!r}{hint}")
     names = _names(raw, "columns", kind, where) | _names(raw, "tags", kind, where)
     for column in RANKING_COLUMNS:
         if names.get(column) and not ranking:
@@ -116,8 +116,8 @@ def _form(raw: Mapping[str, Any], where: str) -> tuple[Format, tuple[str, ...], 
     read = {key: column for key, column in names.items() if key not in MEDIA}
     settings: dict[str, Any] = {**read, "ranking": ranking}
     data_format: Format = FORMATS[kind](**settings)
-    named = (*names, *(column for column in names.values() if column))
-    return data_format, _columns(names, data_format), named
+    mentioned = (*names, *(column for column in names.values() if column))
+    return data_format, _columns(names, data_format), mentioned
 
 
 def read_registry(path: Path) -> JSON:
@@ -135,11 +135,11 @@ def read_registry(path: Path) -> JSON:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} occurs twice")
-    return found
+    return unique
 
 
 def _object(value: object, where: str) -> JSON:
@@ -154,20 +154,20 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
     for key in raw.keys() - KINDS.keys() - REFUSED.keys():
         hint = nearest(key, KINDS) or f" (known: {', '.join(KINDS)})"
         raise DataError(f"{where}: unknown key {key!r}{hint}")
-    given = [key for key in SOURCES if key in raw]
+    source_keys = [key for key in SOURCES if key in raw]
     refused = [key for key in REFUSED if key in raw]
-    if not given and refused:
+    if not source_keys and refused:
         raise DataError(f"{where}: {refused[0]}: {REFUSED[refused[0]]}")
-    if given and given[0] in FILES and len(given) > 1:
-        raise DataError(f"{where}: give either {given[0]} or {given[1]}, not both")
-    found: dict[str, Any] = {k: v for k, v in raw.items() if v is not None and k in KINDS}
-    for key, value in found.items():
+    if source_keys and source_keys[0] in FILES and len(source_keys) > 1:
+        raise DataError(f"{where}: give either {source_keys[0]} or {source_keys[1]}, not both")
+    checked: dict[str, Any] = {k: v for k, v in raw.items() if v is not None and k in KINDS}
+    for key, value in checked.items():
         if type(value) is not KINDS[key]:  # True is an int, but no number here
             expected = WORDS[KINDS[key]]
             raise DataError(f"{where}.{key}: expected {expected}, got {shown(value)}")
-    if found.get("num_samples", 1) < 1:
-        raise DataError(f"{where}.num_samples: must be at least 1, got {found['num_samples']}")
-    return found
+    if checked.get("num_samples", 1) < 1:
+        raise DataError(f"{where}.num_samples: must be at least 1, got {checked['num_samples']}")
+    return checked
 
 
 def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str, str | None]:
@@ -175,15 +175,15 @@ def _names(raw: Mapping[str, Any], key: str, kind: str, where: str) -> dict[str,
     where = f"{where}.{key}"
     listed = raw.get(key, {})
     names = {field.name for field in fields(FORMATS[kind])} - {"ranking"}
-    known = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
+    allowed = dict.fromkeys(sorted(names & TAGS if key == "tags" else names - TAGS))
     for name, value in listed.items():
         if name in MEDIA and value is not None:
             raise DataError(
                 f"{where}.{name}: only text is supported, not {name}; null leaves them out"
             )
-        if name not in known and name not in MEDIA:
-            words = ", ".join(known) or f"no {key}"
-            hint = nearest(name, known) or f" ({kind} has {words})"
+        if name not in allowed and name not in MEDIA:
+            words = ", ".join(allowed) or f"no {key}"
+            hint = nearest(name, allowed) or f" ({kind} has {words})"
             raise DataError(f"{where}: unknown name {name!r}{hint}")
         is_needed = key == "tags" or name == FORMATS[kind].main
         if not (isinstance(value, str) and value) and (value is not None or is_needed):
@@ -269,8 +269,8 @@ def _single(row: Row, columns: Row) -> Format | None:
     """The format of rows with one response in a column of its own, or of plain text. ``columns``
     has those without a value, too: a response is one where all that were seen are null."""
     prompt = next((name for name in PROMPTS if name in row), None)
-    named = (name for some in (row, columns) for name in RESPONSES if name in some)
-    response = next(named, "output")
+    responses = (name for some in (row, columns) for name in RESPONSES if name in some)
+    response = next(responses, "output")
     if prompt == "prompt" and response == "completion":
         mark = next((name for name in MARKS if isinstance(row.get(name), bool)), None)
         return TRL(kto_tag=mark)

@@ -147,10 +147,10 @@ def find_files(path: Path, split: str | None = None, text_unit: TextUnit = "file
         what = f"folder {path} contains" if files.is_folder(path) else f"{path} matches"
         raise DataError(f"{what} files of several kinds: {', '.join(sorted(kinds))}")
     if not kinds <= READERS.keys():
-        known = ", ".join(kind[1:] for kind in READERS)
+        kind_names = ", ".join(kind[1:] for kind in READERS)
         if (unpack := PACKED.get(paths[0].suffix.lower())) is not None:
             raise DataError(f"{paths[0]}: is compressed; unpack it first: {unpack} {paths[0].name}")
-        raise DataError(f"{paths[0]}: expected a file of one of the kinds {known}")
+        raise DataError(f"{paths[0]}: expected a file of one of the kinds {kind_names}")
     if kinds == {".txt"} and text_unit == "file":
         remarks += ("each file is one document (data.text_unit: line or paragraph divides it)",)
     return Files(tuple(paths), remarks, text_unit)
@@ -162,23 +162,23 @@ def _of_split(
     """The files of a ``split``, by their names; what is to be trained on if none is wanted: no
     files of a split for evaluation. All files if there are no splits."""
     in_folder = paths if files.is_folder(folder) else []
-    found = {path: split_of(str(path.relative_to(folder))) for path in in_folder}
-    names = set(found.values()) - {None}
+    split_by_path = {path: split_of(str(path.relative_to(folder))) for path in in_folder}
+    names = set(split_by_path.values()) - {None}
     if split is not None and names:
         if split not in names:
             raise DataError(f"{folder}: no split {split!r}; its files are of {_words(names)}")
-        return [path for path in paths if found[path] == split], ()
+        return [path for path in paths if split_by_path[path] == split], ()
     if split not in (None, "train"):
         raise DataError(f"{folder} has no splits, so not {split!r}; leave split out")
-    wanted = "train" if "train" in names else None
-    others = [path for path, name in found.items() if name not in (wanted, None)]
+    default_split = "train" if "train" in names else None
+    others = [path for path, name in split_by_path.items() if name not in (default_split, None)]
     if not others or len(others) == len(paths):
         return paths, ()
-    kept = [path for path in paths if found[path] == wanted]
-    left = ", ".join(str(path.relative_to(folder)) for path in paths if path not in kept)
-    return kept, (
-        f"{folder}: {'files of no split' if wanted is None else 'the split train'} "
-        f"({counted(len(kept), 'file')}); not {left}",
+    selected = [path for path in paths if split_by_path[path] == default_split]
+    left = ", ".join(str(path.relative_to(folder)) for path in paths if path not in selected)
+    return selected, (
+        f"{folder}: {'files of no split' if default_split is None else 'the split train'} "
+        f"({counted(len(selected), 'file')}); not {left}",
     )
 
 
@@ -195,18 +195,17 @@ def _words(names: Iterable[str | None]) -> str:
 def _paths_at(path: Path) -> list[Path]:
     """A file, the files of a folder, or those that a pattern such as ``rows-*.jsonl`` matches."""
     if not files.exists(path):
-        found = matches(path)
-        if not found:
+        matching = matches(path)
+        if not matching:
             raise DataError(f"no file or folder {path}")
-        return found
+        return matching
     if files.is_folder(path):
-        found = _visible(path)
-        if found and not all(COMPANIONS.fullmatch(p.name) for p in found):
-            return [p for p in found if not COMPANIONS.fullmatch(p.name)]
+        if data_files := [p for p in _visible(path) if not COMPANIONS.fullmatch(p.name)]:
+            return data_files
         inner = [p for p in sorted(path.iterdir()) if files.is_folder(p) and p.name[0] != "."]
-        known = [p for p in inner if p.name == "data" or split_of(p.name)]
-        if known and (found := [each for folder in known for each in _visible(folder)]):
-            return found
+        split_folders = [p for p in inner if p.name == "data" or split_of(p.name)]
+        if split_files := [p for folder in split_folders for p in _visible(folder)]:
+            return split_files
         if inner:
             names = ", ".join(p.name for p in inner)
             raise DataError(f"folder {path} contains no files, but folders; name one: {names}")
@@ -222,13 +221,13 @@ def _visible(folder: Path) -> list[Path]:
 
 def _known_split(folder: Path, split: str | None) -> str:
     """The name of a split of datasets that were saved to a folder."""
-    known = _listed(folder / SPLITS, "splits")
-    wanted = split or "train"
-    if wanted not in known:
+    splits = _listed(folder / SPLITS, "splits")
+    name = split or "train"
+    if name not in splits:
         raise DataError(
-            f'{folder}: no split {wanted!r}; add "split" to the entry: one of {", ".join(known)}'
+            f'{folder}: no split {name!r}; add "split" to the entry: one of {", ".join(splits)}'
         )
-    return wanted
+    return name
 
 
 def _saved(folder: Path) -> tuple[Path, ...]:
@@ -244,10 +243,10 @@ def _listed(path: Path, key: str) -> list[Any]:
     """A list in a small JSON file."""
     with _reading(path):
         try:
-            found = read_json(path)
+            content = read_json(path)
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {error}") from None
-    listed = found.get(key) if isinstance(found, dict) else None
+    listed = content.get(key) if isinstance(content, dict) else None
     if not isinstance(listed, list):
         raise DataError(f"{path}: expected an object with a list {key!r}")
     return listed

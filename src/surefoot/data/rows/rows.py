@@ -57,25 +57,27 @@ def read_examples(
     """One item per row, in order, or per ``chosen`` row (ascending). Raises DataError if there are
     no rows, if a column that the entry lists is in none of them, and at the first broken row above
     ``max_broken_rows``."""
-    found: dict[str, object] = {}  # all columns so far in order, each with its first value
+    first_values: dict[str, object] = {}  # all columns so far in order, each with its first value
     broken: list[BrokenRow] = []
     read = read_columns(entry)
     rows = iter(entry.source.rows())
     numbered = enumerate(rows) if chosen is None else _among(enumerate(rows), chosen)
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
-            found |= {name: value for name, value in row.items() if found.get(name) is None}
+            first_values |= {
+                name: value for name, value in row.items() if first_values.get(name) is None
+            }
             check_columns(entry, index, row)
         item = _read(entry, index, row, read)
         if isinstance(item, BrokenRow) and not item.is_dropped:
             broken.append(item)
         if len(broken) > max_broken_rows:
-            _check_columns(entry, found, rows)
+            _check_columns(entry, first_values, rows)
             raise too_many_broken(entry.name, broken, max_broken_rows)
         yield item
-    if not found and not broken:
+    if not first_values and not broken:
         raise DataError(f"dataset {entry.name!r}: {entry.source} has no rows")
-    _check_columns(entry, found, rows)
+    _check_columns(entry, first_values, rows)
 
 
 def read_rows(
@@ -89,14 +91,14 @@ def read_rows(
 
 def _among(rows: Iterable[tuple[int, Numbered]], chosen: Index) -> Iterator[tuple[int, Numbered]]:
     """The numbered rows that are among ``chosen``, which are ascending."""
-    wanted = iter(chosen.tolist())
-    number = next(wanted, None)
+    remaining = iter(chosen.tolist())
+    number = next(remaining, None)
     for index, row in rows:
         if number is None:
             return
         if index == number:
             yield index, row
-            number = next(wanted, None)
+            number = next(remaining, None)
 
 
 def _read(
@@ -121,8 +123,8 @@ def parse_row(form: Format, row: Row) -> Example:
     the chat template. Raises ``DataError``."""
     turns = [getattr(form, name, None) for name in TURNS]
     plain, notes = without_added_nulls(row, form.tools, turns)
-    found, arguments = form.read(plain), template_arguments(row)
-    return replace(found, columns=row, notes=tuple(notes), template_arguments=arguments)
+    example, arguments = form.read(plain), template_arguments(row)
+    return replace(example, columns=row, notes=tuple(notes), template_arguments=arguments)
 
 
 def form_of(row: Row, forms: Sequence[tuple[Format, tuple[str, ...]]]) -> Format | None:
@@ -138,42 +140,42 @@ def form_of(row: Row, forms: Sequence[tuple[Format, tuple[str, ...]]]) -> Format
 
 
 def _check_columns(
-    entry: DatasetEntry, found: dict[str, object], rest: Iterator[Row | BrokenRow]
+    entry: DatasetEntry, first_values: dict[str, object], rest: Iterator[Row | BrokenRow]
 ) -> None:
     """Every column that the entry names must be in some row, even in one that is not used."""
-    absent = set(entry.columns) - found.keys()
+    absent = set(entry.columns) - first_values.keys()
     while absent and (row := next(rest, None)) is not None:
-        found = {**({} if isinstance(row, BrokenRow) else row), **found}
-        absent -= found.keys()
+        first_values = {**({} if isinstance(row, BrokenRow) else row), **first_values}
+        absent -= first_values.keys()
     for column in entry.columns:
-        if column in absent and found:
-            columns = ", ".join(found)
+        if column in absent and first_values:
+            columns = ", ".join(first_values)
             what = f"no row has the column {column!r}"
-            if not entry.named and not any(name in found for name in USUAL):
+            if not entry.named and not any(name in first_values for name in USUAL):
                 what = f"no column has a usual name, such as {', '.join(map(repr, USUAL[:6]))}"
             raise DataError(
-                f"dataset {entry.name!r}: {what}{_advice(entry, column, found)}; the columns of "
-                f"{entry.source} are: {columns}"
+                f"dataset {entry.name!r}: {what}{_advice(entry, column, first_values)}; "
+                f"the columns of {entry.source} are: {columns}"
             )
 
 
-def _advice(entry: DatasetEntry, column: str, found: Mapping[str, object]) -> str:
+def _advice(entry: DatasetEntry, column: str, first_values: Mapping[str, object]) -> str:
     """A suggestion for the entry, derived from the columns of the dataset."""
-    if hint := nearest(column, found):
+    if hint := nearest(column, first_values):
         return hint
     for name, kind in FORMATS.items():
         main = getattr(kind(), kind.main)
-        if main in found and not isinstance(entry.format, kind):
+        if main in first_values and not isinstance(entry.format, kind):
             return f' (add "formatting": "{name}" to the entry?)'
-    if "text" in found:
+    if "text" in first_values:
         return ' (add "columns": {"prompt": "text"} to the entry?)'
     if not entry.named:
-        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in found)
+        near = ((name, get_close_matches(name, USUAL, n=1, cutoff=0.8)) for name in first_values)
         if misspelled := next(((name, close[0]) for name, close in near if close), None):
             return f" (did you mean {misspelled[1]} by {misspelled[0]}?)"
-    texts = [name for name, value in found.items() if isinstance(value, str)]
-    named = dict(zip(("prompt", "response"), [*texts, *found], strict=False))
-    columns = ", ".join(f"{key}: {_quoted(name)}" for key, name in named.items())
+    texts = [name for name, value in first_values.items() if isinstance(value, str)]
+    suggested = dict(zip(("prompt", "response"), [*texts, *first_values], strict=False))
+    columns = ", ".join(f"{key}: {_quoted(name)}" for key, name in suggested.items())
     line = f"datasets: [{{{entry.source.as_entry}, columns: {{{columns}}}}}]"
     is_csv = entry.source.as_entry.lower().endswith((".csv", ".tsv"))
     first = "; if the first line is a row, put one with names before it" if is_csv else ""
@@ -220,8 +222,8 @@ def meaningful_columns(row: Row, read: Collection[str]) -> tuple[str, ...]:
     """The columns of a row that have a value, are not in ``read``, and have a name that means
     something."""
     others = (name for name in row if name not in read)
-    named = (name for name in others if WORDS.search(name) or LEARNING.search(name))
-    return tuple(name for name in named if row[name] not in EMPTY)
+    meaningful = (name for name in others if WORDS.search(name) or LEARNING.search(name))
+    return tuple(name for name in meaningful if row[name] not in EMPTY)
 
 
 def flagged(
@@ -270,11 +272,11 @@ def _flagged(
     values = flags if isinstance(flags, list) else []
     has_system = isinstance(form.system, str) and bool(example.columns.get(form.system))
     first = 1 if has_system and len(values) == len(messages) - 1 else 0
-    said = [trains(name, flag) for flag in values]
-    if len(said) == len(messages) - first and None not in said:
-        pairs = zip(messages[first:], said, strict=True)
+    decisions = [trains(name, flag) for flag in values]
+    if len(decisions) == len(messages) - first and None not in decisions:
+        pairs = zip(messages[first:], decisions, strict=True)
         return (*messages[:first], *(replace(message, learn=learn) for message, learn in pairs))
-    if trains(name, True) is None and len(said) != len(messages) - first:
+    if trains(name, True) is None and len(decisions) != len(messages) - first:
         return None
     raise DataError(
         f"column {name!r}: expected a list with 0 or 1 for each of "
@@ -287,9 +289,9 @@ def read_columns(entry: DatasetEntry) -> set[str]:
     """The columns that the format of an entry reads, and those that the entry mentions."""
     form, names = entry.format, {field.name for field in fields(entry.format)}
     unread = SINGLE if form.ranking else RANKING_COLUMNS
-    own = {getattr(form, name) for name in names - {"ranking", *unread}}
-    given = (*own, *entry.named, TEMPLATE_ARGUMENTS)
-    return {name for name in given if isinstance(name, str)}
+    format_columns = {getattr(form, name) for name in names - {"ranking", *unread}}
+    mentioned = (*format_columns, *entry.named, TEMPLATE_ARGUMENTS)
+    return {name for name in mentioned if isinstance(name, str)}
 
 
 def unread_mark(entry: DatasetEntry, row: Row) -> str | None:

@@ -159,11 +159,11 @@ class ExampleStream:
     def lengths_of(self, items: Index) -> Index:
         """[items] Tokens of known items."""
         shards = np.array([bisect_right(self._ends, item) for item in items.tolist()])
-        found = np.empty(len(items), np.int64)
+        num_tokens = np.empty(len(items), np.int64)
         for shard in np.unique(shards).tolist():
             here = shards == shard
-            found[here] = self._store(shard).lengths[items[here] - self._start(shard)]
-        return found
+            num_tokens[here] = self._store(shard).lengths[items[here] - self._start(shard)]
+        return num_tokens
 
     def stores(self, count: int) -> list[EncodedStore]:
         """The shards with the first ``count`` items, all open at the same time."""
@@ -172,11 +172,11 @@ class ExampleStream:
 
     def rows(self, count: int) -> Index:
         """[items] The row of each of up to ``count`` first items, as a unique ascending number."""
-        found = [
+        shard_rows = [
             store.rows + self._place(shard)[0] * MAX_ROWS
             for shard, store in enumerate(self.stores(count))
         ]
-        return np.concatenate([np.empty(0, np.int64), *found])[:count]
+        return np.concatenate([np.empty(0, np.int64), *shard_rows])[:count]
 
     def origin(self, item: int) -> str:
         """The row that a known item comes from, for messages."""

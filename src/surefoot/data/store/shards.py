@@ -43,8 +43,8 @@ AHEAD = 2  # batches that are under way: while one is in the Rust tokenizer, ano
 REPORT_SECONDS = 10.0
 Encode = Callable[[Sequence[Example]], list[Encoded]]
 Row = Example | BrokenRow
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Input = TypeVar("Input")
+Result = TypeVar("Result")
 SUMMED = ("rows", "broken", "cut", "items", "tokens", "trained_tokens")
 
 
@@ -87,8 +87,8 @@ class ShardedDataset:
         with files.raising(DataError, "data.cache_dir"):
             try:
                 with files.open_file(self.folder / WHOLE) as file:
-                    found = json.loads(files.read_all(file, MAX_WHOLE))
-                    return int(found["shards"]), int(found["items"])
+                    totals = json.loads(files.read_all(file, MAX_WHOLE))
+                    return int(totals["shards"]), int(totals["items"])
             except (FileNotFoundError, KeyError, TypeError, ValueError):
                 return None
 
@@ -114,12 +114,12 @@ class ShardedDataset:
             return asdict(report)
 
         while (counts := self.counts()) is None or number < counts[0]:
-            if (found := self.find(number)) is None:
+            if (store := self.find(number)) is None:
                 rows.go_to(total.rows)
                 if self.shard_rows is not None and rows.is_at_end():
                     break
-                found = cache.load_or_build(self.folder, self._name(number), build)
-            total, number = add(total, report_from(found.report, self.rows.name)), number + 1
+                store = cache.load_or_build(self.folder, self._name(number), build)
+            total, number = add(total, report_from(store.report, self.rows.name)), number + 1
             yield total
         if self.shard_rows is not None:
             body = json.dumps({"shards": number, "items": total.items})
@@ -175,14 +175,14 @@ class Encoder:
         self, rows: Iterator[Row], *, max_rows: int | None = None, max_tokens: int | None = None
     ) -> DatasetReport:
         """Encode all rows, or the next ones up to about a limit; returns the report so far."""
-        start = told = time.monotonic()
+        start = reported_at = time.monotonic()
         with ThreadPoolExecutor(AHEAD) as pool:
             batches = self._batches(rows, max_rows, max_tokens)
             for batch, outcomes in _ahead(pool, self._outcomes, batches):
                 self._add(batch, outcomes)
-                if time.monotonic() - told > REPORT_SECONDS:
-                    told = time.monotonic()
-                    count, speed = self.report.rows, self.report.tokens / (told - start)
+                if time.monotonic() - reported_at > REPORT_SECONDS:
+                    reported_at = time.monotonic()
+                    count, speed = self.report.rows, self.report.tokens / (reported_at - start)
                     logger.info("encoding %s: %d rows, %.0f tokens/s", self.name, count, speed)
         return self.report
 
@@ -211,9 +211,9 @@ class Encoder:
         items: list[Features] = []
         rows: list[int] = []
         for index, outcome in zip(numbers, outcomes, strict=True):
-            found = items_of(outcome)
-            items += found
-            rows += [index] * len(found)
+            row_items = items_of(outcome)
+            items += row_items
+            rows += [index] * len(row_items)
         self.writer.add(items, rows)
         more = DatasetReport(
             name=self.name,
@@ -249,17 +249,17 @@ def _num_trained(item: Features) -> int:
 
 
 def _ahead(
-    pool: Executor, function: Callable[[Given], Made], given: Iterable[Given]
-) -> Iterator[tuple[Given, Made]]:
-    """Each of ``given`` and the result of ``function`` for it, in order; a few run ahead."""
-    under_way: deque[tuple[Given, Future[Made]]] = deque()
-    for each in given:
+    pool: Executor, function: Callable[[Input], Result], inputs: Iterable[Input]
+) -> Iterator[tuple[Input, Result]]:
+    """Each of ``inputs`` and the result of ``function`` for it, in order; a few run ahead."""
+    under_way: deque[tuple[Input, Future[Result]]] = deque()
+    for each in inputs:
         under_way.append((each, pool.submit(function, each)))
         if len(under_way) > AHEAD:
-            first, made = under_way.popleft()
-            yield first, made.result()
-    for each, made in under_way:
-        yield each, made.result()
+            first, future = under_way.popleft()
+            yield first, future.result()
+    for each, future in under_way:
+        yield each, future.result()
 
 
 def no_items_error(report: DatasetReport) -> DataError:

@@ -88,13 +88,13 @@ class Tokenization:
         self._rust.post_processor = None
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(i for i, token in added.items() if token.special)
-        known = tokenizer.added_tokens_encoder.keys() & control
-        longest_first = sorted(known, key=len, reverse=True)
+        control_tokens = tokenizer.added_tokens_encoder.keys() & control
+        longest_first = sorted(control_tokens, key=len, reverse=True)
         words = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) never matches
         self._control = re.compile(words)
         self._marks = re.compile(f"{OPEN}({words}){CLOSE}|[{OPEN}{CLOSE}]")
         self._control_ids = frozenset(tokenizer.convert_tokens_to_ids(longest_first))
-        self._landmarks = token_aligner(self._rust, known)
+        self._landmarks = token_aligner(self._rust, control_tokens)
         self._short: dict[str, list[int]] = {}
 
     def spells_control(self, value: object) -> bool:
@@ -131,10 +131,10 @@ class Tokenization:
         None if a token crosses a bound or there is none. With ``behind_prompt``, also None if the
         text before the span, encoded alone, gives other ids than those before it.
         """
-        known = None
+        aligned = None
         if self._landmarks and not text.marked:
-            known = self._landmarks.find(text.text, tokens.ids, self._ids)
-        return [self._bounds(tokens, text, known, span, behind_prompt) for span in spans]
+            aligned = self._landmarks.find(text.text, tokens.ids, self._ids)
+        return [self._bounds(tokens, text, aligned, span, behind_prompt) for span in spans]
 
     def is_prefix(self, tokens: Tokens, text: RenderedText, end: int) -> bool:
         """Whether ``text[:end]``, encoded alone, gives exactly the first of ``tokens``, of
@@ -168,13 +168,13 @@ class Tokenization:
         self,
         tokens: Tokens,
         text: RenderedText,
-        known: Known | None,
+        aligned: AlignedText | None,
         span: Bounds,
         behind_prompt: bool,
     ) -> Bounds | None:
         start, end = span
-        first = known.index(start) if known else None
-        last = known.end(end) if known else None
+        first = aligned.index(start) if aligned else None
+        last = aligned.end(end) if aligned else None
         if first is None and behind_prompt and not self.is_prefix(tokens, text, start):
             return None
         first = tokens.index(start) if first is None else first
@@ -200,9 +200,9 @@ class Tokenization:
         position = 0
         for part, plain in self._parts(text):
             start = text.index(part, position)
-            found = self._after(part, plain) if start else self._encode_part(part, plain)
-            ids += found.ids
-            every = (found.offsets[i] for i in range(len(found.ids)))
+            tokens = self._after(part, plain) if start else self._encode_part(part, plain)
+            ids += tokens.ids
+            every = (tokens.offsets[i] for i in range(len(tokens.ids)))
             offsets += [(a + start, b + start) for a, b in every]
             position = start + len(part)
         return Tokens(ids, offsets)
@@ -218,22 +218,22 @@ class Tokenization:
         rust = self._without_tokens if plain else self._rust
         for guard in GUARDS:
             alone = rust.encode(guard, add_special_tokens=False).ids
-            found = rust.encode(guard + text, add_special_tokens=False)
-            if found.ids[: len(alone)] == alone:
-                return self._checked(text, plain, found, len(alone))
+            encoding = rust.encode(guard + text, add_special_tokens=False)
+            if encoding.ids[: len(alone)] == alone:
+                return self._checked(text, plain, encoding, len(alone))
         return self._encode_part(text, plain)
 
     def _encode_part(self, text: str, plain: bool) -> Tokens:
         rust = self._without_tokens if plain else self._rust
         return self._checked(text, plain, rust.encode(text, add_special_tokens=False), 0)
 
-    def _checked(self, text: str, plain: bool, found: Encoding, skip: int) -> Tokens:
+    def _checked(self, text: str, plain: bool, encoding: Encoding, skip: int) -> Tokens:
         """The ids after the ``skip`` tokens of one letter; no control token if ``plain``."""
-        ids = found.ids[skip:]
+        ids = encoding.ids[skip:]
         if plain and self._control_ids.intersection(ids):
             raise TemplateError(f"this tokenizer cannot encode {text!r} as plain text")
         before = 1 if skip else 0
-        return Tokens(ids, [(max(a - before, 0), b - before) for a, b in found.offsets[skip:]])
+        return Tokens(ids, [(max(a - before, 0), b - before) for a, b in encoding.offsets[skip:]])
 
     @cached_property
     def _without_tokens(self) -> Tokenizer:
@@ -258,17 +258,17 @@ def _same(encoding: Encoding) -> Encoding:
 
 def _strings(value: object) -> list[str]:
     """All strings in a value but keys."""
-    found: list[str] = []
+    strings: list[str] = []
     rest = [value]
     while rest:
         each = rest.pop()
         if isinstance(each, str):
-            found.append(each)
+            strings.append(each)
         elif isinstance(each, dict):
             rest += each.values()
         elif isinstance(each, list | tuple):
             rest += each
-    return found
+    return strings
 
 
 def _map_strings(value: T, change: Callable[[str], str]) -> T:
@@ -282,7 +282,7 @@ def _map_strings(value: T, change: Callable[[str], str]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class AlignedText:
     """A text, its ids and its landmarks."""
 
     text: str
@@ -325,19 +325,19 @@ class Landmarks:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._ids, self._normalizes = tokens, normalizes
 
-    def find(self, text: str, ids: list[int], encode: Encode) -> Known | None:
+    def find(self, text: str, ids: list[int], encode: Encode) -> AlignedText | None:
         """Landmarks of a text; None if their assignment to ids is not certain."""
         if self._normalizes and not unicodedata.is_normalized("NFC", text):
             return None
-        found: list[Landmark] = []
+        landmarks: list[Landmark] = []
         index = -1
         try:
             for match in self._pattern.finditer(text):
                 index = ids.index(self._ids[match[0]], index + 1)
-                found.append((match.end(), match.start(), index))
+                landmarks.append((match.end(), match.start(), index))
         except ValueError:  # a longer token is there instead
             return None
-        return Known(text, ids, found, encode)
+        return AlignedText(text, ids, landmarks, encode)
 
 
 def token_aligner(rust: Tokenizer, words: Collection[str]) -> Landmarks | None:

@@ -104,10 +104,10 @@ class Codec:
         marked = [
             RenderedText(tokenization.protect(t), tokenization.spells_control(t)) for t in texts
         ]
-        found = tokenization.encode(marked)
+        encoded = tokenization.encode(marked)
         return [
             list(self._pieces([*head, *tokens.ids, *tail])) if text else NO_TEXT
-            for text, tokens in zip(texts, found, strict=True)
+            for text, tokens in zip(texts, encoded, strict=True)
         ]
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[JSON] = ()) -> list[int]:
@@ -117,17 +117,17 @@ class Codec:
         check_tools(schemas, text)
         return self._chat.encode([RenderedText(text, marked)])[0].ids
 
-    def encode_turn(self, said: Message) -> NextTurn:
-        """The ids after the end token of any response, with what was ``said`` to it, up to the
-        beginning of the next one. Raises ``TemplateError`` if the template ends no response, or
+    def encode_turn(self, message: Message) -> NextTurn:
+        """The ids after the end token of any response, with the ``message`` that answers it, up to
+        the beginning of the next one. Raises ``TemplateError`` if the template ends no response, or
         renders one differently when others follow."""
         for thought in ("", "Thought"):  # some templates write an empty one after the last turn
             before = [
                 Message("user", "Question"),
                 Message("assistant", "Answer", reasoning=thought),
             ]
-            if (found := self._next_turn([*before, said])) is not None:
-                return found
+            if (next_turn := self._next_turn([*before, message])) is not None:
+                return next_turn
         raise TemplateError(
             f"the chat template ({self.template.name}) changes a response when another turn "
             "follows it, so no conversation with an environment can continue its tokens; choose "
@@ -140,11 +140,11 @@ class Codec:
         alone = self._renderer.render(dicts[:2])
         head, _, tail = alone.rpartition("Answer")
         ends = {self.tokenizer.decode([token]): token for token in self.stop_token_ids}
-        known = [tail.find(end) for end in ends if end in tail]
-        if not known:
+        end_positions = [tail.find(end) for end in ends if end in tail]
+        if not end_positions:
             name = self.template.name
             raise TemplateError(f"the chat template ({name}) writes no token that ends a response")
-        place = len(head) + len("Answer") + min(known)
+        place = len(head) + len("Answer") + min(end_positions)
         whole = self._renderer.render(dicts, prompt=True)
         end = next((end for end in ends if whole.startswith(end, place)), None)
         if end is None or not whole.startswith(alone[:place]):
@@ -154,7 +154,7 @@ class Codec:
 
     def encode_prompts(self, examples: Sequence[Example]) -> list[Encoded]:
         """Each conversation up to its last answer, to be continued: ids without a label."""
-        found: list[Encoded] = []
+        encoded: list[Encoded] = []
         for example in examples:
             messages = list(example.messages)
             if messages and messages[-1].role == "assistant":
@@ -164,19 +164,19 @@ class Codec:
                     codec = self.given(example.template_arguments)
                     ids = codec.encode_prompt(messages, example.tools)
             except TemplateError as error:
-                found.append(Dropped(str(error)))
+                encoded.append(Dropped(str(error)))
                 continue
             is_long = len(ids) >= self.section.longest
             items = [{"input_ids": ids, "labels": [IGNORE_INDEX] * len(ids)}]
-            found.append(NO_ROOM if is_long or not ids else items)
-        return found
+            encoded.append(NO_ROOM if is_long or not ids else items)
+        return encoded
 
     def with_section(self, section: DataSection) -> Codec:
         """The same tokenizer and template with other settings."""
-        made = Codec(self.tokenizer, self._template, section)
+        codec = Codec(self.tokenizer, self._template, section)
         shared = ("_renderer", "_locator", "_chat", "_documents", "_lock")
-        vars(made).update({name: vars(self)[name] for name in shared if name in vars(self)})
-        return made
+        vars(codec).update({name: vars(self)[name] for name in shared if name in vars(self)})
+        return codec
 
     @cached_property
     def template(self) -> Template:
@@ -235,8 +235,8 @@ class Codec:
     @cached_property
     def _ends(self) -> set[str]:
         """The tokens that begin, end and pad a sequence."""
-        named = self.tokenizer.special_tokens_map
-        return {str(named[n]) for n in ("bos_token", "eos_token", "pad_token") if named.get(n)}
+        special, names = self.tokenizer.special_tokens_map, ("bos_token", "eos_token", "pad_token")
+        return {str(special[name]) for name in names if special.get(name)}
 
     @cached_property
     def _documents(self) -> tuple[Tokenization, list[int], list[int]]:
@@ -265,8 +265,8 @@ class Codec:
         self, messages: Sequence[Message], tools: Sequence[JSON]
     ) -> tuple[Dicts, Dicts | None, bool]:
         """Messages and tools for the template, and whether they contain marks around plain text."""
-        said = [self._thinking(message) for message in messages]
-        dicts = message_dicts(said, self._renderer, self.template.thoughts)
+        messages = [self._thinking(message) for message in messages]
+        dicts = message_dicts(messages, self._renderer, self.template.thoughts)
         schemas = tool_dicts(tools)
         marked = self._chat.spells_control([dicts, schemas])
         if marked:
@@ -325,50 +325,50 @@ class Codec:
         section = self.section
         if isinstance(thinking, bool):
             section = replace(section, enable_thinking=thinking)
-        made = self.with_section(section)
-        renderer = self._renderer.given(arguments)
+        codec = self.with_section(section)
+        renderer = self._renderer.with_arguments(arguments)
         locator = ResponseLocator(renderer, self.template.last_ends)
-        vars(made).update(_renderer=renderer, _locator=locator, _chat=self._chat)
-        return made
+        vars(codec).update(_renderer=renderer, _locator=locator, _chat=self._chat)
+        return codec
 
     def _draft(self, example: Example) -> RenderedConversation | Dropped:
         """Render a conversation up to the last trained message."""
         messages = self._with_system(example.messages)
-        learnt = [i for i in range(len(messages)) if self._is_trained(messages, i)]
-        if not learnt:
+        trained = [i for i in range(len(messages)) if self._is_trained(messages, i)]
+        if not trained:
             return PLAIN if example.text else NOTHING
-        if any(messages[i].is_empty for i in learnt if messages[i].role == "assistant"):
+        if any(messages[i].is_empty for i in trained if messages[i].role == "assistant"):
             return EMPTY
-        messages = messages[: learnt[-1] + 1]
+        messages = messages[: trained[-1] + 1]
         if any(is_unclear(message, self.template.thoughts) for message in messages):
             return UNCLEAR
         locator, is_whole = self._locator, self.section.train_on_prompt
-        counted = range(len(messages)) if is_whole else learnt
-        wanted = [i for i in counted if messages[i].role == "assistant"]
-        odd = [i for i in counted if i not in learnt] if is_whole else learnt
+        masked = [i for i in range(len(messages)) if i not in trained]
+        # The labels are those of the whole text but these, or only of these.
+        selected = masked if is_whole else trained
+        indices = range(len(messages)) if is_whole else trained
+        responses = [i for i in indices if messages[i].role == "assistant"]
         try:
             dicts, tools, marked = self._protected(messages, example.tools)
-            text, turns = locator.locate(dicts, tools, wanted)
-            parts = [locator.content(dicts, tools, i, text) for i in odd if i not in wanted]
+            text, turns = locator.locate(dicts, tools, responses)
+            parts = [locator.content(dicts, tools, i, text) for i in selected if i not in responses]
             if self.section.train_on_thoughts != "all":
                 turns = [self._answer(turn) for turn in turns]
-            if marked:
-                self._chat.encode(
-                    [RenderedText(text, marked)]
-                )  # this row may fail, its batch must not
+            if marked:  # this row may fail, its batch must not
+                self._chat.encode([RenderedText(text, marked)])
         except TemplateError as error:
             return Dropped(str(error))
         if is_whole:
-            parts += [turn for turn in turns if turn.index in odd]
+            parts += [turn for turn in turns if turn.index in selected]
         return RenderedConversation(RenderedText(text, marked), turns, parts)
 
     def _encoded(self, rendered: RenderedConversation, tokens: Tokens) -> Encoded:
         """Set labels, and truncate to ``cutoff_len``."""
         if self.section.train_on_prompt:
-            found = [whole(rendered, tokens, self._chat)]
+            sequences = [whole(rendered, tokens, self._chat)]
         else:
-            found = split(rendered, tokens, self._chat, self._last_ends)
-        items = [item for item in found if item.num_trained_tokens]
+            sequences = split(rendered, tokens, self._chat, self._last_ends)
+        items = [item for item in sequences if item.num_trained_tokens]
         if not items:
             return NOTHING
         fitted = [item.fit(self.section.longest) for item in items]
@@ -389,10 +389,8 @@ class RenderedConversation:
     """The text of a conversation, and its response spans."""
 
     text: RenderedText
-    turns: Sequence[
-        ResponseSpan
-    ]  # the answers to learn; all answers where the whole text is learnt
-    parts: Sequence[ResponseSpan]  # contents to learn beside them; or not to learn, of a whole text
+    turns: Sequence[ResponseSpan]  # trained responses; all of them if the whole text is trained
+    parts: Sequence[ResponseSpan]  # other trained contents; masked ones if the whole text is
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,20 +449,20 @@ def split(
     """
     inside = [turn for turn in rendered.turns if turn.text is rendered.text.text]
     spans = [(turn.start, turn.end) for turn in inside]
-    found = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
-    answers = [bounds for bounds in found if bounds]
-    own: list[Item] = []
+    span_bounds = tokenization.bounds(tokens, rendered.text, spans, behind_prompt=True)
+    answers = [bounds for bounds in span_bounds if bounds]
+    separate: list[Item] = []
     if len(answers) < len(rendered.turns):
-        placed = {turn for turn, bounds in zip(inside, found, strict=True) if bounds}
+        placed = {turn for turn, bounds in zip(inside, span_bounds, strict=True) if bounds}
         others = [turn for turn in rendered.turns if turn not in placed]
-        own = [_alone(rendered, tokenization, turn) for turn in others]
-    learnt = answers
+        separate = [_alone(rendered, tokenization, turn) for turn in others]
+    trained = answers
     if rendered.parts:
-        learnt = [*answers, *_bounds(rendered, tokens, tokenization, rendered.parts)]
-    if not learnt:
-        return own
+        trained = [*answers, *_bounds(rendered, tokens, tokenization, rendered.parts)]
+    if not trained:
+        return separate
     labels = [IGNORE_INDEX] * len(tokens.ids)
-    for start, end in learnt:
+    for start, end in trained:
         labels[start:end] = tokens.ids[start:end]
     if last_ends:
         for i, (start, end) in enumerate(answers):
@@ -472,7 +470,7 @@ def split(
                 labels[end] = tokens.ids[end] if tokens.ids[end] in last_ends else last_ends[0]
                 answers[i] = (start, end + 1)  # a cut keeps the label
     item = Item(tokens.ids, labels, answers)
-    return [item.cut(max(end for _, end in [*learnt, *answers])) if own else item, *own]
+    return [item.cut(max(end for _, end in [*trained, *answers])) if separate else item, *separate]
 
 
 def _alone(rendered: RenderedConversation, tokenization: Tokenization, turn: ResponseSpan) -> Item:

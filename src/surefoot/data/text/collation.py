@@ -110,7 +110,7 @@ def join(chosen: Features, rejected: Features) -> Features:
     both = (chosen, rejected)
     most = min(*(_first_label(item) for item in both), *(len(i["input_ids"]) - 1 for i in both))
     heads = zip(*(item["input_ids"][:most] for item in both), strict=True)
-    length = next((i for i, (one, other) in enumerate(heads) if one != other), most)
+    length = next((i for i, (first, second) in enumerate(heads) if first != second), most)
     if length < 1:
         raise ValueError("chosen and rejected have no prompt in common")
     answers = [len(item["input_ids"]) - length for item in both]

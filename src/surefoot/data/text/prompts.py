@@ -59,12 +59,12 @@ def read_prompts(path: Path, section: DataSection | None = None) -> list[Prompt]
     """
     try:
         is_rows = path.suffix.lower() in (*_TABLES, *_LINES)
-        found = list(_prompts(path, Catalog(section).forms() if section and is_rows else ()))
+        prompts = list(_prompts(path, Catalog(section).forms() if section and is_rows else ()))
     except OSError as error:
         raise DataError(f"{path}: prompts cannot be read: {error.strerror}") from None
-    if not found:
+    if not prompts:
         raise DataError(f"{path}: contains no prompt; expected one per line")
-    return found
+    return prompts
 
 
 def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:
@@ -78,8 +78,8 @@ def _prompts(path: Path, forms: Forms) -> Iterator[Prompt]:
         origin = f"{path}: {place}"
         try:
             if suffix in (*_TABLES, *_LINES):
-                found = json.loads(row) if isinstance(row, str) else row
-                yield _of_row(found, forms, origin)
+                parsed = json.loads(row) if isinstance(row, str) else row
+                yield _of_row(parsed, forms, origin)
             elif "\0" in (line := str(row)):
                 raise DataError(
                     "a NUL character, so this is not a text file; expected one prompt per line"
@@ -95,10 +95,10 @@ def _of_row(row: object, forms: Forms, origin: str) -> Prompt:
         raise DataError(row.reason)
     if not isinstance(row, dict):
         raise DataError(f"expected an object, got {shown(row)}")
-    kept = {EXPECTED if name == "answer" else name: value for name, value in row.items()}
-    taken = [name for name in _ANSWER if name in kept]
-    if len(kept) < len(row) or taken:
-        name = taken[0] if taken else "answer"
+    fields = {EXPECTED if name == "answer" else name: value for name, value in row.items()}
+    reserved = [name for name in _ANSWER if name in fields]
+    if len(fields) < len(row) or reserved:
+        name = reserved[0] if reserved else "answer"
         raise DataError(f"the key {name!r} is used for the response; give it another name")
     form = form_of(row, forms) or recognized([row])  # with an answer or not, as in a dataset
     if form is None:
@@ -112,7 +112,7 @@ def _of_row(row: object, forms: Forms, origin: str) -> Prompt:
         raise DataError(f"the last message is of the {messages[-1].role}; expected the user")
     if messages[-1].is_empty and messages[-1].role == "user":
         raise DataError("the prompt is empty")
-    return Prompt(origin, messages, example.tools, example.template_arguments, kept)
+    return Prompt(origin, messages, example.tools, example.template_arguments, fields)
 
 
 def read_tools(path: Path) -> tuple[JSON, ...]:
@@ -123,12 +123,12 @@ def read_tools(path: Path) -> tuple[JSON, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--tools {path}: cannot be read: {error}") from None
     try:
-        found = tools({"tools": text}, "tools")
+        schemas = tools({"tools": text}, "tools")
     except DataError as error:
         raise DataError(f"--tools {path}: {error}") from None
-    if not found:
+    if not schemas:
         raise DataError(f"--tools {path}: contains no function schema; expected a JSON list")
-    return found
+    return schemas
 
 
 class AnswerText(Protocol):

@@ -38,8 +38,8 @@ def labeled(example: Example) -> Example:
     ``kto_tag`` with true or false, 1 or 0, or these as text."""
     if example.label is not None:
         return example
-    found = (truth(example.columns.get(name)) for name in MARKS)
-    return replace(example, label=next((each for each in found if each is not None), None))
+    labels = (truth(example.columns.get(name)) for name in MARKS)
+    return replace(example, label=next((each for each in labels if each is not None), None))
 
 
 def not_to_imitate(example: Example) -> Dropped | None:

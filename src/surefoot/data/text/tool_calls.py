@@ -57,16 +57,17 @@ def parse_tool_calls(
     syntax = syntax_of(response) if syntax is None else syntax
     if syntax is None:
         return ToolCalls(response)
-    found, thought = SYNTAXES[syntax], _THOUGHT.match(response)
+    pattern, read = SYNTAXES[syntax].pattern, SYNTAXES[syntax].read
+    thought = _THOUGHT.match(response)
     start, types = len(thought[0]) if thought else 0, _types(tools)
     calls: list[JSON] = []
     broken: list[str] = []
-    for match in re.finditer(found.pattern, response[start:], re.DOTALL):
+    for match in re.finditer(pattern, response[start:], re.DOTALL):
         try:
-            calls += found.read(match[1], types)
+            calls += read(match[1], types)
         except WRONG:
             broken.append(match[0])
-    text = response[:start] + re.sub(found.pattern, "", response[start:], flags=re.DOTALL)
+    text = response[:start] + re.sub(pattern, "", response[start:], flags=re.DOTALL)
     return ToolCalls(text.strip() if calls or broken else response, tuple(calls), tuple(broken))
 
 
@@ -76,32 +77,32 @@ def syntax_of(text: str) -> str | None:
 
 
 def _types(tools: Sequence[JSON]) -> Types:
-    found: dict[str, Mapping[str, object]] = {}
+    types_by_function: dict[str, Mapping[str, object]] = {}
     for tool in tools:
         function = cast(Mapping[str, object], tool.get("function", tool))
         parameters = cast(Mapping[str, object], function.get("parameters") or {})
         properties = cast(Mapping[str, JSON], parameters.get("properties") or {})
-        types = {name: one.get("type") for name, one in properties.items()}
-        found[str(function["name"])] = types
-    return found
+        types = {name: schema.get("type") for name, schema in properties.items()}
+        types_by_function[str(function["name"])] = types
+    return types_by_function
 
 
 def _call(value: object, key: str = "arguments") -> JSON:
     """A call in JSON, its arguments under ``key``."""
-    one = cast(Mapping[str, object], value)
-    arguments = one[key]
+    call = cast(Mapping[str, object], value)
+    arguments = call[key]
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    if not isinstance(one["name"], str) or not isinstance(arguments, Mapping):
+    if not isinstance(call["name"], str) or not isinstance(arguments, Mapping):
         raise ValueError
-    return {"name": one["name"], "arguments": arguments}
+    return {"name": call["name"], "arguments": arguments}
 
 
 def _objects(text: str, _types: Types) -> Iterator[JSON]:
     """An object, or a list of objects."""
     value = json.loads(text)
-    for one in value if isinstance(value, list) else [value]:
-        yield _call(one, "parameters" if "parameters" in one else "arguments")
+    for call in value if isinstance(value, list) else [value]:
+        yield _call(call, "parameters" if "parameters" in call else "arguments")
 
 
 def _lines(text: str, _types: Types) -> Iterator[JSON]:
@@ -128,10 +129,10 @@ def _tagged(name: str, value: str) -> Read:
         if not functions:
             raise ValueError
         for function, body in functions:
-            known = types.get(function, {})
+            value_types = types.get(function, {})
             pairs = re.findall(value, body, re.DOTALL)
-            found = {key: _value(raw, known.get(key)) for key, raw in pairs}
-            yield {"name": function, "arguments": found}
+            arguments = {key: _value(raw, value_types.get(key)) for key, raw in pairs}
+            yield {"name": function, "arguments": arguments}
 
     return read
 
@@ -149,8 +150,8 @@ def _value(raw: str, kind: object) -> object:
 def _python(text: str, _types: Types) -> Iterator[JSON]:
     """Calls of Python: ``[name(key="value")]``."""
     body = ast.parse(text.strip(), mode="eval").body
-    for one in body.elts if isinstance(body, ast.List) else [body]:
-        call = cast(ast.Call, one)
+    for node in body.elts if isinstance(body, ast.List) else [body]:
+        call = cast(ast.Call, node)
         name = cast(ast.Name, call.func).id
         if call.args:
             raise ValueError

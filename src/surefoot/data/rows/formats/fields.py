@@ -98,9 +98,9 @@ def label(row: Row, column: str | None) -> bool | None:
     value = _value(row, column)
     if value is None:
         raise missing(row, column)
-    if (found := truth(value)) is None:
+    if (is_desirable := truth(value)) is None:
         raise DataError(f"column {column!r}: expected true or false, got {shown(value)}")
-    return found
+    return is_desirable
 
 
 def truth(value: object) -> bool | None:
@@ -122,8 +122,8 @@ def missing(row: Row, column: str | None) -> DataError:
     """The error for a row without its main column, or with a null in it."""
     if column in row:
         return NothingToLearnError(f"no value in the column {column!r}")
-    found = ", ".join(row) or "none"
-    return DataError(f"no column {column!r} (columns found: {found}){nearest(str(column), row)}")
+    columns = ", ".join(row) or "none"
+    return DataError(f"no column {column!r} (columns found: {columns}){nearest(str(column), row)}")
 
 
 def nearest(word: str, choices: Mapping[str, object]) -> str:
@@ -160,18 +160,18 @@ def without_added_nulls(
 ) -> tuple[Row, list[str]]:
     """The row with its columns of ``tools`` and of ``turns`` as they were before a columnar file,
     and what to say of it."""
-    made, listed = dict(row), row.get(tools) if tools else None
+    restored, listed = dict(row), row.get(tools) if tools else None
     columns = {name: row[name] for name in turns if name and isinstance(row.get(name), list | dict)}
     parameters, notes = _parameters(row, tools), list[str]()
     for is_exported in (False, True):
-        found = _Values(parameters, is_exported=is_exported)
+        values = _Values(parameters, is_exported=is_exported)
         if tools and isinstance(listed, list):
-            made[tools] = found.schema(listed)
-        made |= {name: found.turns(value) for name, value in columns.items()}
-        notes = list(found.notes)
-        if not found.has_odd_null:
+            restored[tools] = values.schema(listed)
+        restored |= {name: values.turns(value) for name, value in columns.items()}
+        notes = list(values.notes)
+        if not values.has_odd_null:
             break
-    return made, notes
+    return restored, notes
 
 
 class _Values:
@@ -189,7 +189,7 @@ class _Values:
             return [self.schema(each, key, is_inside=is_inside) for each in value]
         if not isinstance(value, Mapping):
             return value
-        is_added, made = self._is_exported or isinstance(value, Struct), dict[str, object]()
+        is_added, restored = self._is_exported or isinstance(value, Struct), dict[str, object]()
         for name, each in value.items():
             is_free = name in MEANT and key != "properties"
             if each is None and not is_free:
@@ -198,8 +198,8 @@ class _Values:
                 self.notes[OMITTED] = None
             else:
                 is_in_it = is_inside or name == "parameters"
-                made[name] = self.schema(each, name, is_inside=is_in_it)
-        return made
+                restored[name] = self.schema(each, name, is_inside=is_in_it)
+        return restored
 
     def turns(self, value: object) -> object:
         """Turns, or a part of one."""
@@ -208,7 +208,7 @@ class _Values:
         if not isinstance(value, Mapping):
             return value
         is_added = self._is_exported or isinstance(value, Struct)
-        made = {
+        restored = {
             name: self.turns(each)
             for name, each in value.items()
             if each is not None or not is_added
@@ -216,32 +216,33 @@ class _Values:
         name, arguments = value.get("name"), value.get("arguments")
         if isinstance(name, str) and isinstance(arguments, Mapping):
             is_added = self._is_exported or isinstance(arguments, Struct)
-            made["arguments"] = {
+            restored["arguments"] = {
                 key: self.turns(each)
                 for key, each in arguments.items()
                 if each is not None or self._is_meant(name, key, is_added=is_added)
             }
-        return made
+        return restored
 
     def _is_meant(self, function: str, argument: str, *, is_added: bool) -> bool:
         """Whether a call has an argument that is null."""
-        known = self._parameters.get(function)
-        if known is not None:
-            self.has_odd_null |= argument not in known[0]
-            if argument not in known[0] or argument in known[1]:
-                return argument in known[1]
-        if is_added or known is None:
+        parameters = self._parameters.get(function)
+        if parameters is not None:
+            names, required = parameters
+            self.has_odd_null |= argument not in names
+            if argument not in names or argument in required:
+                return argument in required
+        if is_added or parameters is None:
             self.notes[OMITTED if is_added else KEPT] = None
         return not is_added
 
 
 def _parameters(row: Row, tools: str | None) -> Parameters:
     """The parameters of each function of a row."""
-    found: dict[str, tuple[Collection[str], Collection[str]]] = {}
+    by_function: dict[str, tuple[Collection[str], Collection[str]]] = {}
     try:
         listed = structure(row, tools)
     except DataError:  # which its format says
-        return found
+        return by_function
     for each in listed if isinstance(listed, list) else []:
         try:
             schema = _mapping(json.loads(each) if isinstance(each, str) else each)
@@ -252,8 +253,8 @@ def _parameters(row: Row, tools: str | None) -> Parameters:
         properties, required = parameters.get("properties"), parameters.get("required")
         if isinstance(properties, Mapping) and isinstance(name, str):
             names = {key for key, each in properties.items() if each is not None}
-            found[name] = names, required if isinstance(required, list) else []
-    return found
+            by_function[name] = names, required if isinstance(required, list) else []
+    return by_function
 
 
 def _mapping(value: object) -> JSON:

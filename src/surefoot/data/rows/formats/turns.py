@@ -50,12 +50,12 @@ _MASKS = re.compile(r"(?:is)?mask(?:ed)?")  # ... or masks it
 
 def trains(key: str, value: object) -> bool | None:
     """Whether a flag says to train on a turn; None if it is no flag, or has no obvious meaning."""
-    name, said = re.sub(r"[^a-z]", "", key.lower()), truth(value)
-    if said is None or _TRAINS.fullmatch(name):
-        return said
+    name, flag = re.sub(r"[^a-z]", "", key.lower()), truth(value)
+    if flag is None or _TRAINS.fullmatch(name):
+        return flag
     # A mask of 0 and 1 means one thing to one trainer, and the opposite to another.
     is_clear = name != "mask" or str(value).lower() in ("true", "false")
-    return not said if _MASKS.fullmatch(name) and is_clear else None
+    return not flag if _MASKS.fullmatch(name) and is_clear else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,19 @@ class Turns:
         if role == self.function:
             words, calls = _written_calls(as_text(content, where), where)
             return Message("assistant", words, calls, learn, fields=self._fields(turn))
-        known = self.roles.get(role) if isinstance(role, str) else None
-        if known is None:
+        standard_role = self.roles.get(role) if isinstance(role, str) else None
+        if standard_role is None:
             raise self._unknown_role(turn, where)
         calls = _listed_calls(turn.get("tool_calls") or turn.get("function_call"), where)
-        thought = _thought(turn, known, where)
-        if calls and known != "assistant":
-            raise DataError(f"{where}: 'tool_calls' in a turn of the {known}")
+        thought = _thought(turn, standard_role, where)
+        if calls and standard_role != "assistant":
+            raise DataError(f"{where}: 'tool_calls' in a turn of the {standard_role}")
         if content is None and calls:
-            return Message(known, "", calls, learn, thought, self._fields(turn))
+            return Message(standard_role, "", calls, learn, thought, self._fields(turn))
         if self.content not in turn:
             raise DataError(f"{where}: no key {self.content!r} (keys found: {', '.join(turn)})")
         words = _content(content, f"{where}: {self.content!r}")
-        return Message(known, words, calls, learn, thought, self._fields(turn))
+        return Message(standard_role, words, calls, learn, thought, self._fields(turn))
 
     def _fields(self, turn: Row) -> JSON:
         """Keys that a chat template may read, such as ``name`` and ``tool_call_id``."""
@@ -126,9 +126,9 @@ class Turns:
     def _unknown_role(self, turn: Row, where: str) -> DataError:
         if self.role not in turn:
             return DataError(f"{where}: no key {self.role!r} (keys found: {', '.join(turn)})")
-        known = dict.fromkeys([*self.roles, self.function])
+        role_names = dict.fromkeys([*self.roles, self.function])
         role = turn[self.role]
-        hint = nearest(str(role), known) or f" (expected one of {', '.join(known)})"
+        hint = nearest(str(role), role_names) or f" (expected one of {', '.join(role_names)})"
         return DataError(f"{where}: unknown role {role!r}{hint}")
 
 
@@ -208,30 +208,30 @@ def _only(value: object) -> object:
 def _learn(turn: Row, where: str, read: Collection[str] = ()) -> bool | None:
     """Whether to train on this turn, by its keys that say so, such as ``weight`` of OpenAI's files.
     Raises ``DataError``: one has no obvious meaning, or two have different ones."""
-    given = {
+    flags = {
         key: value
         for key, value in turn.items()
         if key not in read and value not in EMPTY and LEARNING.search(key)
     }
-    for key, value in given.items():
+    for key, value in flags.items():
         if trains(key, value) is None:
             raise DataError(f"{where}: {key!r}: {shown(value)} is not read; {_CURE}")
-    found = {trains(key, value) for key, value in given.items()}
-    if len(found) > 1:
-        raise DataError(f"{where}: {' and '.join(map(repr, given))} contradict each other; {_CURE}")
-    return found.pop() if found else None
+    decisions = {trains(key, value) for key, value in flags.items()}
+    if len(decisions) > 1:
+        raise DataError(f"{where}: {' and '.join(map(repr, flags))} contradict each other; {_CURE}")
+    return decisions.pop() if decisions else None
 
 
 def _thought(turn: Row, role: Role, where: str) -> str:
     """The thought of a response, under one of its usual keys."""
-    found = [key for key in THOUGHT_KEYS if turn.get(key) not in (None, "")]
-    if not found:
+    keys = [key for key in THOUGHT_KEYS if turn.get(key) not in (None, "")]
+    if not keys:
         return ""
     if role != "assistant":
-        raise DataError(f"{where}: {found[0]!r} in a turn of the {role}")
-    texts = {as_text(turn[key], f"{where}: {key!r}") for key in found}
+        raise DataError(f"{where}: {keys[0]!r} in a turn of the {role}")
+    texts = {as_text(turn[key], f"{where}: {key!r}") for key in keys}
     if len(texts) > 1:
-        raise DataError(f"{where}: {found[0]!r} and {found[1]!r} are different thoughts")
+        raise DataError(f"{where}: {keys[0]!r} and {keys[1]!r} are different thoughts")
     return texts.pop()
 
 
@@ -248,10 +248,10 @@ def _content(value: object, where: str) -> str:
 
 
 def _part(part: Row, where: str) -> str:
-    found = [part[key] for key in ("text", "value") if part.get(key) is not None]
-    if not found:
+    texts = [part[key] for key in ("text", "value") if part.get(key) is not None]
+    if not texts:
         raise DataError(f"{where}: a text part without 'text', got {shown(part)}")
-    return as_text(found[0], where)
+    return as_text(texts[0], where)
 
 
 def _written_calls(content: str, where: str) -> tuple[str, tuple[JSON, ...]]:
@@ -290,8 +290,8 @@ def _call(value: object, where: str) -> JSON:
     more = dict(value) if isinstance(value, Mapping) else {}  # such as the call's id
     if more.get("type") == "function":
         del more["type"]
-    kept = {key: one for key, one in more.items() if key != "function" and one is not None}
-    return {**kept, "name": call["name"], "arguments": arguments}
+    extras = {key: extra for key, extra in more.items() if key != "function" and extra is not None}
+    return {**extras, "name": call["name"], "arguments": arguments}
 
 
 @dataclass(frozen=True, kw_only=True)

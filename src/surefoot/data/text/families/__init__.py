@@ -146,8 +146,8 @@ class TemplateFamily:
         if self.is_plain:
             return self.stop
         texts = (self.prefix, self.system, self.user, self.header, self.answer, self.result or "")
-        found = [token for text in texts for token in _TOKENS.findall(text)]
-        return tuple(dict.fromkeys([*found, *self.stop]))
+        delimiters = [token for text in texts for token in _TOKENS.findall(text)]
+        return tuple(dict.fromkeys([*delimiters, *self.stop]))
 
 
 @cache
@@ -155,12 +155,13 @@ def families() -> Mapping[str, TemplateFamily]:
     """Every family by name."""
     table = YAML(typ="safe").load(TABLE.read_text(encoding="utf-8"))
     shapes: dict[str, dict[str, object]] = {}
-    found: dict[str, dict[str, object]] = {}
-    for made, rows in ((shapes, table["shapes"]), (found, table["families"])):
+    family_fields: dict[str, dict[str, object]] = {}
+    for resolved, rows in ((shapes, table["shapes"]), (family_fields, table["families"])):
         for name, fields in rows.items():
             like = fields.pop("like", None)
-            made[name] = fields if like is None else {**(shapes.get(like) or found[like]), **fields}
-    return {name: _family(name, fields) for name, fields in found.items()}
+            inherited = {} if like is None else shapes.get(like) or family_fields[like]
+            resolved[name] = {**inherited, **fields}
+    return {name: _family(name, fields) for name, fields in family_fields.items()}
 
 
 def _family(name: str, fields: Mapping[str, object]) -> TemplateFamily:
@@ -196,12 +197,12 @@ def family_source(family: TemplateFamily) -> str:
 
 def checked_syntax(name: str) -> str:
     """``name``, a syntax of tools. Raises ``TemplateError``: there is none of that name."""
-    known = sorted(path.stem for path in TOOLS.glob("*.part"))
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
+    syntaxes = sorted(path.stem for path in TOOLS.glob("*.part"))
+    if name not in syntaxes:
+        near = get_close_matches(name, syntaxes, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise TemplateError(
-            f"data.tool_format: expected one of {', '.join(known)}, got {name!r}{hint}"
+            f"data.tool_format: expected one of {', '.join(syntaxes)}, got {name!r}{hint}"
         )
     return name
 
@@ -223,9 +224,9 @@ def _texts(text: str, content: str = "") -> str:
 
 def _answer(family: TemplateFamily) -> str:
     call = family.call or family.answer
-    said = "        {%- set said = message.content %}\n"
+    assignment = "        {%- set said = message.content %}\n"
     if family.thoughts:
-        said = _THOUGHT % _words(family)
+        assignment = _THOUGHT % _words(family)
     before_call, _, after_call = call.partition("{content}")
     before, _, after = family.answer.partition("{content}")
     written = "{{- said }}\n"
@@ -243,7 +244,7 @@ def _answer(family: TemplateFamily) -> str:
     marks = ("", "") if family.thoughts else ("{%- generation %}\n", "{%- endgeneration %}\n")
     return (
         _texts(family.header)
-        + said
+        + assignment
         + marks[0]
         + "        {%- if message.tool_calls %}\n"
         + calling

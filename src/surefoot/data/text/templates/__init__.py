@@ -111,15 +111,15 @@ def load_template(
         TemplateError: unknown name, no template to use, special tokens that the tokenizer would
             split, or an argument that the template does not use.
     """
-    found = _own(tokenizer) if name == AUTO else _named(name, tokenizer, tool_format)
+    template = _saved_template(tokenizer) if name == AUTO else _named(name, tokenizer, tool_format)
     if tool_format is not None and name not in families():
         raise TemplateError(
             f"data.tool_format: {tool_format}, but template {name!r} has its own syntax of tools; "
             "remove tool_format, or choose a data.template of the families of docs/templates.md"
         )
     if not arguments:
-        return found
-    return replace(found, source=with_arguments(found.source, arguments, name))
+        return template
+    return replace(template, source=with_arguments(template.source, arguments, name))
 
 
 def section_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -> Template:
@@ -129,13 +129,13 @@ def section_template(section: DataSection, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _named(name: str, tokenizer: PreTrainedTokenizerBase, tool_format: str | None) -> Template:
-    found = find_bundled(name, tool_format)
-    if found is None:
+    template = find_bundled(name, tool_format)
+    if template is None:
         raise TemplateError(f"data.template: no template is called {name!r}{_nearest(name)}")
-    _check_tokens(found, tokenizer)
+    _check_tokens(template, tokenizer)
     eos = cast(str, tokenizer.eos_token)
-    last_ends = tuple(eos if end == "{eos}" else end for end in found.last_ends)
-    return replace(found, name=name, stop=found.stop or (eos,), last_ends=last_ends)
+    last_ends = tuple(eos if end == "{eos}" else end for end in template.last_ends)
+    return replace(template, name=name, stop=template.stop or (eos,), last_ends=last_ends)
 
 
 def template_mismatch(
@@ -169,7 +169,7 @@ def saved_source(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return saved or None
 
 
-def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
+def _saved_template(tokenizer: PreTrainedTokenizerBase) -> Template:
     source = saved_source(tokenizer)
     if source is None:
         raise TemplateError(
@@ -179,28 +179,28 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Template:
         )
     closing = Renderer(source, tokenizer).closing_token()
     stop = dict.fromkeys(token for token in (closing, tokenizer.eos_token) if token)
-    found = Template(AUTO, source, tuple(stop))
+    template = Template(AUTO, source, tuple(stop))
     # The family whose template a run saved, if need be with arguments in front.
     bodies = ((name, family_source(family)) for name, family in families().items())
     family = next((name for name, body in bodies if source.endswith(body)), None)
     if family is None:
-        return found
-    known = _named(family, tokenizer, None)
-    stop |= dict.fromkeys(known.stop)
-    return replace(known, name=AUTO, source=source, stop=tuple(stop))
+        return template
+    family_template = _named(family, tokenizer, None)
+    stop |= dict.fromkeys(family_template.stop)
+    return replace(family_template, name=AUTO, source=source, stop=tuple(stop))
 
 
-def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
-    needs_eos = not found.stop or "eos_token" in found.source
+def _check_tokens(template: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
+    needs_eos = not template.stop or "eos_token" in template.source
     if needs_eos and not tokenizer.eos_token:
         raise TemplateError(
-            f"template {found.name!r} ends responses with the tokenizer's eos_token, but this "
+            f"template {template.name!r} ends responses with the tokenizer's eos_token, but this "
             "tokenizer has none"
         )
-    pieces = {token: tokenizer.encode(token, add_special_tokens=False) for token in found.tokens}
+    pieces = {token: tokenizer.encode(token, add_special_tokens=False) for token in template.tokens}
     if missing := [token for token, ids in pieces.items() if len(ids) != 1]:
         raise TemplateError(
-            f"template {found.name!r} writes {', '.join(missing)}, which this tokenizer would "
+            f"template {template.name!r} writes {', '.join(missing)}, which this tokenizer would "
             f"split into pieces; add model.new_special_tokens: [{', '.join(map(repr, missing))}] "
             "(and train their embeddings: method full, or with lora method.lora.modules_to_save: "
             "[embed_tokens, lm_head]), or choose another template, such as alpaca"
@@ -208,7 +208,7 @@ def _check_tokens(found: Bundled, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _aliases() -> dict[str, str]:
-    return {alias: name for name, found in bundled().items() for alias in found.aliases}
+    return {alias: name for name, template in bundled().items() for alias in template.aliases}
 
 
 def _nearest(name: str) -> str:
@@ -258,10 +258,10 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
 
     Raises ``TemplateError``: the template does not use one of them.
     """
-    known = set(_NAME.findall(source))
+    used_names = set(_NAME.findall(source))
     for name in arguments:
-        if name not in known or name in GIVEN:
-            near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if name not in used_names or name in GIVEN:
+            near = get_close_matches(name, used_names, n=1, cutoff=0.8)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise TemplateError(
                 f"chat template {template!r} has no argument {name!r}{hint}, so data.{_key(name)} "
@@ -273,11 +273,11 @@ def with_arguments(source: str, arguments: Mapping[str, object], template: str) 
 def check_row_arguments(source: str, arguments: Mapping[str, object], template: str) -> None:
     """Warn of arguments of a row that ``source`` does not use. Raises ``TemplateError``: one has
     the name of what is given by whatever renders it."""
-    known = set(_NAME.findall(source))
+    used_names = set(_NAME.findall(source))
     for name in arguments:
         if name in GIVEN:
             raise TemplateError(f"chat_template_kwargs: {name!r} is no argument of a row")
-        if name not in known:
+        if name not in used_names:
             logger.warning(
                 "chat template %r has no argument %r, so chat_template_kwargs of a row changes "
                 "nothing",
@@ -287,8 +287,8 @@ def check_row_arguments(source: str, arguments: Mapping[str, object], template: 
 
 
 def _key(name: str) -> str:
-    own = ("enable_thinking", "preserve_thinking")
-    return name if name in own else f"chat_template_kwargs.{name}"
+    settings = ("enable_thinking", "preserve_thinking")
+    return name if name in settings else f"chat_template_kwargs.{name}"
 
 
 def _default(name: str, value: object) -> str:

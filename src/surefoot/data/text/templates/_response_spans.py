@@ -119,18 +119,20 @@ class ResponseLocator:
         """One response: the text that follows its prompt."""
         prompt = self._renderer.render(messages[:index], tools, prompt=True)
         is_last = index + 1 == len(messages)
-        own = whole if is_last else self._renderer.render(messages[: index + 1], tools)
-        if not own.startswith(prompt):
+        conversation = whole if is_last else self._renderer.render(messages[: index + 1], tools)
+        if not conversation.startswith(prompt):
             raise TemplateError(
                 f"the prompt of message {index + 1} ends in {prompt[-30:]!r}, but the "
                 "conversation with that response does not begin with its prompt, so the "
                 "response cannot be located"
             )
-        end = self._trimmed(own, len(prompt), len(own))
-        text = whole if whole.startswith(own[:end]) else own
-        if text is own and not is_last and own.endswith(self._last_ends):
-            short = len(own) - max(len(e) for e in self._last_ends if own.endswith(e))
-            if whole.startswith(own[:short]):
+        end = self._trimmed(conversation, len(prompt), len(conversation))
+        text = whole if whole.startswith(conversation[:end]) else conversation
+        if text is conversation and not is_last and conversation.endswith(self._last_ends):
+            short = len(conversation) - max(
+                len(e) for e in self._last_ends if conversation.endswith(e)
+            )
+            if whole.startswith(conversation[:short]):
                 return ResponseSpan(index, whole, len(prompt), short)
         return ResponseSpan(index, text, len(prompt), end)
 

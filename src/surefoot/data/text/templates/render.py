@@ -81,11 +81,11 @@ class Renderer:
         self._special = {token.content for token in added if token.special}
         self._added = self._special | {t.content for t in added if _is_markup(t.content)}
 
-    def given(self, arguments: JSON) -> Renderer:
+    def with_arguments(self, arguments: JSON) -> Renderer:
         """The same template with further arguments."""
-        made = copy(self)
-        made._names = {**self._names, **arguments}
-        return made
+        renderer = copy(self)
+        renderer._names = {**self._names, **arguments}
+        return renderer
 
     def render(self, messages: Dicts, tools: Dicts | None = None, *, prompt: bool = False) -> str:
         """The text of a conversation; with ``prompt``, up to the beginning of the next response.
@@ -103,8 +103,10 @@ class Renderer:
             tail = self.render(probe).rpartition("Answer")[2]
         except TemplateError:
             return None
-        found = [(tail.find(token), -len(token), token) for token in self._added if token in tail]
-        return min(found)[2] if found else None
+        candidates = [
+            (tail.find(token), -len(token), token) for token in self._added if token in tail
+        ]
+        return min(candidates)[2] if candidates else None
 
     def reads(self, key: str) -> bool:
         """Whether a message's ``key`` may change the text: the template names it, or writes
@@ -128,8 +130,8 @@ class Renderer:
         renderings = [self._rendered(probe, prompt=True) for probe in PROBES.values()]
         everywhere = "\0".join([self.source, *renderings])
         around = self._rendered(PROBES["several turns"])
-        found = {token for token in self._special if token in everywhere}
-        return frozenset(found | {token for token in self._added if token in around})
+        special = {token for token in self._special if token in everywhere}
+        return frozenset(special | {token for token in self._added if token in around})
 
     def _rendered(self, probe: Probe, *, prompt: bool = False) -> str:
         try:
@@ -214,8 +216,8 @@ def split_thought(message: Message, words: Words) -> Message:
     first, last = words
     if message.role != "assistant" or message.reasoning or not message.content.startswith(first):
         return message
-    thought, found, content = message.content[len(first) :].partition(last)
-    return replace(message, reasoning=thought, content=content) if found else message
+    thought, closing, content = message.content[len(first) :].partition(last)
+    return replace(message, reasoning=thought, content=content) if closing else message
 
 
 def lone_close(message: Message, words: Words) -> re.Match[str] | None:
@@ -224,26 +226,26 @@ def lone_close(message: Message, words: Words) -> re.Match[str] | None:
     first, last = (word.strip() for word in words)
     if message.role != "assistant" or message.reasoning or last not in message.content:
         return None
-    found = re.search(rf"(?<![`'\"“‘(]){re.escape(last)}", message.content)
-    return None if found is None or first in message.content[: found.start()] else found
+    closing = re.search(rf"(?<![`'\"“‘(]){re.escape(last)}", message.content)
+    return None if closing is None or first in message.content[: closing.start()] else closing
 
 
 def is_unclear(message: Message, words: Words) -> bool:
     """Whether a lone closing word may end a thought or be text: it has blanks around it."""
-    found = lone_close(message, words)
-    if found is None:
+    closing = lone_close(message, words)
+    if closing is None:
         return False
-    around = message.content[max(0, found.start() - 1) : found.end() + 1]
-    return around == f" {found[0]} "
+    around = message.content[max(0, closing.start() - 1) : closing.end() + 1]
+    return around == f" {closing[0]} "
 
 
 def with_opening(message: Message, words: Words) -> Message:
     """A response whose thought the prompt had opened (servers log it so), with both words."""
-    found = lone_close(message, words)
-    if found is None or is_unclear(message, words):
+    closing = lone_close(message, words)
+    if closing is None or is_unclear(message, words):
         return message
-    if not message.content[: found.start()].strip():  # an empty thought, which is none
-        return replace(message, content=message.content[found.end() :].lstrip("\n"))
+    if not message.content[: closing.start()].strip():  # an empty thought, which is none
+        return replace(message, content=message.content[closing.end() :].lstrip("\n"))
     return replace(message, content=words[0] + message.content.lstrip("\n"))
 
 
@@ -271,8 +273,8 @@ def with_thought(message: Message, words: Words = USUAL) -> str:
 
 def field_of(source: str) -> str | None:
     """The field of a message that a template reads thoughts from."""
-    found = (name for name in THOUGHT_KEYS if re.search(rf"[.'\"]{name}\b", source))
-    return next(found, None)
+    fields = (name for name in THOUGHT_KEYS if re.search(rf"[.'\"]{name}\b", source))
+    return next(fields, None)
 
 
 def end_of_thought(text: str, start: int, end: int, words: Words, *, only_empty: bool) -> int:
@@ -289,8 +291,8 @@ def end_of_thought(text: str, start: int, end: int, words: Words, *, only_empty:
 
 def thought_of(fields: Sequence[object], content: str) -> str:
     """The thought of a message as a template sees it, without white space around it."""
-    given = next((str(each) for each in fields if each), "")
-    if not given:
+    thought = next((str(each) for each in fields if each), "")
+    if not thought:
         before, closed, _ = content.partition("</think>")
-        given = before.partition("<think>")[2] if closed else ""
-    return given.strip()
+        thought = before.partition("<think>")[2] if closed else ""
+    return thought.strip()
