@@ -37,6 +37,14 @@ def test_an_adapter_becomes_a_model_of_its_own(folder, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
+def test_a_file_of_llamafactory_alone_is_answered_with_the_command_to_type(tmp_path):
+    file = tmp_path / "merge.yaml"
+    file.write_text("model_name_or_path: base\nadapter_name_or_path: ad\nexport_dir: out\n")
+    done = run(file)
+    assert done.exit_code == 2 and "type: surefoot export ad out --base base" in done.stderr
+    assert "Missing argument 'OUT'" in run(tmp_path).stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--to", "compressed-tensors")])
 def test_a_folder_is_not_given_the_name_of_a_gguf_file(options, folder, tmp_path):
     done = run(folder / "base", tmp_path / "x.gguf", *options)

@@ -44,6 +44,11 @@ class _Export(TargetCommand):
     ) -> click.Context:
         """That of the command which the first word names."""
         if not args or args[0] not in self.commands:
+            if len(args) == 1 and not args[0].startswith("-"):
+                # LLaMA-Factory's file says what OUT is; the error has the command to type
+                from ..recipe.importers import convert
+
+                convert(args)
             return super().make_context(info_name, args, parent, **extra)
         command = self.commands[args[0]]
         return command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
