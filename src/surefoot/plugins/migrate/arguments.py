@@ -40,14 +40,14 @@ class Argument:
         """``value`` with the argument's type. Raises ``RefusedError``: it has another."""
         expected, read = _KINDS[self.kind]
         try:
-            found = read(value)
+            converted = read(value)
         except (ValueError, TypeError):
             message = f"expected {expected}, got {value!r}"
             raise RefusedError(name, message) from None
-        if self.choices and str(found) not in self.choices:
-            known = f"expected one of {', '.join(self.choices)}, got {found!r}"
-            raise RefusedError(name, known + near(str(found), self.choices))
-        return found
+        if self.choices and str(converted) not in self.choices:
+            problem = f"expected one of {', '.join(self.choices)}, got {converted!r}"
+            raise RefusedError(name, problem + near(str(converted), self.choices))
+        return converted
 
     def refuses(self, value: object) -> bool:
         """Whether ``value`` asks for what is not supported."""
@@ -58,8 +58,8 @@ class Argument:
 
 def near(name: str, known: Iterable[str]) -> str:
     """``(did you mean ...?)``, if one of ``known`` looks like ``name``."""
-    found = difflib.get_close_matches(name, known, 1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    matches = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def _text(value: object) -> str:
@@ -102,10 +102,10 @@ def _numbers(value: object) -> list[float]:
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    found = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(found, dict):
+    mapping = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(mapping, dict):
         raise ValueError
-    return found
+    return mapping
 
 
 _KINDS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
@@ -129,10 +129,10 @@ def _rows(group: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
             for part in row:
                 yield from _rows(_TABLES["parts"][part])
         elif name == "shared":
-            yield from ((one, ARGUMENTS[one]) for one in row.split())
+            yield from ((key, ARGUMENTS[key]) for key in row.split())
         elif name in ("ignored", "refused"):
             for reason, names in row.items():
-                yield from ((one, Argument("any", None, name, (), reason)) for one in names.split())
+                yield from ((key, Argument("any", None, name, (), reason)) for key in names.split())
         else:
             yield name, _argument(row)
 
@@ -140,11 +140,12 @@ def _rows(group: Mapping[str, Any]) -> Iterator[tuple[str, Argument]]:
 def _argument(row: Mapping[str, Any]) -> Argument:
     kind, default = next(iter(row.items()))
     outcome = next(name for name in OUTCOMES if name in row)
-    said, choices, allowed = row[outcome], tuple(row.get("of", ())), tuple(row.get("but", ()))
+    counterpart = row[outcome]  # settings, or the reason why there are none
+    choices, allowed = tuple(row.get("of", ())), tuple(row.get("but", ()))
     if outcome in ("is", "makes"):
-        settings = (said,) if isinstance(said, str) else tuple(said)
+        settings = (counterpart,) if isinstance(counterpart, str) else tuple(counterpart)
         return Argument(kind, default, outcome, settings, row.get("note", ""), choices)
-    return Argument(kind, default, outcome, (), said, choices, allowed)
+    return Argument(kind, default, outcome, (), counterpart, choices, allowed)
 
 
 def _tables(kind: str) -> Mapping[str, Rows]:

@@ -28,18 +28,18 @@ _TASKS = {  # of lm-eval, by LLaMA-Factory's names; it has these splits only
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def other_commands(given: GivenArguments) -> Iterator[Problem]:
+def other_commands(arguments: GivenArguments) -> Iterator[Problem]:
     """What to type instead of `surefoot train`, if the arguments are of another command."""
-    names = [name for name in given.values if ARGUMENTS[name].outcome == "command"]
-    if given["do_train"] or (not names and (given["do_predict"] or given["do_eval"])):
+    names = [name for name in arguments.values if ARGUMENTS[name].outcome == "command"]
+    if arguments["do_train"] or (not names and (arguments["do_predict"] or arguments["do_eval"])):
         return  # or a recipe for `surefoot eval`
-    if not names and (given.sets("output_dir") or given["dataset"]):
+    if not names and (arguments.sets("output_dir") or arguments["dataset"]):
         message = "is not set, so LLaMA-Factory would train nothing; set do_train: true"
         yield Problem(("do_train",), message)
         return
-    command = "chat" if not names else "export" if given["export_dir"] else "eval"
+    command = "chat" if not names else "export" if arguments["export_dir"] else "eval"
     try:
-        line = shlex.join(["surefoot", *_COMMANDS[command](given)])
+        line = shlex.join(["surefoot", *_COMMANDS[command](arguments)])
     except RefusedError as error:
         yield Problem((error.argument,), str(error))
         return
@@ -47,41 +47,41 @@ def other_commands(given: GivenArguments) -> Iterator[Problem]:
     yield Problem(tuple(names[:1]), message)
 
 
-def _chat(given: GivenArguments) -> list[str]:
-    words = ["chat", str(given["model_name_or_path"])]
-    if adapter := _adapter(given):
+def _chat(arguments: GivenArguments) -> list[str]:
+    words = ["chat", str(arguments["model_name_or_path"])]
+    if adapter := _adapter(arguments):
         words += ["--adapter", adapter]
-    system = given["default_system"] or same_template(given["template"] or "")[1]
+    system = arguments["default_system"] or same_template(arguments["template"] or "")[1]
     words += ["--system", system] if system else []
-    if given.sets("enable_thinking") and given["enable_thinking"] is not None:
-        words.append("--thinking" if given["enable_thinking"] else "--no-thinking")
-    words += ["--max-new-tokens", str(given["max_new_tokens"])]
-    if not given["do_sample"] or not given["temperature"]:
+    if arguments.sets("enable_thinking") and arguments["enable_thinking"] is not None:
+        words.append("--thinking" if arguments["enable_thinking"] else "--no-thinking")
+    words += ["--max-new-tokens", str(arguments["max_new_tokens"])]
+    if not arguments["do_sample"] or not arguments["temperature"]:
         words.append("--greedy")
     else:
         for name in _SAMPLING:
-            words += [f"--{name.replace('_', '-')}", f"{given[name]:g}"]
-    return [*words, *_weights(given)]
+            words += [f"--{name.replace('_', '-')}", f"{arguments[name]:g}"]
+    return [*words, *_weights(arguments)]
 
 
-def _export(given: GivenArguments) -> list[str]:
-    if given["export_quantization_bit"]:
+def _export(arguments: GivenArguments) -> list[str]:
+    if arguments["export_quantization_bit"]:
         raise RefusedError(
             "export_quantization_bit",
             "GPTQ models are not written: export the model with `surefoot export`, and quantize "
             "the folder with a quantizer such as llm-compressor",
         )
-    if not given["export_dir"]:
+    if not arguments["export_dir"]:
         raise RefusedError("export_dir", "is missing; name a new folder")
-    model, *base = _model_and_base(given)
-    size = f"{given['export_size']}GB"
-    words = ["export", model, str(given["export_dir"]), *base, "--max-shard-size", size]
-    return [*words, *_weights(given)]
+    model, *base = _model_and_base(arguments)
+    size = f"{arguments['export_size']}GB"
+    words = ["export", model, str(arguments["export_dir"]), *base, "--max-shard-size", size]
+    return [*words, *_weights(arguments)]
 
 
-def _evaluation(given: GivenArguments) -> list[str]:
+def _evaluation(arguments: GivenArguments) -> list[str]:
     """Their questions are lm-eval's, and so are the prompts."""
-    task, folder = given["task"] or "mmlu_test", given["task_dir"]
+    task, folder = arguments["task"] or "mmlu_test", arguments["task_dir"]
     if folder != ARGUMENTS["task_dir"].default:
         message = (
             f"{folder!r}: a local folder of questions is not read; remove it: lm-eval has them"
@@ -90,38 +90,38 @@ def _evaluation(given: GivenArguments) -> list[str]:
     if task not in _TASKS:
         message = f"expected one of {', '.join(_TASKS)}, got {task!r}; `surefoot eval MODEL"
         raise RefusedError("task", f"{message} --tasks NAME` runs any other task of lm-eval")
-    model, *base = _model_and_base(given)
-    words = ["eval", model, *base, f"generate.batch_size={given['batch_size']}"]
-    words += ["--tasks", _TASKS[task], "--shots", str(given["n_shot"])]
-    words += [] if given["template"] in (None, *_TEXT) else ["--prompts", "chat"]
-    words += ["--output", f"{given['save_dir']}.jsonl"] if given["save_dir"] else []
-    return [*words, *(["model.trust_remote_code=true"] if given["trust_remote_code"] else [])]
+    model, *base = _model_and_base(arguments)
+    words = ["eval", model, *base, f"generate.batch_size={arguments['batch_size']}"]
+    words += ["--tasks", _TASKS[task], "--shots", str(arguments["n_shot"])]
+    words += [] if arguments["template"] in (None, *_TEXT) else ["--prompts", "chat"]
+    words += ["--output", f"{arguments['save_dir']}.jsonl"] if arguments["save_dir"] else []
+    return [*words, *(["model.trust_remote_code=true"] if arguments["trust_remote_code"] else [])]
 
 
 _COMMANDS = {"chat": _chat, "export": _export, "eval": _evaluation}
 
 
-def _model_and_base(given: GivenArguments) -> list[str]:
+def _model_and_base(arguments: GivenArguments) -> list[str]:
     """The model; or the adapter, and the base under it as an option."""
-    base, adapter = str(given["model_name_or_path"]), _adapter(given)
+    base, adapter = str(arguments["model_name_or_path"]), _adapter(arguments)
     return [base] if adapter is None else [adapter, "--base", base]
 
 
-def _adapter(given: GivenArguments) -> str | None:
+def _adapter(arguments: GivenArguments) -> str | None:
     """The adapter, if any. Raises ``RefusedError``: there are several, or no model."""
-    if not given["model_name_or_path"]:
+    if not arguments["model_name_or_path"]:
         raise RefusedError("model_name_or_path", "is missing; name a model")
-    adapters = given["adapter_name_or_path"] or []
+    adapters = arguments["adapter_name_or_path"] or []
     if len(adapters) > 1:
-        words = shlex.join([adapters[0], "MERGED", "--base", given["model_name_or_path"]])
+        words = shlex.join([adapters[0], "MERGED", "--base", arguments["model_name_or_path"]])
         message = f"adapters are merged one by one; begin with: surefoot export {words}"
         raise RefusedError("adapter_name_or_path", message)
     return str(adapters[0]) if adapters else None
 
 
-def _weights(given: GivenArguments) -> list[str]:
-    dtype = [] if given["infer_dtype"] == "auto" else ["--dtype", str(given["infer_dtype"])]
-    return [*dtype, *(["--trust-remote-code"] if given["trust_remote_code"] else [])]
+def _weights(arguments: GivenArguments) -> list[str]:
+    dtype = [] if arguments["infer_dtype"] == "auto" else ["--dtype", str(arguments["infer_dtype"])]
+    return [*dtype, *(["--trust-remote-code"] if arguments["trust_remote_code"] else [])]
 
 
 # Arguments in words

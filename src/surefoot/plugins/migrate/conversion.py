@@ -32,18 +32,18 @@ def convert_llamafactory(
     """The recipe of LLaMA-Factory's arguments. Raises ``RecipeError``: with every one that is
     unknown or not supported, each with line, reason and what to write instead."""
     conversion = Conversion(document)
-    given = conversion.read(LLAMAFACTORY, environment)
-    conversion.problems += other_commands(given)
+    arguments = conversion.read(LLAMAFACTORY, environment)
+    conversion.problems += other_commands(arguments)
     conversion.check()
-    settings = conversion.settings(given)
-    mistakes = (*_misread(document), *LLAMAFACTORY.rules.notes("mistakes", given))
+    settings = conversion.settings(arguments)
+    mistakes = (*_misread(document), *LLAMAFACTORY.rules.notes("mistakes", arguments))
     notes = [
         "settings of LLaMA-Factory (`surefoot recipe convert` prints them as a recipe):",
-        *(f"  differs: {line}" for line in _differences(given)),
+        *(f"  differs: {line}" for line in _differences(arguments)),
         *(f"  LLaMA-Factory: {line}" for line in mistakes),
-        *_ignored(given),
+        *_ignored(arguments),
     ]
-    extras = LlamaFactoryExtras(document, after_training(given), bool(given["do_train"]))
+    extras = LlamaFactoryExtras(document, after_training(arguments), bool(arguments["do_train"]))
     recipe = conversion.recipe(settings, overrides)
     return ConvertedFile(LLAMAFACTORY.title, recipe, notes, extras)
 
@@ -56,8 +56,8 @@ def convert_trainer(
 ) -> ConvertedFile:
     """The recipe of another trainer's arguments. Raises ``RecipeError`` as above."""
     conversion = Conversion(document)
-    given = conversion.read(program, environment)
-    renamed = conversion.renamed(given)
+    arguments = conversion.read(program, environment)
+    renamed = conversion.renamed(arguments)
     conversion.names = dict(conversion.origins)
     values: dict[str, Any] = {"do_train": True, "stage": program.stage}
     for name, value in renamed.items():
@@ -65,17 +65,17 @@ def convert_trainer(
             with conversion.refusing():
                 values[name] = ARGUMENTS[name].read(name, value)
     conversion.check()
-    named = replace(given, values=values, arguments=ARGUMENTS)
-    settings = conversion.settings(named)
+    renamed_arguments = replace(arguments, values=values, table=ARGUMENTS)
+    settings = conversion.settings(renamed_arguments)
     if program.has_own_stage:  # in place of what LLaMA-Factory's rules have made of it
         settings = {n: value for n, value in settings.items() if not n.startswith("stage")}
     settings.pop("data.dataset_dir", None)  # LLaMA-Factory's
     settings |= {name: value for name, value in renamed.items() if "." in name}
     notes = [
         f"settings of {program.title} as a recipe:",
-        *(f"  differs: {line}" for line in program.rules.notes("differs", given)),
-        *(f"  differs: {line}" for line in _differences(named)),
-        *_ignored(given),
+        *(f"  differs: {line}" for line in program.rules.notes("differs", arguments)),
+        *(f"  differs: {line}" for line in _differences(renamed_arguments)),
+        *_ignored(arguments),
     ]
     recipe, is_complete = conversion.recipe(settings, overrides), program.names_data
     return ConvertedFile(program.title, recipe, notes, is_complete=is_complete)
@@ -117,43 +117,43 @@ class Conversion:
             values["eval_strategy"] = former
         return GivenArguments(program, values, environment, program.arguments)
 
-    def renamed(self, given: GivenArguments) -> Settings:
+    def renamed(self, arguments: GivenArguments) -> Settings:
         """Another trainer's arguments by LLaMA-Factory's names, and settings. Those that are unset
         have their program's defaults, but where they are transformers' own."""
         renamed: Settings = {}
-        for name, argument in given.arguments.items():
-            value, is_shared = given[name], ARGUMENTS.get(name) is argument
-            if is_shared and name in given.values and argument.outcome in ("is", "makes"):
+        for name, argument in arguments.table.items():
+            value, is_shared = arguments[name], ARGUMENTS.get(name) is argument
+            if is_shared and name in arguments.values and argument.outcome in ("is", "makes"):
                 renamed[name] = value
             elif not is_shared and argument.outcome == "is" and value is not None:
                 renamed[argument.settings[0]] = value
                 self.origins[argument.settings[0]] = name
-        return renamed | self._made(given, given.program.rules)
+        return renamed | self._made(arguments, arguments.program.rules)
 
-    def settings(self, given: GivenArguments) -> Settings:
+    def settings(self, arguments: GivenArguments) -> Settings:
         """The settings of LLaMA-Factory's arguments. Raises ``RecipeError``."""
         settings: Settings = {}
-        for name, value in given.values.items():
+        for name, value in arguments.values.items():
             if ARGUMENTS[name].outcome == "is":
                 settings[ARGUMENTS[name].settings[0]] = value
                 self.origins[ARGUMENTS[name].settings[0]] = self.names.get(name, name)
-        return settings | self._made(given, LLAMAFACTORY.rules)
+        return settings | self._made(arguments, LLAMAFACTORY.rules)
 
-    def _made(self, given: GivenArguments, rules: Rules) -> Settings:
+    def _made(self, arguments: GivenArguments, rules: Rules) -> Settings:
         """What ``rules`` make. Raises ``RecipeError``."""
-        for name, reason in rules.refused(given):
+        for name, reason in rules.refused(arguments):
             self.problems.append(Problem((self.names.get(name, name),), reason))
-        made: Settings = {}
-        for name, settings in rules.settings(given):
-            made |= settings
+        all_settings: Settings = {}
+        for name, settings in rules.settings(arguments):
+            all_settings |= settings
             self.origins |= dict.fromkeys(settings, self.names.get(name, name))
         for name, rule in rules.functions:
             with self.refusing():
-                settings = rule(given)
-                made |= settings
+                settings = rule(arguments)
+                all_settings |= settings
                 self.origins |= dict.fromkeys(settings, self.names.get(name, name))
         self.check()
-        return made
+        return all_settings
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -190,15 +190,15 @@ def _refuse(name: str, argument: Argument, value: object) -> None:
         raise RefusedError(name, f"{shown} is not supported: {argument.says}")
 
 
-def _differences(given: GivenArguments) -> Iterator[str]:
+def _differences(arguments: GivenArguments) -> Iterator[str]:
     """What a run does differently from LLaMA-Factory."""
-    yield from filter(None, (template_note(given), trackers_note(given)))
-    yield from LLAMAFACTORY.rules.notes("differs", given)
+    yield from filter(None, (template_note(arguments), trackers_note(arguments)))
+    yield from LLAMAFACTORY.rules.notes("differs", arguments)
 
 
-def _ignored(given: GivenArguments) -> Iterator[str]:
+def _ignored(arguments: GivenArguments) -> Iterator[str]:
     """The line that lists the arguments that need no setting."""
-    names = [n for n in given.values if given.arguments[n].outcome in ("ignored", "command")]
+    names = [n for n in arguments.values if arguments.table[n].outcome in ("ignored", "command")]
     if names:
         yield f"  without effect here: {', '.join(names)}"
 

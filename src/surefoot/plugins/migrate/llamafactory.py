@@ -26,17 +26,17 @@ _TRACKERS = get_args(TrackerName)
 _TOKENIZED = ("dataset_dict.json", "state.json")  # of a dataset that LLaMA-Factory has tokenized
 
 
-def _adapters(given: GivenArguments) -> Settings:
+def _adapters(arguments: GivenArguments) -> Settings:
     """All but the last are merged into the base there, and frozen here."""
-    adapters = given["adapter_name_or_path"] or []
-    num_frozen = len(adapters) if given["create_new_adapter"] else len(adapters) - 1
+    adapters = arguments["adapter_name_or_path"] or []
+    num_frozen = len(adapters) if arguments["create_new_adapter"] else len(adapters) - 1
     frozen, trained = adapters[: max(0, num_frozen)], adapters[max(0, num_frozen) :]
     settings: Settings = {"model.frozen_adapters": frozen} if frozen else {}
     return settings | ({"model.adapter": trained[0]} if trained else {})
 
 
-def _dataset_dir(given: GivenArguments) -> Settings:
-    folder = str(given["dataset_dir"])
+def _dataset_dir(arguments: GivenArguments) -> Settings:
+    folder = str(arguments["dataset_dir"])
     if folder.startswith("REMOTE:"):
         repository = folder.removeprefix("REMOTE:")
         raise RefusedError(
@@ -44,84 +44,84 @@ def _dataset_dir(given: GivenArguments) -> Settings:
             f"{folder!r} is a folder on a hub; download it: `hf download {repository} "
             "--repo-type dataset --local-dir data`, and write dataset_dir: data",
         )
-    no_ids = [name for name in given["dataset"] or () if "/" not in name]
+    no_ids = [name for name in arguments["dataset"] or () if "/" not in name]
     if folder == "ONLINE" and no_ids:
         message = f"{no_ids[0]!r} is no hub id, as dataset_dir is ONLINE; write owner/name"
         raise RefusedError("dataset", message)
     return {}
 
 
-def _template(given: GivenArguments) -> Settings:
+def _template(arguments: GivenArguments) -> Settings:
     """The template of the same name, with their default system message."""
-    name = given["template"]
-    if name is None or given["stage"] == "pt":
+    name = arguments["template"]
+    if name is None or arguments["stage"] == "pt":
         return {}
     if name not in TEMPLATES:
         hint = near(name, TEMPLATES)
         raise RefusedError("template", f"{name!r} is no template of LLaMA-Factory{hint}")
     template, system = same_template(name)
     settings: Settings = {"data.template": template}
-    if system is not None and not given.sets("default_system"):
+    if system is not None and not arguments.sets("default_system"):
         settings["data.default_system"] = system
     return settings
 
 
-def _tokenized(given: GivenArguments) -> Settings:
+def _tokenized(arguments: GivenArguments) -> Settings:
     """The folder for encoded data, unless LLaMA-Factory has written to it."""
-    folder = given["tokenized_path"]
+    folder = arguments["tokenized_path"]
     if folder is None or any((Path(folder) / name).exists() for name in _TOKENIZED):
         return {}
     return {"data.cache_dir": folder}
 
 
-def _ppo(given: GivenArguments) -> Settings:
-    if given["stage"] != "ppo":
+def _ppo(arguments: GivenArguments) -> Settings:
+    if arguments["stage"] != "ppo":
         return {}
-    return {"stage.ppo.reward": [{"reward_model": {"path": given["reward_model"]}}]}
+    return {"stage.ppo.reward": [{"reward_model": {"path": arguments["reward_model"]}}]}
 
 
-def _logs(given: GivenArguments) -> Settings:
-    if given["logging_strategy"] != "steps":
+def _logs(arguments: GivenArguments) -> Settings:
+    if arguments["logging_strategy"] != "steps":
         return {}
-    return {"train.log_steps": _interval(given, "logging_steps")}
+    return {"train.log_steps": _interval(arguments, "logging_steps")}
 
 
-def _interval(given: GivenArguments, name: str) -> int:
+def _interval(arguments: GivenArguments, name: str) -> int:
     """Steps; below 1 a share of all, which must be known."""
-    value: float = given[name]
+    value: float = arguments[name]
     if value <= 0:
         raise RefusedError(name, f"must be positive, got {value:g}")
     if value >= 1:
         if value % 1:
             raise RefusedError(name, f"expected a whole number of steps, got {value:g}")
         return int(value)
-    if given["max_steps"] <= 0:
+    if arguments["max_steps"] <= 0:
         message = f"{value:g} is a share of all steps; set max_steps, or write a number of steps"
         raise RefusedError(name, message)
-    return math.ceil(int(given["max_steps"]) * value)
+    return math.ceil(int(arguments["max_steps"]) * value)
 
 
-def _evaluations(given: GivenArguments) -> Settings:
+def _evaluations(arguments: GivenArguments) -> Settings:
     """By the present name of the strategy; ``conversion`` has read the former one."""
-    if given["eval_strategy"] != "steps":
+    if arguments["eval_strategy"] != "steps":
         return {}
-    name = "logging_steps" if given["eval_steps"] is None else "eval_steps"
-    return {"train.eval_steps": _interval(given, name)}
+    name = "logging_steps" if arguments["eval_steps"] is None else "eval_steps"
+    return {"train.eval_steps": _interval(arguments, name)}
 
 
-def _saves(given: GivenArguments) -> Settings:
-    strategy = given["save_strategy"]
+def _saves(arguments: GivenArguments) -> Settings:
+    strategy = arguments["save_strategy"]
     if strategy == "best":  # when it is evaluated
-        strategy = given["eval_strategy"]
-        steps = _evaluations(given).get("train.eval_steps")
+        strategy = arguments["eval_strategy"]
+        steps = _evaluations(arguments).get("train.eval_steps")
     else:
-        steps = _interval(given, "save_steps") if strategy == "steps" else None
+        steps = _interval(arguments, "save_steps") if strategy == "steps" else None
     settings: Settings = {"checkpoint.save_steps": steps}
     return settings | ({"checkpoint.save_epoch": True} if strategy == "epoch" else {})
 
 
-def _best(given: GivenArguments) -> Settings:
-    name = given["metric_for_best_model"]
+def _best(arguments: GivenArguments) -> Settings:
+    name = arguments["metric_for_best_model"]
     if name is None:
         return {}
     full = f"eval_{name.removeprefix('eval_')}"
@@ -129,39 +129,39 @@ def _best(given: GivenArguments) -> Settings:
     return {"train.metric_for_best_model": here.get(full, full)}
 
 
-def _trackers(given: GivenArguments) -> Settings:
+def _trackers(arguments: GivenArguments) -> Settings:
     """``use_swanlab`` has settings of its own, of which the general ones come first."""
-    names = [name for name in given["report_to"] if name in _TRACKERS]
-    set_names = [name for name in ("project", "run_name") if given.sets(name)]
-    settings: Settings = {f"train.{name}": given[name] for name in set_names}
-    if given["use_swanlab"] and given["swanlab_mode"] != "disabled":
+    names = [name for name in arguments["report_to"] if name in _TRACKERS]
+    set_names = [name for name in ("project", "run_name") if arguments.sets(name)]
+    settings: Settings = {f"train.{name}": arguments[name] for name in set_names}
+    if arguments["use_swanlab"] and arguments["swanlab_mode"] != "disabled":
         names = list(dict.fromkeys([*names, "swanlab"]))
-        settings = {"train.project": given["swanlab_project"]} | settings
-        if given["swanlab_run_name"] is not None:
-            settings = {"train.run_name": given["swanlab_run_name"]} | settings
+        settings = {"train.project": arguments["swanlab_project"]} | settings
+        if arguments["swanlab_run_name"] is not None:
+            settings = {"train.run_name": arguments["swanlab_run_name"]} | settings
     if names:
         settings["train.report_to"] = names
-    if "swanlab" in names and given["swanlab_mode"] in ("local", "offline"):
+    if "swanlab" in names and arguments["swanlab_mode"] in ("local", "offline"):
         settings["train.report_offline"] = True
     return settings
 
 
-def _uploads(given: GivenArguments) -> Settings:
-    if not given["push_to_hub"]:
+def _uploads(arguments: GivenArguments) -> Settings:
+    if not arguments["push_to_hub"]:
         return {}
-    name, is_private = given["hub_model_id"], given["hub_private_repo"]
+    name, is_private = arguments["hub_model_id"], arguments["hub_private_repo"]
     if name is None or not is_repository_name(name):
         problem = "is missing" if name is None else f"got {name!r}"
         message = f"{problem}; name the repository to upload to, as owner/name"
         raise RefusedError("hub_model_id", message)
-    strategy = given["hub_strategy"]
+    strategy = arguments["hub_strategy"]
     strategy = "all_checkpoints" if strategy == "checkpoint" else strategy
     settings: Settings = {"train.push_to_hub": name, "train.hub_strategy": strategy}
     return settings if is_private is None else settings | {"train.hub_private_repo": is_private}
 
 
-def _resume(given: GivenArguments) -> Settings:
-    place = given["resume_from_checkpoint"] or ""
+def _resume(arguments: GivenArguments) -> Settings:
+    place = arguments["resume_from_checkpoint"] or ""
     is_auto = place.lower() in ("true", "false", "none", "null", "")
     return {} if is_auto else {"checkpoint.resume": place}
 
@@ -199,46 +199,46 @@ _NO_SCHEDULES = {
 }
 
 
-def _optimizer(given: GivenArguments) -> Settings:
+def _optimizer(arguments: GivenArguments) -> Settings:
     """The optimizer, with the settings that all share, its own, and the schedule."""
-    name = _optimizer_name(given)
+    name = _optimizer_name(arguments)
     defaults = {field.name: field.default for field in fields(OPTIMIZERS[name])}
-    settings: Settings = {"learning_rate": given["learning_rate"]}
+    settings: Settings = {"learning_rate": arguments["learning_rate"]}
     for theirs, names in _OF_ADAM.items():
         for here in names:
-            if here in defaults and given[theirs] != defaults[here]:
-                settings[here] = given[theirs]
-    if given["loraplus_lr_ratio"] is not None:
-        settings["learning_rates"] = {"lora_B": given["loraplus_lr_ratio"]}
-    if given["use_badam"] and (given["bf16"] or given["pure_bf16"]):
+            if here in defaults and arguments[theirs] != defaults[here]:
+                settings[here] = arguments[theirs]
+    if arguments["loraplus_lr_ratio"] is not None:
+        settings["learning_rates"] = {"lora_B": arguments["loraplus_lr_ratio"]}
+    if arguments["use_badam"] and (arguments["bf16"] or arguments["pure_bf16"]):
         settings["bf16_weights"] = "master"
-    if given["optim"] in _PAGED and given.num_ranks == 1:
+    if arguments["optim"] in _PAGED and arguments.num_ranks == 1:
         settings["offload_state"] = True
     if name in ("galore", "apollo"):
-        settings["rank"] = given[f"{name}_rank"]
-        settings["update_gap"] = given[f"{name}_update_interval"]
-        settings["scale"] = given[f"{name}_scale"]
+        settings["rank"] = arguments[f"{name}_rank"]
+        settings["update_gap"] = arguments[f"{name}_update_interval"]
+        settings["scale"] = arguments[f"{name}_scale"]
     if name == "apollo":
-        settings["scaling"] = given["apollo_scale_type"]
-    settings |= _schedule(given)
+        settings["scaling"] = arguments["apollo_scale_type"]
+    settings |= _schedule(arguments)
     return {f"optim.{name}.{setting}": value for setting, value in settings.items()}
 
 
-def _optimizer_name(given: GivenArguments) -> str:
+def _optimizer_name(arguments: GivenArguments) -> str:
     """The optimizer's name here. Their switches have precedence over ``optim``."""
     switches = ["galore", "apollo"]
-    if not given["use_badam"] and given["loraplus_lr_ratio"] is None:
+    if not arguments["use_badam"] and arguments["loraplus_lr_ratio"] is None:
         switches += ["adam_mini", "muon"]
-    if name := next((name for name in switches if given[f"use_{name}"]), None):
+    if name := next((name for name in switches if arguments[f"use_{name}"]), None):
         return name
     instead = "write use_galore or use_apollo for these, or one of"
-    return str(given.one_of("optim", _NAMES, instead))
+    return str(arguments.one_of("optim", _NAMES, instead))
 
 
-def _schedule(given: GivenArguments) -> Settings:
+def _schedule(arguments: GivenArguments) -> Settings:
     """The schedule's name and settings, with the warmup. ``ignored`` are values of
     ``lr_scheduler_kwargs`` that are as here."""
-    kind, kwargs = given["lr_scheduler_type"], dict(given["lr_scheduler_kwargs"] or {})
+    kind, kwargs = arguments["lr_scheduler_type"], dict(arguments["lr_scheduler_kwargs"] or {})
     if kind not in _SCHEDULES:
         message = f"{kind} is not supported: {_NO_SCHEDULES[kind]}"
         raise RefusedError("lr_scheduler_type", message)
@@ -251,11 +251,11 @@ def _schedule(given: GivenArguments) -> Settings:
         case "constant_with_warmup":
             settings = {"schedule": "constant"}
         case "polynomial":  # of the first power: a line to lr_end
-            lowest = kwargs.pop("lr_end", 1e-7) / given["learning_rate"]
+            lowest = kwargs.pop("lr_end", 1e-7) / arguments["learning_rate"]
             settings, ignored = {"schedule": "linear", "min_lr_ratio": lowest}, {"power": 1}
         case "cosine_with_min_lr":
             rate, lowest = kwargs.pop("min_lr_rate", None), kwargs.pop("min_lr", None)
-            rate = rate if lowest is None else lowest / given["learning_rate"]
+            rate = rate if lowest is None else lowest / arguments["learning_rate"]
             if rate is None:
                 message = "cosine_with_min_lr needs min_lr or min_lr_rate"
                 raise RefusedError("lr_scheduler_kwargs", message)
@@ -264,27 +264,27 @@ def _schedule(given: GivenArguments) -> Settings:
             settings, ignored = {"schedule": "wsd_cosine"}, {"decay_type": "cosine"}
             if (rate := kwargs.pop("min_lr_ratio", None)) is not None:
                 settings["min_lr_ratio"] = rate
-            settings["decay_ratio"] = _decay_ratio(given, kwargs)
+            settings["decay_ratio"] = _decay_ratio(arguments, kwargs)
     for name, value in kwargs.items():
         if name not in ignored or ignored[name] != value:
-            known = "min_lr, min_lr_rate, lr_end, or their defaults"
-            message = f"{name} is not supported; expected {known}"
+            supported = "min_lr, min_lr_rate, lr_end, or their defaults"
+            message = f"{name} is not supported; expected {supported}"
             raise RefusedError("lr_scheduler_kwargs", message)
-    return settings if kind == "constant" else settings | _warmup(given)
+    return settings if kind == "constant" else settings | _warmup(arguments)
 
 
-def _warmup(given: GivenArguments) -> dict[str, float]:
+def _warmup(arguments: GivenArguments) -> dict[str, float]:
     """Steps, or a share of all. Steps have precedence."""
-    steps = given["warmup_steps"]
+    steps = arguments["warmup_steps"]
     if steps >= 1:
         return {"warmup_steps": int(steps)}
-    share = steps or given["warmup_ratio"]
+    share = steps or arguments["warmup_ratio"]
     return {"warmup_ratio": share} if share else {}
 
 
-def _decay_ratio(given: GivenArguments, kwargs: dict[str, Any]) -> float:
+def _decay_ratio(arguments: GivenArguments, kwargs: dict[str, Any]) -> float:
     """A third of the steps after warmup is stable, and the rest decays along a cosine."""
-    total, warmup = given["max_steps"], _warmup(given)
+    total, warmup = arguments["max_steps"], _warmup(arguments)
     ratio = warmup.get("warmup_ratio", 0.0)
     if total <= 0:
         return (1 - ratio) * 2 / 3
@@ -300,29 +300,32 @@ _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD"}
 _ZERO = "zero_optimization"
 
 
-def _mesh(given: GivenArguments) -> Settings:
+def _mesh(arguments: GivenArguments) -> Settings:
     """Ranks, how they hold the model, and the batch of all of them."""
-    num_ranks = given.num_ranks
+    num_ranks = arguments.num_ranks
     sharding: Settings = {}
-    if given["deepspeed"]:
-        sharding = _of_deepspeed(_content("deepspeed", given["deepspeed"]))
-    elif given["fsdp"] or given["fsdp_config"]:
-        sharding = _of_fsdp(given)
+    if arguments["deepspeed"]:
+        sharding = _of_deepspeed(_content("deepspeed", arguments["deepspeed"]))
+    elif arguments["fsdp"] or arguments["fsdp_config"]:
+        sharding = _of_fsdp(arguments)
     offloads, tp = sharding.pop("offloads", False), sharding.get("parallel.tp", 1)
     assert isinstance(tp, int)
     data_ranks, rest = divmod(num_ranks, tp)
     if rest:
         raise RefusedError("deepspeed", f"autotp_size {tp} does not divide the {num_ranks} ranks")
-    micro, steps = given["per_device_train_batch_size"], given["gradient_accumulation_steps"]
-    buffered = given["ppo_buffer_size"] if given["stage"] == "ppo" else 1
+    micro, steps = (
+        arguments["per_device_train_batch_size"],
+        arguments["gradient_accumulation_steps"],
+    )
+    buffered = arguments["ppo_buffer_size"] if arguments["stage"] == "ppo" else 1
     settings: Settings = {
-        "train.micro_batch_size": "auto" if given["auto_find_batch_size"] else micro,
+        "train.micro_batch_size": "auto" if arguments["auto_find_batch_size"] else micro,
         "train.global_batch_size": micro * steps * data_ranks * buffered,
     }
     if num_ranks == 1:
-        offload = {f"optim.{_optimizer_name(given)}.offload_state": True}
+        offload = {f"optim.{_optimizer_name(arguments)}.offload_state": True}
         return settings | (offload if offloads else {})
-    if launched(given.environment) is None:
+    if launched(arguments.environment) is None:
         settings["parallel.num_processes"] = num_ranks
     replicas = {"parallel.dp_replicate": data_ranks, "parallel.dp_shard": 1}
     is_sharded = sharding.pop("parallel.dp_shard", False)
@@ -349,29 +352,35 @@ def _of_deepspeed(content: Mapping[str, Any]) -> Settings:
 def _shards(*, is_sharded: bool, reshards: bool) -> Settings:
     if not is_sharded:
         return {}
-    kept = {} if reshards else {"parallel.reshard_after_forward": False}
-    return {"parallel.dp_shard": True, **kept}
+    resharding = {} if reshards else {"parallel.reshard_after_forward": False}
+    return {"parallel.dp_shard": True, **resharding}
 
 
-def _of_fsdp(given: GivenArguments) -> Settings:
-    words = given["fsdp"] or []
+def _of_fsdp(arguments: GivenArguments) -> Settings:
+    words = arguments["fsdp"] or []
     words = str(words).split() if isinstance(words, str | bool) else list(words)
     options = [str(word) for word in words if str(word).lower() not in ("true", "auto_wrap")]
     if "offload" in options:
         message = "offload: weights stay on the GPU; use quantization_bit, badam or more ranks"
         raise RefusedError("fsdp", message)
-    config = dict(_content("fsdp_config", given["fsdp_config"])) if given["fsdp_config"] else {}
+    config = (
+        dict(_content("fsdp_config", arguments["fsdp_config"])) if arguments["fsdp_config"] else {}
+    )
     inner = config.get("fsdp_config")
     config |= inner if isinstance(inner, Mapping) else {}
-    known = FILES["FSDP files of accelerate"]
-    named = {key if key in known else f"fsdp_{key}": value for key, value in config.items()}
-    _check("fsdp_config", "FSDP files of accelerate", named)
-    strategy = options[0] if options else str(named.get("fsdp_sharding_strategy", "FULL_SHARD"))
+    fsdp_keys = FILES["FSDP files of accelerate"]
+    prefixed_config = {
+        key if key in fsdp_keys else f"fsdp_{key}": value for key, value in config.items()
+    }
+    _check("fsdp_config", "FSDP files of accelerate", prefixed_config)
+    strategy = (
+        options[0] if options else str(prefixed_config.get("fsdp_sharding_strategy", "FULL_SHARD"))
+    )
     strategy = _STRATEGIES.get(strategy, strategy.upper())
     if strategy.startswith("HYBRID"):
         message = "hybrid sharding: set parallel.dp_replicate and parallel.dp_shard by overrides"
         raise RefusedError("fsdp", message)
-    after_forward = str(named.get("fsdp_reshard_after_forward", True)).lower()
+    after_forward = str(prefixed_config.get("fsdp_reshard_after_forward", True)).lower()
     reshards = strategy != "SHARD_GRAD_OP" and after_forward not in ("false", "shard_grad_op")
     return _shards(is_sharded=strategy != "NO_SHARD", reshards=reshards)
 
@@ -430,18 +439,18 @@ LLAMAFACTORY = Program(
 # Notes that no row can say
 
 
-def template_note(given: GivenArguments) -> str | None:
+def template_note(arguments: GivenArguments) -> str | None:
     """How training texts differ by the template."""
-    name = given["template"]
-    if name is None or given["stage"] == "pt":
+    name = arguments["template"]
+    if name is None or arguments["stage"] == "pt":
         return None
     template, system = same_template(name)
     if template == "auto":
         return f"template: {name} is the model's own chat template here, which it is served with"
     parts = []
-    if system is not None and not given.sets("default_system"):
+    if system is not None and not arguments.sets("default_system"):
         parts.append("its default system message is in data.default_system")
-    if given["masks_line_break"]:
+    if arguments["masks_line_break"]:
         parts.append("the line break after a response is not trained on")
     if ends := next_roles(name):
         parts.append(f"a turn ends in {' or '.join(ends)}, as the released model's; there in eos")
@@ -449,9 +458,9 @@ def template_note(given: GivenArguments) -> str | None:
     return f"template: {name}: {'; '.join(parts)}"
 
 
-def trackers_note(given: GivenArguments) -> str | None:
+def trackers_note(arguments: GivenArguments) -> str | None:
     """Which trackers are not fed."""
-    if "all" in given["report_to"]:
+    if "all" in arguments["report_to"]:
         return "report_to: all is none of them here; name those that you want"
-    others = [name for name in given["report_to"] if name not in ("none", *_TRACKERS)]
+    others = [name for name in arguments["report_to"] if name not in ("none", *_TRACKERS)]
     return f"report_to: {', '.join(others)} is not written; metrics.jsonl is" if others else None

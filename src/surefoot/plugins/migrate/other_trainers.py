@@ -14,18 +14,19 @@ from .rules import GivenArguments, Program, Rule, Rules, Settings
 _PLACE = "DATASET"  # in LLaMA-Factory's arguments, where the settings have the dataset
 
 
-def _dataset(given: GivenArguments) -> Settings:
-    if not given["dataset_name"]:
+def _dataset(arguments: GivenArguments) -> Settings:
+    if not arguments["dataset_name"]:
         return {}
-    settings: Settings = {"data.datasets": [_hub_entry(given, "train")], "dataset": [_PLACE]}
-    if given["eval_strategy"] not in (None, "no"):
-        settings |= {"data.eval_datasets": [_hub_entry(given, "test")], "eval_dataset": [_PLACE]}
+    settings: Settings = {"data.datasets": [_hub_entry(arguments, "train")], "dataset": [_PLACE]}
+    if arguments["eval_strategy"] not in (None, "no"):
+        settings["data.eval_datasets"] = [_hub_entry(arguments, "test")]
+        settings["eval_dataset"] = [_PLACE]
     return settings
 
 
-def _hub_entry(given: GivenArguments, kind: str) -> object:
-    split = given[f"dataset_{kind}_split"]
-    return _entry(given["dataset_name"], split, given["dataset_config"])
+def _hub_entry(arguments: GivenArguments, kind: str) -> object:
+    split = arguments[f"dataset_{kind}_split"]
+    return _entry(arguments["dataset_name"], split, arguments["dataset_config"])
 
 
 def _entry(place: str, split: str, subset: str | None) -> object:
@@ -38,12 +39,12 @@ def _entry(place: str, split: str, subset: str | None) -> object:
     return entry | ({} if is_path and Path(place).is_file() else {"split": split})
 
 
-def _preference_losses(given: GivenArguments) -> Settings:
-    names, weights = given["loss_type"], given["loss_weights"]
-    known = [name.strip() for name in given.arguments["loss_type"].says.split(",")]
+def _preference_losses(arguments: GivenArguments) -> Settings:
+    names, weights = arguments["loss_type"], arguments["loss_weights"]
+    supported = [name.strip() for name in arguments.table["loss_type"].says.split(",")]
     for name in names:
-        if name not in ("sft", *known):
-            message = f"{name!r} is not supported; write one of {', '.join(known)}"
+        if name not in ("sft", *supported):
+            message = f"{name!r} is not supported; write one of {', '.join(supported)}"
             raise RefusedError("loss_type", message)
     settings: Settings = {}
     if len(names) > 1 or weights:
@@ -60,20 +61,21 @@ def _preference_losses(given: GivenArguments) -> Settings:
         )
     else:
         settings["stage.dpo.loss_type"] = names[0]
-    if given["smooths_labels"]:
-        settings["stage.dpo.label_smoothing"] = given["label_smoothing"]
+    if arguments["smooths_labels"]:
+        settings["stage.dpo.label_smoothing"] = arguments["label_smoothing"]
     return settings
 
 
-def _reward_model(given: GivenArguments) -> Settings:
-    path = given["reward_model_name_or_path"]
+def _reward_model(arguments: GivenArguments) -> Settings:
+    path = arguments["reward_model_name_or_path"]
     return {} if path is None else {"stage.grpo.reward": [{"reward_model": {"path": path}}]}
 
 
-def _windows(given: GivenArguments) -> Settings:
+def _windows(arguments: GivenArguments) -> Settings:
     """A global batch here counts prompts; a batch there, responses."""
-    size, group = given["per_device_train_batch_size"], given["num_generations"]
-    accumulation, steps = given["gradient_accumulation_steps"], given["steps_per_generation"]
+    size, group = arguments["per_device_train_batch_size"], arguments["num_generations"]
+    accumulation = arguments["gradient_accumulation_steps"]
+    steps = arguments["steps_per_generation"]
     if min(size, group, accumulation) < 1:
         return {}  # which is refused
     steps = accumulation if steps is None else steps
@@ -98,21 +100,21 @@ def _windows(given: GivenArguments) -> Settings:
 _READ = {"path", "type", "split", "name", "data_files", "ds_type"}
 
 
-def _axolotl_data(given: GivenArguments) -> Settings:
+def _axolotl_data(arguments: GivenArguments) -> Settings:
     settings: Settings = {}
     for name, setting in (("datasets", "datasets"), ("test_datasets", "eval_datasets")):
-        if given[name]:
-            settings[f"data.{setting}"] = _axolotl_entries(given, name)
-    template = str(given["chat_template"] or "chatml")
+        if arguments[name]:
+            settings[f"data.{setting}"] = _axolotl_entries(arguments, name)
+    template = str(arguments["chat_template"] or "chatml")
     if template != "chatml" and not template.startswith("tokenizer_default"):
         message = f"{template!r}: write tokenizer_default, the model's own"
         raise RefusedError("chat_template", message)
     return settings
 
 
-def _axolotl_entries(given: GivenArguments, name: str) -> list[object]:
-    datasets = given[name]
-    if not isinstance(datasets, list) or not all(isinstance(one, dict) for one in datasets):
+def _axolotl_entries(arguments: GivenArguments, name: str) -> list[object]:
+    datasets = arguments[name]
+    if not isinstance(datasets, list) or not all(isinstance(entry, dict) for entry in datasets):
         raise RefusedError(name, "expected a list of datasets, each with path and type")
     return [_axolotl_entry(dataset, name) for dataset in datasets]
 
@@ -135,27 +137,27 @@ def _axolotl_entry(dataset: Mapping[str, Any], name: str) -> object:
     return _entry(file or str(dataset["path"]), split, dataset.get("name"))
 
 
-def _axolotl_trackers(given: GivenArguments) -> Settings:
+def _axolotl_trackers(arguments: GivenArguments) -> Settings:
     """A project of W&B or an experiment of MLflow turns its tracker on, as there."""
-    project, experiment = given["wandb_project"], given["mlflow_experiment_name"]
-    wandb = given["use_wandb"] is not False and (given["use_wandb"] or project)
-    wandb = wandb and given["wandb_mode"] != "disabled"
-    mlflow = given["use_mlflow"] is not False and (given["use_mlflow"] or experiment)
-    trackers = {"tensorboard": given["use_tensorboard"], "wandb": wandb, "mlflow": mlflow}
+    project, experiment = arguments["wandb_project"], arguments["mlflow_experiment_name"]
+    wandb = arguments["use_wandb"] is not False and (arguments["use_wandb"] or project)
+    wandb = wandb and arguments["wandb_mode"] != "disabled"
+    mlflow = arguments["use_mlflow"] is not False and (arguments["use_mlflow"] or experiment)
+    trackers = {"tensorboard": arguments["use_tensorboard"], "wandb": wandb, "mlflow": mlflow}
     settings: Settings = {
         "report_to": [name for name, is_on in trackers.items() if is_on] or ["none"]
     }
     if chosen := (wandb and project) or (mlflow and experiment):
         settings["project"] = chosen
-    if wandb and given["wandb_name"]:
-        settings["run_name"] = given["wandb_name"]
-    if wandb and given["wandb_mode"] == "offline":
+    if wandb and arguments["wandb_name"]:
+        settings["run_name"] = arguments["wandb_name"]
+    if wandb and arguments["wandb_mode"] == "offline":
         settings["train.report_offline"] = True
     return settings
 
 
-def _axolotl_tokens(given: GivenArguments) -> Settings:
-    tokens = given["special_tokens"] or {}
+def _axolotl_tokens(arguments: GivenArguments) -> Settings:
+    tokens = arguments["special_tokens"] or {}
     others = sorted(tokens.keys() - {"pad_token"}) if isinstance(tokens, dict) else [str(tokens)]
     if others:
         message = f"{others[0]}: the tokenizer's own are used; change them in its files"

@@ -45,15 +45,15 @@ class GivenArguments:
     program: Program
     values: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    arguments: Rows = field(default_factory=lambda: ARGUMENTS)
+    table: Rows = field(default_factory=lambda: ARGUMENTS)
 
     def __getitem__(self, name: str) -> Any:
         """The value of an argument, or its default. A name in capitals is a switch of the
         environment, by LLaMA-Factory's words; None is for an argument of other programs."""
         if name in self.values:
             return self.values[name]
-        if name in self.arguments:
-            return self.arguments[name].default
+        if name in self.table:
+            return self.table[name].default
         if name in _FACTS:
             return _FACTS[name](self)
         if not name.isupper():
@@ -88,21 +88,23 @@ class GivenArguments:
         return max(1, torch.cuda.device_count())
 
 
-def _without_dropout(given: GivenArguments) -> bool:
-    is_disabled = given["disable_dropout"]
-    return bool(given.program.without_dropout if is_disabled is None else is_disabled)
+def _without_dropout(arguments: GivenArguments) -> bool:
+    is_disabled = arguments["disable_dropout"]
+    return bool(arguments.program.without_dropout if is_disabled is None else is_disabled)
 
 
 # What conditions ask beside arguments
 _FACTS: Mapping[str, Callable[[GivenArguments], Any]] = {
-    "names_data": lambda given: given.program.names_data,
-    "truncates": lambda given: given.program.truncates,
+    "names_data": lambda arguments: arguments.program.names_data,
+    "truncates": lambda arguments: arguments.program.truncates,
     "without_dropout": _without_dropout,
     # losses of DPO that read label_smoothing in TRL
-    "smooths_labels": lambda given: not {"robust", "exo_pair"}.isdisjoint(given["loss_type"]),
-    "num_datasets": lambda given: len(given["dataset"] or ()),
-    "thinks": lambda given: given["stage"] != "pt" and thinks(given["template"]),
-    "masks_line_break": lambda given: masks_line_break(given["template"] or ""),
+    "smooths_labels": lambda arguments: (
+        not {"robust", "exo_pair"}.isdisjoint(arguments["loss_type"])
+    ),
+    "num_datasets": lambda arguments: len(arguments["dataset"] or ()),
+    "thinks": lambda arguments: arguments["stage"] != "pt" and thinks(arguments["template"]),
+    "masks_line_break": lambda arguments: masks_line_break(arguments["template"] or ""),
 }
 
 
@@ -114,64 +116,64 @@ class Rules:
         self._tables = [_TABLES[name] for name in names]
         self.functions = tuple(functions)
 
-    def refused(self, given: GivenArguments) -> Iterator[tuple[str, str]]:
+    def refused(self, arguments: GivenArguments) -> Iterator[tuple[str, str]]:
         """The arguments that are refused, with the reason."""
         for table in self._tables:
             for argument, reason, condition in table.get("refused", ()):
-                if _holds(given, condition):
-                    yield argument, reason.format_map(given)
+                if _holds(arguments, condition):
+                    yield argument, reason.format_map(arguments)
 
-    def settings(self, given: GivenArguments) -> Iterator[tuple[str, Settings]]:
+    def settings(self, arguments: GivenArguments) -> Iterator[tuple[str, Settings]]:
         """The settings of the rows that hold, with the argument that they are of."""
         for table in self._tables:
-            yield from _made(given, table.get("settings", ()))
+            yield from _made(arguments, table.get("settings", ()))
 
-    def notes(self, kind: str, given: GivenArguments) -> Iterator[str]:
+    def notes(self, kind: str, arguments: GivenArguments) -> Iterator[str]:
         """The lines that hold, of what ``differs``, or of the ``mistakes``."""
         for table in self._tables:
             for text, condition in table.get(kind, {}).items():
-                if _holds(given, condition):
-                    yield text.format_map(given)
+                if _holds(arguments, condition):
+                    yield text.format_map(arguments)
 
 
 def _made(
-    given: GivenArguments, rows: Iterable[Mapping[str, Any]]
+    arguments: GivenArguments, rows: Iterable[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Settings]]:
     for row in rows:
         condition = row.get("when", {})
-        if not _holds(given, condition):
+        if not _holds(arguments, condition):
             continue
         first = condition[0] if isinstance(condition, list) else condition
         yield next(iter(first), "output_dir"), row.get("is", {})
         for setting, name in row.get("of", {}).items():
-            yield name, {setting: given[name]}
+            yield name, {setting: arguments[name]}
         for setting, name in row.get("on", {}).items():
-            yield name, {setting: given[name]} if given[name] else {}
-        yield from _made(given, row.get("then", ()))
+            yield name, {setting: arguments[name]} if arguments[name] else {}
+        yield from _made(arguments, row.get("then", ()))
 
 
-def _holds(given: GivenArguments, condition: Condition) -> bool:
+def _holds(arguments: GivenArguments, condition: Condition) -> bool:
     if isinstance(condition, list):
-        return any(_holds(given, alternative) for alternative in condition)
-    return all(_fits(given, name, wanted) for name, wanted in condition.items())
+        return any(_holds(arguments, alternative) for alternative in condition)
+    return all(_fits(arguments, name, expected) for name, expected in condition.items())
 
 
-def _fits(given: GivenArguments, name: str, wanted: Any) -> bool:
-    value, fits = given[name], False
-    match wanted:
+def _fits(arguments: GivenArguments, name: str, expected: Any) -> bool:
+    value, fits = arguments[name], False
+    match expected:
         case {"set": is_set}:
-            fits = given.sets(name) == is_set
+            fits = arguments.sets(name) == is_set
         case {"not": other}:
-            fits = not _fits(given, name, other)
+            fits = not _fits(arguments, name, other)
         case {"above": bound}:
             fits = value is not None and value > bound
         case {"below": bound}:
             fits = value is not None and value < bound
         case bool():
-            fits = bool(value) == wanted
+            fits = bool(value) == expected
         case list():  # where 1 is not true
             is_bool = isinstance(value, bool)
-            fits = any(value == one and is_bool == isinstance(one, bool) for one in wanted)
+            fits = any(value == each and is_bool == isinstance(each, bool) for each in expected)
         case _:
-            fits = value == wanted
+            fits = value == expected
     return fits

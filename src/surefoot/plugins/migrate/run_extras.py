@@ -56,8 +56,8 @@ class LlamaFactoryExtras(RunExtras):
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             self.evaluate(recipe, None)
         elif self.after is not None and os.environ.get("RANK", "0") == "0":
-            asked = ", ".join(f"do_{part}" for part in self.after.parts)
-            click.echo(f"{asked}: run `surefoot eval` on the same file", err=True)
+            switches = ", ".join(f"do_{part}" for part in self.after.parts)
+            click.echo(f"{switches}: run `surefoot eval` on the same file", err=True)
 
     def evaluate(self, recipe: Recipe, model: str | None) -> bool:
         """Evaluate with the files of LLaMA-Factory."""
@@ -66,11 +66,15 @@ class LlamaFactoryExtras(RunExtras):
         return self.after is not None
 
 
-def after_training(given: GivenArguments) -> AfterTraining | None:
+def after_training(arguments: GivenArguments) -> AfterTraining | None:
     """The evaluation that the arguments ask for, if any; of stage sft alone."""
-    evaluates = given["do_eval"] and (given["eval_strategy"] == "no" or not given["do_train"])
-    asked = {"eval": evaluates, "predict": given["do_predict"]}
-    parts = tuple(name for name, is_on in asked.items() if is_on)
-    if not parts or given["stage"] != "sft":
+    evaluates = arguments["do_eval"] and (
+        arguments["eval_strategy"] == "no" or not arguments["do_train"]
+    )
+    switches = {"eval": evaluates, "predict": arguments["do_predict"]}
+    parts = tuple(name for name, is_on in switches.items() if is_on)
+    if not parts or arguments["stage"] != "sft":
         return None
-    return AfterTraining(parts, given["predict_with_generate"], given["skip_special_tokens"])
+    return AfterTraining(
+        parts, arguments["predict_with_generate"], arguments["skip_special_tokens"]
+    )
