@@ -87,8 +87,8 @@ def samples(run: Name, file: Name, board: OfBoard) -> Answer:
 @routes.get("/diff")
 def diff(a: Name, b: Name, board: OfBoard) -> Answer:
     """The settings that differ between two runs."""
-    one, other = (run_inside(board.root, name) for name in (a, b))
-    return {"changes": differences(one, other)}
+    old_run, new_run = (run_inside(board.root, name) for name in (a, b))
+    return {"changes": differences(old_run, new_run)}
 
 
 @routes.get("/series")
@@ -207,9 +207,9 @@ def job(number: int, board: OfBoard) -> Answer:
 @routes.post("/cancel")
 async def cancel(number: int, board: OfBoard) -> Answer:
     """End a command."""
-    found = board.commands.find(number)
-    await found.cancel()
-    return found.as_data()
+    short_command = board.commands.find(number)
+    await short_command.cancel()
+    return short_command.as_data()
 
 
 class MessageBody(PageBody):

@@ -92,8 +92,8 @@ def create_app(
 def _explained(_: Request, error: Exception) -> JSONResponse:
     """An error that a user can fix, or a file that vanished while it was read."""
     if isinstance(error, RequestValidationError):
-        said = (f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
-        return JSONResponse(plain({"error": "; ".join(said)}), 422)
+        problems = (f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        return JSONResponse(plain({"error": "; ".join(problems)}), 422)
     status = 404 if isinstance(error, OutsideRootError | FileNotFoundError) else 409
     return JSONResponse(plain({"error": str(error)}), status)
 
@@ -153,18 +153,18 @@ class Guard:
 
     def _unknown(self, request: Request) -> Response | None:
         """The way in by ``?token=``, or None if the token is there."""
-        given = request.query_params.get("token", "")
-        if self._is_token(given) and request.method == "GET":
+        query_token = request.query_params.get("token", "")
+        if self._is_token(query_token) and request.method == "GET":
             entrance = RedirectResponse("/", 303)
-            entrance.set_cookie(COOKIE, given, httponly=True, samesite="strict", path="/")
+            entrance.set_cookie(COOKIE, query_token, httponly=True, samesite="strict", path="/")
             return entrance
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer):
             return None
         return _refused(401, "open the address with ?token=… that `surefoot board` has printed")
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), (self.token or "").encode())
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), (self.token or "").encode())
 
 
 def _is_own(headers: Headers) -> bool:

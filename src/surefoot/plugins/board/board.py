@@ -62,10 +62,10 @@ class Board:
     def table(self) -> dict[str, Any]:
         """All runs: those that trained first, the latest at the top."""
         self.commands.reap()
-        found = find_runs(self.root)
-        rows = [self.summaries.of(folder) for folder in found.folders if folder.exists()]
+        found_runs = find_runs(self.root)
+        rows = [self.summaries.of(folder) for folder in found_runs.folders if folder.exists()]
         rows.sort(key=lambda row: (not row["step"], -(row["changed"] or 0.0), row["run"]))
-        return {**self.facts(), "runs": rows, "is_cut": found.is_cut}
+        return {**self.facts(), "runs": rows, "is_cut": found_runs.is_cut}
 
     def details(self, run: str) -> dict[str, Any]:
         """One run: its row, recipe, launches, files, and bytes on the disk."""
@@ -106,15 +106,15 @@ class Board:
             steps, values = thinned(column, points, first, last)
             return {"steps": steps, "values": values, "total": len(column.steps)}
 
-        found: dict[str, dict[str, object]] = {}
+        curves: dict[str, dict[str, object]] = {}
         with metrics.lock:
             for name in names[:MAX_NAMES]:
                 column = metrics.columns.get(name) or machine.columns.get(name)
                 if column is not None:
-                    found[name] = curve(column)
+                    curves[name] = curve(column)
                     if smooth and len(column.steps) > 2:
-                        found[name]["smooth"] = curve(smoothed(column, smooth))
-        return {"series": found, "problem": metrics.note()}
+                        curves[name]["smooth"] = curve(smoothed(column, smooth))
+        return {"series": curves, "problem": metrics.note()}
 
     def log(self, run: str) -> dict[str, object]:
         """The end of the log of a run that a board started."""
@@ -126,14 +126,15 @@ class Board:
         the folder that its paths are relative to, besides ROOT."""
         if self.folders is None:
             return None
+        allowed_folders = (self.root, *self.folders)
         for text in _texts(data):
             is_file = text.startswith("file:")
             if "://" in text and not is_file:
                 continue
             path = re.sub("^file:/*", "/", text) if is_file else os.path.expanduser(text)  # noqa: PTH111
             for start in {base, self.root}:
-                found = Path(os.path.realpath(start / path))
-                if not any(found.is_relative_to(known) for known in (self.root, *self.folders)):
+                resolved = Path(os.path.realpath(start / path))
+                if not any(resolved.is_relative_to(folder) for folder in allowed_folders):
                     return (
                         f"{text[:200]!r} is outside of {self.root}; start the board with "
                         "--folder PATH to let recipes name models and datasets in another folder"
@@ -161,11 +162,11 @@ def matches(row: Mapping[str, Any], words: str) -> bool:
     return all(word in text for word in words.lower().split())
 
 
-def differences(one: Path, other: Path) -> list[Mapping[str, object]]:
+def differences(old_run: Path, new_run: Path) -> list[Mapping[str, object]]:
     """The settings that differ between the recipes of two runs. Raises ``SurefootError``."""
     old, new = (
         load_text(read_text(run / RUN_RECIPE, follow=False), str(run / RUN_RECIPE), run)
-        for run in (one, other)
+        for run in (old_run, new_run)
     )
     return [{"path": c.path, "old": c.old, "new": c.new} for c in changes(old, new)]
 
@@ -177,18 +178,18 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 def _launches(folder: Path) -> list[dict[str, object]]:
     """Each launch with its end, if it has one."""
-    found: list[dict[str, object]] = []
+    launches: list[dict[str, object]] = []
     for row in _events(folder):
         if row.get("event") == "launch":
-            found.append({"begin": row, "end": None})
-        elif row.get("event") == "end" and found:
-            found[-1]["end"] = row
-    return found[-_MAX_LAUNCHES:]
+            launches.append({"begin": row, "end": None})
+        elif row.get("event") == "end" and launches:
+            launches[-1]["end"] = row
+    return launches[-_MAX_LAUNCHES:]
 
 
 def _of_machine(folder: Path) -> MetricsFile:
     """Memory, and time lost to saves over all launches, by step."""
-    found, before, last = MetricsFile(folder / LAUNCHES), 0.0, 0.0
+    metrics, before, last = MetricsFile(folder / LAUNCHES), 0.0, 0.0
     for row in _events(folder):
         if row.get("event") == "launch":
             before, last = before + last, 0.0
@@ -198,24 +199,24 @@ def _of_machine(folder: Path) -> MetricsFile:
         if isinstance(spent, int | float):
             last = float(spent)
             row["save_blocking_seconds"] = before + last
-        found.put_row({name: row[name] for name in ("step", *_MACHINE) if name in row})
-    return found
+        metrics.put_row({name: row[name] for name in ("step", *_MACHINE) if name in row})
+    return metrics
 
 
 def sample_files(folder: Path) -> list[dict[str, Any]]:
     """What a run has generated, in the order of steps, which are None if the name does not say one:
     ``rollouts`` are sampled by evaluations, ``generations`` by `surefoot eval`."""
     matches = [match for path in folder.iterdir() if (match := _SAMPLES.fullmatch(path.name))]
-    found = [
+    sampled = [
         {"name": m[0], "kind": m[1], "label": m[2], "step": int(m[3]) if m[3] else None}
         for m in matches
     ]
-    return sorted(found, key=lambda one: (one["step"] is None, one["step"] or 0, one["name"]))
+    return sorted(sampled, key=lambda s: (s["step"] is None, s["step"] or 0, s["name"]))
 
 
 def read_samples(folder: Path, name: str) -> dict[str, object]:
     """The first rows of a file without what no page shows, and how many lines are no rows."""
-    if name not in {one["name"] for one in sample_files(folder)}:
+    if name not in {sample["name"] for sample in sample_files(folder)}:
         return {"rows": [], "broken": 0}
     with open_inside(folder, name) as file:
         is_cut = file.size > MAX_SAMPLE_BYTES

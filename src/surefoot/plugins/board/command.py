@@ -119,18 +119,18 @@ def runs(root: Path, words: str, *, as_json: bool) -> None:
     states, models, stages and methods. With --json, a run also has its evidence, its last launch
     and its end.
     """
-    found = Board(root).table()
-    rows = [row for row in found["runs"] if matches(row, words)]
+    run_table = Board(root).table()
+    rows = [row for row in run_table["runs"] if matches(row, words)]
     if as_json:
-        print_json({**found, "runs": rows})
+        print_json({**run_table, "runs": rows})
         return
     screen = console()
     if not rows:
-        screen.print(cell(f"{found['root']}: no runs"))
+        screen.print(cell(f"{run_table['root']}: no runs"))
         return
     columns = {name: cells for name, cells in _columns(rows).items() if any(cells)}
     screen.print(fitted(screen, columns, numbers=_NUMBERS, optional=_OPTIONAL))
-    if found["is_cut"]:
+    if run_table["is_cut"]:
         screen.print("there may be more runs: the search ended at its limit", style="yellow")
 
 
@@ -219,10 +219,8 @@ def _watched(places: Sequence[str]) -> list[Path]:
         folders += [folder for folder in below if folder not in folders]
     if len(folders) <= _MAX_WATCHED:
         return folders
-    said = counted(len(folders), "run")
-    click.echo(
-        f"the {_MAX_WATCHED} of {said} that changed last; `surefoot board` has all", err=True
-    )
+    shown_runs = f"the {_MAX_WATCHED} of {counted(len(folders), 'run')} that changed last"
+    click.echo(f"{shown_runs}; `surefoot board` has all", err=True)
     latest = sorted(folders, key=lambda folder: changed(folder) or 0.0)[-_MAX_WATCHED:]
     return [folder for folder in folders if folder in latest]
 
@@ -232,12 +230,12 @@ def _look(board: Board, metrics: Sequence[str]) -> Row:
     name = board.root.name
     try:
         names = [*metrics, "peak_memory"]
-        found: dict[str, Any] = board.series(".", names, _POINTS, -math.inf, math.inf, 0)
+        curves: dict[str, Any] = board.series(".", names, _POINTS, -math.inf, math.inf, 0)
         steps = [step_of(path) for path in committed(board.root)]
     except SurefootError:
         return {"name": name, "state": "gone", "because": "", "problem": None, "series": {}}
     row = board.summaries.of(board.root)
-    return {**row, **found, "because": _because(row), "checkpoints": steps}
+    return {**row, **curves, "because": _because(row), "checkpoints": steps}
 
 
 def _because(row: Row) -> str:

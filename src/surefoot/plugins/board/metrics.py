@@ -54,8 +54,8 @@ class MetricsFile:
         """What is wrong with the file, in one sentence."""
         if not self.num_broken:
             return None
-        said = counted(self.num_broken, "line is", "lines are")
-        return f"{said} not a record and skipped, such as {self._first_broken}"
+        broken_lines = counted(self.num_broken, "line is", "lines are")
+        return f"{broken_lines} not a record and skipped, such as {self._first_broken}"
 
     def _add(self, line: bytes) -> None:
         self.num_rows += 1

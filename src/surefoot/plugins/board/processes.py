@@ -93,16 +93,16 @@ class ShortCommand:
 
     def as_data(self) -> dict[str, object]:
         """For a browser: the output as JSON if it is some."""
-        found: dict[str, object] = {"job": self.number, "command": shown(self.typed)}
-        found["code"] = self.code
+        answer: dict[str, object] = {"job": self.number, "command": shown(self.typed)}
+        answer["code"] = self.code
         if self.code is None:
-            return found | {"seconds": time.time() - self.began}
+            return answer | {"seconds": time.time() - self.began}
         try:
             result = json.loads(self.output) if self.output.strip() else None
         except ValueError:
             result = None
         text = "" if result is not None else self._as_typed(self.output)
-        return found | {"result": result, "output": text, "error": self._as_typed(self.error)}
+        return answer | {"result": result, "output": text, "error": self._as_typed(self.error)}
 
     def _as_typed(self, text: str) -> str:
         """The end of a text, which names files as they were typed."""
@@ -194,8 +194,8 @@ class OpenModel:
         if event is None:
             await self.process.wait()
             await self._reader
-            said = self.errors.decode(errors="replace").strip()[-2000:]
-            raise RunError(said or f"the process ended with {self.process.returncode}")
+            last_errors = self.errors.decode(errors="replace").strip()[-2000:]
+            raise RunError(last_errors or f"the process ended with {self.process.returncode}")
         return event
 
     async def ask(self, request: Mapping[str, object]) -> AsyncIterator[dict[str, object]]:

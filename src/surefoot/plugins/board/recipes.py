@@ -121,16 +121,16 @@ def checked(body: TextBody, board: OfBoard) -> Answer:
 
 def _located(message: str) -> list[dict[str, object]]:
     """The problems in an error of several lines, each with its line and column."""
-    found: list[dict[str, object]] = []
+    problems: list[dict[str, object]] = []
     for line in message.split("\n"):
         if place := _PLACE.fullmatch(line):
             column = int(place[2]) if place[2] else 1
-            found.append(_problem(place[3], int(place[1]), column))
-        elif line.startswith(f"{_NAME}: ") or not found:
-            found.append(_problem(line.removeprefix(f"{_NAME}: ")))
+            problems.append(_problem(place[3], int(place[1]), column))
+        elif line.startswith(f"{_NAME}: ") or not problems:
+            problems.append(_problem(line.removeprefix(f"{_NAME}: ")))
         else:
-            found[-1]["message"] = f"{found[-1]['message']}\n{line}"
-    return found
+            problems[-1]["message"] = f"{problems[-1]['message']}\n{line}"
+    return problems
 
 
 def _problem(message: str, line: int | None = None, column: int | None = None) -> dict[str, object]:
@@ -175,12 +175,12 @@ async def attempt(body: TryBody, board: OfBoard) -> Answer:
 def start(body: TextBody, board: OfBoard) -> Answer:
     """Write the recipe to its file, and train it in a process of its own. Raises
     ``SurefootError``."""
-    found = checked(body, board)
-    problems: Sequence[Mapping[str, object]] = found["problems"]  # type: ignore[assignment]
+    check = checked(body, board)
+    problems: Sequence[Mapping[str, object]] = check["problems"]  # type: ignore[assignment]
     if problems:
         raise RecipeError("\n".join(str(problem["message"]) for problem in problems))
     _write(board, body)
-    folder = board.root / str(found["output_dir"])
+    folder = board.root / str(check["output_dir"])
     arguments = ["train", body.file]
     pid = board.commands.train(arguments, folder)
     run = folder.resolve().relative_to(board.root).as_posix()

@@ -42,19 +42,19 @@ class FoundRuns:
 
 def find_runs(root: Path) -> FoundRuns:
     """The folders of runs in and below ``root``; symbolic links are not followed."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for number, folder in enumerate(_folders(root, 0)):
         if is_run(folder):
-            found.append(folder)
-        if number >= MAX_FOLDERS or len(found) >= MAX_RUNS:
-            return FoundRuns(found, is_cut=True)
-    return FoundRuns(found)
+            folders.append(folder)
+        if number >= MAX_FOLDERS or len(folders) >= MAX_RUNS:
+            return FoundRuns(folders, is_cut=True)
+    return FoundRuns(folders)
 
 
 def find_materials(root: Path) -> dict[str, list[str]]:
     """What a new run may begin with: recipes, folders of models, and files of rows in and below
     ``root``, but for those of runs."""
-    found: dict[str, list[str]] = {"recipes": [], "models": [], "data": []}
+    materials: dict[str, list[str]] = {"recipes": [], "models": [], "data": []}
     for folder in itertools.islice(_folders(root, 0), MAX_FOLDERS):
         if is_run(folder):
             continue
@@ -64,15 +64,15 @@ def find_materials(root: Path) -> dict[str, list[str]]:
         except OSError:  # it vanished, or may not be read
             continue
         if "config.json" in names:
-            found["models"].append(name_of(root, folder))
+            materials["models"].append(name_of(root, folder))
             continue
         for name in names:
             suffix, path = Path(name).suffix, name_of(root, folder / name)
             if suffix in (".yaml", ".yml") and not name.startswith("."):
-                found["recipes"].append(path)
+                materials["recipes"].append(path)
             elif suffix in _ROWS and name not in _NO_ROWS:
-                found["data"].append(path)
-    return {kind: names[:_MAX_MATERIALS] for kind, names in found.items()}
+                materials["data"].append(path)
+    return {kind: names[:_MAX_MATERIALS] for kind, names in materials.items()}
 
 
 def is_run(folder: Path) -> bool:

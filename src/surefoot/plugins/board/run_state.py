@@ -89,8 +89,8 @@ def state_of(folder: Path) -> RunState:
         name, evidence = "failed", "not_begun"
     elif end is not None:
         outcome = end.get("outcome")
-        known = outcome in ("complete", "stopped", "failed")
-        name, evidence = str(outcome) if known else "ended", "end"
+        is_outcome = outcome in ("complete", "stopped", "failed")
+        name, evidence = str(outcome) if is_outcome else "ended", "end"
     elif locked is None and process is not None:
         name, evidence = _BY_PROCESS[is_alive(heartbeat or process)]
     elif launch is not None:
@@ -124,10 +124,10 @@ def is_locked(folder: Path) -> bool | None:
 def parsed(line: bytes) -> dict[str, object] | None:
     """The object in a line, fit to be shown; None if it is no JSON object."""
     try:
-        found = plain(files.parse_json(line))
+        content = plain(files.parse_json(line))
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def tail(path: Path, length: int) -> bytes:
@@ -186,10 +186,10 @@ class Summaries:
 
     def _facts_of(self, folder: Path) -> Row:
         """What the recipe says; read again if it was replaced."""
-        stamp, known = _stamp(folder / RUN_RECIPE), self._facts.get(folder)
-        if known is None or known[0] != stamp:
-            known = self._facts[folder] = stamp, self._recipe_facts(folder)
-        return known[1]
+        stamp, cached = _stamp(folder / RUN_RECIPE), self._facts.get(folder)
+        if cached is None or cached[0] != stamp:
+            cached = self._facts[folder] = stamp, self._recipe_facts(folder)
+        return cached[1]
 
     def _recipe_facts(self, folder: Path) -> Row:
         try:

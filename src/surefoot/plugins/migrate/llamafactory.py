@@ -373,9 +373,8 @@ def _of_fsdp(arguments: GivenArguments) -> Settings:
         key if key in fsdp_keys else f"fsdp_{key}": value for key, value in config.items()
     }
     _check("fsdp_config", "FSDP files of accelerate", prefixed_config)
-    strategy = (
-        options[0] if options else str(prefixed_config.get("fsdp_sharding_strategy", "FULL_SHARD"))
-    )
+    strategy = str(prefixed_config.get("fsdp_sharding_strategy", "FULL_SHARD"))
+    strategy = options[0] if options else strategy
     strategy = _STRATEGIES.get(strategy, strategy.upper())
     if strategy.startswith("HYBRID"):
         message = "hybrid sharding: set parallel.dp_replicate and parallel.dp_shard by overrides"
