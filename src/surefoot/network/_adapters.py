@@ -48,18 +48,18 @@ def set_initial_values(draft: Draft) -> None:
     if (rule := rule_of(draft.module)) is None:
         return
     started = time.monotonic()
-    layers = [found for found in stacked_layers(draft.module) if START in found.adapters]
+    layers = [stacked for stacked in stacked_layers(draft.module) if START in stacked.adapters]
     readers: dict[str, Reader] = {}
-    for found, factors in _computed(draft, layers, rule):
-        values = _values(found, factors)
+    for stacked, factors in _computed(draft, layers, rule):
+        values = _values(stacked, factors)
         if draft.values is not None:
             readers |= {name: partial(piece, tensor) for name, tensor in values.items()}
             continue
         for name, tensor in values.items():
             draft.module.get_parameter(name).detach().copy_(tensor)
     if draft.values is not None:
-        known = draft.values
-        draft.values = ShardLoader({**known.readers, **readers}, known.tensors)
+        loader = draft.values
+        draft.values = ShardLoader({**loader.readers, **readers}, loader.tensors)
     seconds = time.monotonic() - started
     logger.info("%s: initial values of %d layers in %.1f s", rule.kind, len(layers), seconds)
 
@@ -71,23 +71,23 @@ def _computed(
     world, seed = draft.world, draft.options.seed
     for first in range(0, len(layers), world.size):
         turn = layers[first : first + world.size]
-        own = None
+        local_factors = None
         if world.rank < len(turn):
-            found = turn[world.rank]
-            own = factors_of(
+            stacked = turn[world.rank]
+            local_factors = factors_of(
                 rule.kind,
-                _weight(draft, found),
-                found.layer.r[TRAINED],
-                found.scale,
+                _weight(draft, stacked),
+                stacked.layer.r[TRAINED],
+                stacked.scale,
                 iterations=rule.iterations,
-                seed=seed_of(seed, found.name),
-            ).to(next(iter(found.factors("lora_A").values())).dtype)
-        yield from zip(turn, world.gathered(own), strict=False)
+                seed=seed_of(seed, stacked.name),
+            ).to(next(iter(stacked.factors("lora_A").values())).dtype)
+        yield from zip(turn, world.gathered(local_factors), strict=False)
 
 
-def _weight(draft: Draft, found: StackedLayer) -> torch.Tensor:
+def _weight(draft: Draft, stacked: StackedLayer) -> torch.Tensor:
     """The weight of a layer, [O, I], on this process's device."""
-    base = found.layer.get_base_layer()
+    base = stacked.layer.get_base_layer()
     weight = base.weight
     if draft.values is None:
         weight_OI = dequantized(base)
@@ -95,12 +95,12 @@ def _weight(draft: Draft, found: StackedLayer) -> torch.Tensor:
         names = {id(tensor): name for name, tensor in draft.values.tensors.items()}
         read = draft.values.readers[names[id(weight)]]
         weight_OI = read(Box.whole(tuple(weight.shape))).to(device())
-    return weight_OI.T if found.layer.fan_in_fan_out else weight_OI
+    return weight_OI.T if stacked.layer.fan_in_fan_out else weight_OI
 
 
-def _values(found: StackedLayer, factors: Factors) -> Mapping[str, torch.Tensor]:
+def _values(stacked: StackedLayer, factors: Factors) -> Mapping[str, torch.Tensor]:
     """The values of the trained and the frozen adapter, whose sum is 0."""
-    a, b = f"{found.name}.lora_A", f"{found.name}.lora_B"
+    a, b = f"{stacked.name}.lora_A", f"{stacked.name}.lora_B"
     return {
         f"{a}.{TRAINED}.weight": factors.a,
         f"{b}.{TRAINED}.weight": factors.b,
@@ -134,8 +134,8 @@ class StackedWeights(AdapterWeights):
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
         live, joined = super().state_dict(), self._joined()
-        wanted = live.keys() | joined.keys()
-        if odd := sorted(wanted ^ state.keys()):
+        expected_names = live.keys() | joined.keys()
+        if odd := sorted(expected_names ^ state.keys()):
             raise CheckpointError(
                 f"weights of another model: {counted(len(odd), 'tensor differs', 'tensors differ')}"
                 f", for example {odd[0]}"
@@ -149,23 +149,23 @@ class StackedWeights(AdapterWeights):
     def _joined(self) -> dict[str, _Joined]:
         """By name in files."""
         return {
-            f"{found.name}.{part}.weight": _joined(found, part)
-            for found in stacked_layers(self.model)
+            f"{stacked.name}.{part}.weight": _joined(stacked, part)
+            for stacked in stacked_layers(self.model)
             for part in _ALONG
         }
 
     def _complete(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         """All values of a factor, on every rank."""
-        own = local_box_of(name, parameter.detach(), self.cuts.get(name))
+        local = local_box_of(name, parameter.detach(), self.cuts.get(name))
         if not isinstance(parameter, DTensor):
-            return own.values
-        found = torch.zeros(own.shape, dtype=own.values.dtype, device=own.values.device)
-        if own.box.size:
-            found[own.box.slices_in(Box.whole(own.shape))] = own.values
-        bits = found.view(torch.uint8)  # whose sum with zeros has all bits, the sign of 0 included
+            return local.values
+        full = torch.zeros(local.shape, dtype=local.values.dtype, device=local.values.device)
+        if local.box.size:
+            full[local.box.slices_in(Box.whole(local.shape))] = local.values
+        bits = full.view(torch.uint8)  # whose sum with zeros has all bits, the sign of 0 included
         for axis in sorted(axes(self.cuts.get(name, ()))):
             dist.all_reduce(bits, group=parameter.device_mesh.get_group(axis))
-        return found
+        return full
 
     def _divide(self, joined: _Joined, values: torch.Tensor) -> None:
         """Copy the parts of a joined matrix to their factors; those of frozen adapters that have
@@ -173,10 +173,10 @@ class StackedWeights(AdapterWeights):
         start = 0
         for name, parameter, ratio in joined.parts:
             length = parameter.shape[joined.dim]
-            own = local_box_of(name, parameter.detach(), self.cuts.get(name))
-            if own.box.size and ratio == 1:
+            local = local_box_of(name, parameter.detach(), self.cuts.get(name))
+            if local.box.size and ratio == 1:
                 part = values.narrow(joined.dim, start, length)
-                own.values.copy_(part[own.box.slices_in(Box.whole(own.shape))])
+                local.values.copy_(part[local.box.slices_in(Box.whole(local.shape))])
             start += length
 
 
@@ -188,9 +188,11 @@ class _Joined:
     dim: int
 
 
-def _joined(found: StackedLayer, part: str) -> _Joined:
-    scales = found.layer.scaling
-    ratios = [scales[one] / found.scale if part == "lora_B" else 1.0 for one in found.adapters]
-    named = found.factors(part).items()
-    parts = [(name, p, ratio) for (name, p), ratio in zip(named, ratios, strict=True)]
+def _joined(stacked: StackedLayer, part: str) -> _Joined:
+    scales = stacked.layer.scaling
+    ratios = [
+        scales[adapter] / stacked.scale if part == "lora_B" else 1.0 for adapter in stacked.adapters
+    ]
+    factors = stacked.factors(part).items()
+    parts = [(name, p, ratio) for (name, p), ratio in zip(factors, ratios, strict=True)]
     return _Joined(parts, _ALONG[part])

@@ -52,9 +52,9 @@ def fused_projection(
     ``shape``, outputs first; None if it is one matrix by its name."""
     if not _FUSED.search(name):
         return None
-    found = _linear(name, attention) or _of_heads(name, shape, attention, config)
-    is_right = found is not None and sum(found.parts) == shape[0]
-    return found if is_right else FusedProjection()
+    projection = _linear(name, attention) or _of_heads(name, shape, attention, config)
+    is_right = projection is not None and sum(projection.parts) == shape[0]
+    return projection if is_right else FusedProjection()
 
 
 def _of_heads(
@@ -84,24 +84,24 @@ def _linear(name: str, attention: nn.Module) -> FusedProjection | None:
         return None
     sizes = (attention.key_dim, attention.value_dim, attention.num_v_heads, attention.num_k_heads)
     keys, values, heads, groups = map(int, sizes)  # type: ignore[arg-type]
-    known = {
+    projections = {
         "in_proj_qkv": FusedProjection((keys, keys, values)),
         "in_proj_qkvz": FusedProjection((keys, keys, values, values), groups),
         "in_proj_ba": FusedProjection((heads, heads), groups),
     }
-    return known.get(name)
+    return projections.get(name)
 
 
 def num_heads(config: PretrainedConfig) -> int:
     """The heads of attention; 0 if the layers differ, or have none."""
-    found = getattr(config, "num_attention_heads", 0)
-    return found if isinstance(found, int) else 0
+    count = getattr(config, "num_attention_heads", 0)
+    return count if isinstance(count, int) else 0
 
 
 def head_size(config: PretrainedConfig) -> int:
     """The outputs of one head of attention; 0 if they are not known."""
-    found, heads = getattr(config, "head_dim", None), num_heads(config)
-    return found or (config.hidden_size // heads if heads else 0)
+    head_dim, heads = getattr(config, "head_dim", None), num_heads(config)
+    return head_dim or (config.hidden_size // heads if heads else 0)
 
 
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -111,34 +111,34 @@ _HEADS = ("q_proj", "k_proj", "query", "key", "q_lin", "k_lin")
 
 def kinds_of(inner: PreTrainedModel, named: Mapping[str, nn.Parameter]) -> ParameterKinds:
     """The layout of each of the parameters ``named`` of ``inner``, which PEFT may have wrapped."""
-    known = {m.name: m for m in matrices(inner) if m.left_out not in (HEAD, ROUTER)}
+    matrix_names = {m.name for m in matrices(inner) if m.left_out not in (HEAD, ROUTER)}
     modules = {plain_name(name): module for name, module in inner.named_modules()}
-    found: dict[int, ParameterKind] = {}
+    kinds: dict[int, ParameterKind] = {}
     for name, parameter in inner.named_parameters():
         plain = plain_name(name)
-        if plain in known and not is_added(name) and _IN_LAYER.search(plain):
-            found[id(parameter)] = _layout(plain, parameter, inner, modules)
-    return {name: found.get(id(parameter), OTHER) for name, parameter in named.items()}
+        if plain in matrix_names and not is_added(name) and _IN_LAYER.search(plain):
+            kinds[id(parameter)] = _layout(plain, parameter, inner, modules)
+    return {name: kinds.get(id(parameter), OTHER) for name, parameter in named.items()}
 
 
 def _layout(
     name: str, parameter: nn.Parameter, inner: PreTrainedModel, modules: Mapping[str, nn.Module]
 ) -> ParameterKind:
     path = name.rpartition(".")[0]
-    module, own = modules[path], name.removesuffix(".weight").rpartition(".")[2]
+    module, leaf = modules[path], name.removesuffix(".weight").rpartition(".")[2]
     is_transposed = isinstance(module, Conv1D) or getattr(module, "is_transposed", False) is True
     shape = [*parameter.shape[-2:]][:: -1 if is_transposed else 1]
     usual = ParameterKind(is_matrix=True, is_transposed=is_transposed)
-    if own in _HALVES and shape[0] % 2 == 0:
+    if leaf in _HALVES and shape[0] % 2 == 0:
         half, is_whole = shape[0] // 2, getattr(module, "is_concatenated", True)
         return replace(usual, parts=(half, half), num_groups=1 if is_whole else half)
     config = inner.config.get_text_config()
     attention = modules[path.rpartition(".")[0]]
-    if fused := fused_projection(own, shape, attention, config):
+    if fused := fused_projection(leaf, shape, attention, config):
         groups = fused.num_groups
         return replace(usual, parts=fused.parts, num_groups=groups, is_unknown=not fused.parts)
     size = head_size(config)
-    is_of_heads = own in _HEADS and size and shape[0] % size == 0
+    is_of_heads = leaf in _HEADS and size and shape[0] % size == 0
     return replace(usual, head_size=size) if is_of_heads else usual
 
 
@@ -154,12 +154,12 @@ def name_parameters(draft: Draft, _: Tensors) -> None:
     draft.weights = weights.without(of_heads)
     names = names_in_files(draft.module, draft.weights.state_dict())
     draft.names = {here: draft.heads.name_in_file(here) or name for here, name in names.items()}
-    named = draft.module.named_parameters()
-    draft.trainable = [draft.names[name] for name, p in named if p.requires_grad]
     draft.num_parameters = sum(num_elements(p) for p in draft.module.parameters())
     draft.num_trainable = sum(p.numel() for p in draft.module.parameters() if p.requires_grad)
-    own = {draft.names[name]: p for name, p in draft.module.named_parameters() if p.requires_grad}
-    draft.layouts = kinds_of(draft.inner, own)
+    parameters = draft.module.named_parameters()
+    trainable = {draft.names[name]: p for name, p in parameters if p.requires_grad}
+    draft.trainable = list(trainable)
+    draft.layouts = kinds_of(draft.inner, trainable)
     if method is not None and draft.options.is_trainable:
         settle_blocks(draft, method)
 
@@ -183,21 +183,21 @@ def names_by_part(
 ) -> ParameterNames:
     """The trainable parameters of ``module``, which is not sharded yet and adds ``heads`` and
     perhaps an adapter to ``inner``; ``in_files`` has their names in files by those in it."""
-    wanted = {p: in_files[name] for name, p in module.named_parameters() if p.requires_grad}
+    names = {p: in_files[name] for name, p in module.named_parameters() if p.requires_grad}
     layers = [set(layer.parameters()) for layer in _layers(inner)]
     inside = set[nn.Parameter]().union(*layers)
     added = {parameter for head in heads for parameter in head.parameters()}
     before, after, is_behind = list[str](), list[str](), False
     for parameter in module.parameters():
         is_behind |= parameter in inside
-        if parameter in wanted and parameter not in inside | added:
-            (after if is_behind else before).append(wanted[parameter])
+        if parameter in names and parameter not in inside | added:
+            (after if is_behind else before).append(names[parameter])
     head, embeddings = inner.get_output_embeddings(), inner.get_input_embeddings()
     return ParameterNames(
         before=tuple(before),
-        layers=tuple(tuple(wanted[p] for p in wanted if p in layer) for layer in layers),
+        layers=tuple(tuple(names[p] for p in names if p in layer) for layer in layers),
         after=tuple(after),
-        added=tuple(wanted[p] for p in wanted if p in added),
+        added=tuple(names[p] for p in names if p in added),
         is_tied=head is not None and head.weight is embeddings.weight,
     )
 

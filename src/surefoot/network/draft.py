@@ -181,12 +181,16 @@ class RealTensors:
         """Matrices over ``tp``, then what is left over the data axes."""
         model = draft.inner if draft.options.only_generates else draft.module
         values = None if draft.values is None else draft.values.of(model)
-        found = _shard(draft)
+        cuts = _shard(draft)
         if values is not None:
-            values.fill(model, found, draft.world)
-        own = {p: name for name, p in draft.module.named_parameters()}
-        here = {name: draft.names[own[p]] for name, p in model.named_parameters() if p in own}
-        draft.cuts = {here[name]: cut for name, cut in found.items()}
+            values.fill(model, cuts, draft.world)
+        names_in_module = {p: name for name, p in draft.module.named_parameters()}
+        names_in_files = {
+            name: draft.names[names_in_module[p]]
+            for name, p in model.named_parameters()
+            if p in names_in_module
+        }
+        draft.cuts = {names_in_files[name]: cut for name, cut in cuts.items()}
 
     def runner(self, draft: Draft) -> ModelForward:
         """On this rank's shards."""
@@ -217,9 +221,9 @@ class MetaTensors:
     def load(self, draft: Draft) -> None:
         """From the configuration."""
         kernel = draft.section.attention
-        own = None if kernel in ("auto", "flash_attention_2") else kernel  # which needs a GPU
+        attention = None if kernel in ("auto", "flash_attention_2") else kernel  # which needs a GPU
         with torch.device("meta"):
-            draft.inner = from_config(draft.base, draft.section, attention=own)
+            draft.inner = from_config(draft.base, draft.section, attention=attention)
 
     def adapt(self, draft: Draft) -> None:
         """Nothing is drawn: a meta model has no values."""
@@ -276,9 +280,9 @@ def from_config(
 
 def read_heads(draft: Draft) -> None:
     """Read heads from the folder that is opened; those that are not there start at 0."""
-    folders = (draft.section.adapter, draft.options.weights, draft.base)
-    known = [folder for folder in folders if folder is not None]
-    stored = stored_heads(draft.heads, known) if draft.options.is_read else {}
+    candidates = (draft.section.adapter, draft.options.weights, draft.base)
+    folders = [folder for folder in candidates if folder is not None]
+    stored = stored_heads(draft.heads, folders) if draft.options.is_read else {}
     new, readers = dict[str, nn.Parameter](), dict[str, Reader]()
     for name, p in draft.module.named_parameters():
         if (in_file := draft.heads.name_in_file(name)) is not None:
@@ -306,17 +310,17 @@ def _read(
 def method_of(draft: Draft, attach_from: Callable[[PreTrainedModel, Path], nn.Module]) -> Adapt:
     """What makes the model: the adapter to resume from, the method, or neither."""
     method, folder = draft.options.method, draft.section.adapter
-    made: Adapt = lambda model: cast(nn.Module, model)  # noqa: E731
+    adapt: Adapt = lambda model: cast(nn.Module, model)  # noqa: E731
     check_adapter(draft.section)
     if folder is not None:
         attach = lambda model: attach_from(model, folder)  # noqa: E731
-        made = attach if method is None else partial(method.attach, attach=attach)
+        adapt = attach if method is None else partial(method.attach, attach=attach)
     elif method is not None:
-        made = method.apply
+        adapt = method.apply
     if not draft.section.frozen_adapters:
-        return made
+        return adapt
     is_read = attach_from is not attach_empty
-    return lambda model: add_adapters(made(model), draft.section.frozen_adapters, is_read=is_read)
+    return lambda model: add_adapters(adapt(model), draft.section.frozen_adapters, is_read=is_read)
 
 
 def _shard(draft: Draft) -> dict[str, Cuts]:

@@ -43,8 +43,8 @@ class Heads:
 
     def name_in_file(self, name: str) -> str | None:
         """The name in its own file of a head's parameter; None for any other parameter."""
-        found = (f".{name}".rpartition(f".{HEADS[output]}.") for output in self.modules)
-        return next((head[1:] + leaf for _, head, leaf in found if head), None)
+        splits = (f".{name}".rpartition(f".{HEADS[output]}.") for output in self.modules)
+        return next((head[1:] + leaf for _, head, leaf in splits if head), None)
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class HeadWeights(UndividedWeights):
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Copy ``state`` into the head. Raises ``CheckpointError`` if it is of another one."""
-        own = self.state_dict()
-        if state.keys() != own.keys():
+        live = self.state_dict()
+        if state.keys() != live.keys():
             raise CheckpointError(
-                f"{self.name}: expected the tensors {', '.join(own)}, found {', '.join(state)}"
+                f"{self.name}: expected the tensors {', '.join(live)}, found {', '.join(state)}"
             )
-        for name, tensor in own.items():
+        for name, tensor in live.items():
             tensor.copy_(state[name])
 
 
 def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
     """Add a head for each of ``outputs`` to ``model``, in place; on all ranks it begins at 0."""
-    made = {}
+    modules = {}
     weight = model.get_input_embeddings().weight
     width = model.config.get_text_config().hidden_size
     for output in outputs:
@@ -83,8 +83,8 @@ def add_heads(model: PreTrainedModel, outputs: Sequence[str]) -> Heads:
         nn.init.zeros_(head.weight)
         head.weight = nn.Parameter(head.weight.detach().to(weight.device))
         model.add_module(HEADS[output], head)
-        made[output] = head
-    return Heads(made)
+        modules[output] = head
+    return Heads(modules)
 
 
 def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
@@ -95,7 +95,7 @@ def stored_heads(heads: Heads, folders: Sequence[Path]) -> dict[str, Reader]:
     for output, head in heads.modules.items():
         name = HEADS[output]
         opened = ((folder, _stored(folder, name)) for folder in folders)
-        folder, source = next((one for one in opened if one[1] is not None), (folders[-1], None))
+        folder, source = next((pair for pair in opened if pair[1] is not None), (folders[-1], None))
         if source is None:
             logger.info("%s: %s has none, so it starts at 0", name, folder)
             continue
@@ -118,16 +118,16 @@ def has_head(folder: Path, output: str) -> bool:
 
 def _stored(folder: Path, name: str) -> TensorSource | None:
     """The weights of a head in ``folder``, also where other tools store a reward's."""
-    own = f"{name}.weight"
+    weight_name = f"{name}.weight"
     if is_sequence_classification(folder):
-        return Renamed(open_folder(folder), {own: SCORE})
+        return Renamed(open_folder(folder), {weight_name: SCORE})
     source = open_role(folder, name)
     if source is None or V_HEAD not in source.shapes():
         return source
     bias = source.shapes().get(_BIAS) and float(read_whole(source, _BIAS).float().sum())
     if bias:
         logger.warning("%s: %s adds %.4g to every reward, and is dropped", folder, _BIAS, bias)
-    return Renamed(source, {own: V_HEAD})
+    return Renamed(source, {weight_name: V_HEAD})
 
 
 def _listed(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -111,7 +111,7 @@ class Network:
         settings. Raises ``RecipeError`` if a model with this
         sharding cannot generate."""
         with self.evaluating(), self.engine.generating(self.inner, self.world):
-            found = sample(
+            local_samples = sample(
                 self.module,
                 prompts,
                 Chooser(settings, frozenset([*stop_token_ids, *self.own_stops]), decode),
@@ -120,14 +120,14 @@ class Network:
                 share=self.share,
                 store=store,
             )
-        everywhere = {i: one for part in self.world.gathered(found) for i, one in part.items()}
-        return [everywhere[i] for i in range(len(prompts))]
+        samples = {i: s for part in self.world.gathered(local_samples) for i, s in part.items()}
+        return [samples[i] for i in range(len(prompts))]
 
     @property
     def own_stops(self) -> list[int]:
         """The tokens that end a response according to the model's own generation configuration."""
-        own = self.inner.generation_config.eos_token_id
-        return [i for i in (own if isinstance(own, list) else [own]) if isinstance(i, int)]
+        eos = self.inner.generation_config.eos_token_id
+        return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
 
     @property
     def share(self) -> ReplicaShare:
@@ -168,22 +168,22 @@ class Network:
         """What checkpoints contain of it: the weights, those of each head, and of each its part of
         the ``whole`` optimizer state. No reader of the model's files finds a tensor there that the
         model has not."""
-        heads, found = self.head_weights, dict[str, ShardedState]({role: self.weights})
-        found[FileRole(role).optimizer] = whole
+        heads, by_role = self.head_weights, dict[str, ShardedState]({role: self.weights})
+        by_role[FileRole(role).optimizer] = whole
         if heads:
             rest = PartialState(whole, lambda name: self.heads.name_in_file(name) is None)
-            found[FileRole(role).optimizer] = rest
+            by_role[FileRole(role).optimizer] = rest
         for name, head in heads.items():
-            own = FileRole(name if role == MODEL else f"{role}_{name}")
-            found[own.name] = head
-            found[own.optimizer] = PartialState(whole, head.state_dict().__contains__)
-        return {name: FileState(state) for name, state in found.items()}
+            head_role = FileRole(name if role == MODEL else f"{role}_{name}")
+            by_role[head_role.name] = head
+            by_role[head_role.optimizer] = PartialState(whole, head.state_dict().__contains__)
+        return {name: FileState(state) for name, state in by_role.items()}
 
     @property
     def head_weights(self) -> dict[str, HeadWeights]:
         """The weights of each head, by the name of the file that they have for themselves."""
-        named = ((HEADS[output], head) for output, head in self.heads.modules.items())
-        return {name: HeadWeights(name, head, self.cuts) for name, head in named}
+        by_name = {HEADS[output]: head for output, head in self.heads.modules.items()}
+        return {name: HeadWeights(name, head, self.cuts) for name, head in by_name.items()}
 
     def verify_packing(self) -> None:
         """Find, with the current values, an attention that is right for packed rows, and whether
@@ -195,6 +195,6 @@ class Network:
 
     def logps(self, batch: Batch) -> torch.Tensor:
         """The log-probabilities of the trained positions of ``batch``, in reading order."""
-        found = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
-        assert found is not None
-        return found
+        logps_N = self.forward(batch.to(device()), OutputSpec(("logps",))).logps
+        assert logps_N is not None
+        return logps_N

@@ -69,10 +69,10 @@ def checked_files(draft: Draft) -> Iterator[None]:
                 raise damage from error
             raise
         damage = check.wait()
-        found = world.gathered(None if damage is None else (damage.folder, str(damage)))
-        for one in found:
-            if one is not None:
-                raise DamagedFileError(*one)
+        reports = world.gathered(None if damage is None else (damage.folder, str(damage)))
+        for report in reports:
+            if report is not None:
+                raise DamagedFileError(*report)
 
 
 def check_files(base: Path | None, section: ModelSection) -> None:
@@ -81,12 +81,12 @@ def check_files(base: Path | None, section: ModelSection) -> None:
     has. Headers alone are read."""
     base = base or resolve(section)
     with silenced():
-        found = init_on_meta(base, section, dtype=training_dtype(section))
+        meta_model = init_on_meta(base, section, dtype=training_dtype(section))
     adapters = [*([] if section.adapter is None else [section.adapter]), *section.frozen_adapters]
     for folder in adapters:
         if has_manifest(folder) and (problems := verify_weights(folder).problems):
             raise DamagedFileError(folder, problems[0])
-    paths = sorted(base.glob(WEIGHTS)) if found is None else []
+    paths = sorted(base.glob(WEIGHTS)) if meta_model is None else []
     for path in [*paths, *(folder / ADAPTER_WEIGHTS for folder in adapters)]:
         try:
             with safe_open(path, "pt"):
@@ -182,13 +182,13 @@ def finish(draft: Draft, steps: Sequence[Step], tensors: Tensors = REAL) -> Netw
     for step in steps:
         step(draft, tensors)
     options = draft.options
-    named = draft.module.named_parameters()
+    parameters = draft.module.named_parameters()
     weights = draft.weights.sharded(draft.cuts)
     network = Network(
         module=draft.module,
         inner=draft.inner,
         weights=weights if draft.staging is None else draft.staging.weights(weights),
-        named={draft.names[name]: p for name, p in named if p.requires_grad},
+        named={draft.names[name]: p for name, p in parameters if p.requires_grad},
         trainable=draft.trainable,
         blocks=draft.blocks,
         layouts=draft.layouts,
@@ -234,8 +234,8 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
         return
     before = draft.inner.get_input_embeddings().num_embeddings
     draft.has_grown = grow_embeddings(draft.inner, draft.tokenizer)
-    named = draft.tokenizer.convert_tokens_to_ids(list(draft.section.new_special_tokens))
-    note_new_tokens(draft.inner, [*named, *range(before, len(draft.tokenizer))])
+    special_ids = draft.tokenizer.convert_tokens_to_ids(list(draft.section.new_special_tokens))
+    note_new_tokens(draft.inner, [*special_ids, *range(before, len(draft.tokenizer))])
 
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:

@@ -79,8 +79,8 @@ class PipelinedModel:
         return {p for name, p in learning.items() if name in copies}
 
     def _learning_here(self) -> dict[str, nn.Parameter]:
-        named = self.model.named_parameters()
-        return {self.names[name]: p for name, p in named if p.requires_grad}
+        parameters = self.model.named_parameters()
+        return {self.names[name]: p for name, p in parameters if p.requires_grad}
 
     def _copies(self) -> set[str]:
         here = set(self._learning_here())

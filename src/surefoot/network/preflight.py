@@ -97,8 +97,8 @@ def check_device(section: ModelSection) -> None:
 def check_packages(names: Sequence[str], setting: str) -> None:
     """Raise ``RecipeError`` if a package that ``setting`` needs is not installed."""
     for name in names:
-        found = find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, which wandb leaves
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name, which wandb leaves
             how = installation(name)
             raise RecipeError(f"{setting} needs {name}, which is not installed: {how}")
 

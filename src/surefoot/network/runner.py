@@ -227,7 +227,7 @@ def without_adapter(module: nn.Module) -> Iterator[None]:
     finally:
         tuner.enable_adapter_layers()
         for name, parameter in module.named_parameters():
-            held, is_trained = before[name]
-            held.requires_grad_(is_trained)
-            if parameter is not held:  # gathered meanwhile
+            original, is_trained = before[name]
+            original.requires_grad_(is_trained)
+            if parameter is not original:  # gathered meanwhile
                 parameter.requires_grad_(is_trained)

@@ -66,19 +66,22 @@ class MetaModel:
         self, method: Callable[[PreTrainedModel], nn.Module]
     ) -> tuple[nn.Module, ShardLoader]:
         """The model with ``method`` applied, and the loaders of its values."""
-        found = {  # by its name: what has been put in the place of a tensor since, grown or copied
+        # by its name: what has been put in the place of a tensor since, grown or copied
+        file_names = {
             tensor: self.stored.get(tensor) or self.names.get(name)
             for name, tensor in kept_tensors(self.model)
         }
-        known = {tensor: self._reader(name, tensor) for tensor, name in found.items() if name}
-        by_place = {place(tensor): reader for tensor, reader in known.items()}
+        reader_of = {
+            tensor: self._reader(name, tensor) for tensor, name in file_names.items() if name
+        }
+        by_place = {place(tensor): reader for tensor, reader in reader_of.items()}
         with CapturedInit() as drawn:
             policy = method(self.model)
         _restore_constants(policy, drawn)
         readers: dict[str, Reader] = {}
         for name, tensor in kept_tensors(policy):
-            if tensor in known:
-                readers[name] = known[tensor]
+            if tensor in reader_of:
+                readers[name] = reader_of[tensor]
             elif (values := drawn.of(tensor)) is not None:
                 readers[name] = partial(piece, values)
             elif (source := drawn.source_of(tensor)) is not None and place(source) in by_place:
@@ -119,9 +122,11 @@ def init_on_meta(
         names = names_stored(model, stored)
         odd = [name for name, _ in kept_tensors(model) if name not in names]
         if not odd and odd_buffer is None:
-            known = {tensor: names[name] for name, tensor in kept_tensors(model)}
+            stored_names = {tensor: names[name] for name, tensor in kept_tensors(model)}
             aliases = model.named_parameters(remove_duplicate=False)
-            return MetaModel(model, source, known, names | {name: known[p] for name, p in aliases})
+            return MetaModel(
+                model, source, stored_names, names | {name: stored_names[p] for name, p in aliases}
+            )
         why = (
             f"{odd[0]} has no tensor of its own in the files"
             if odd
@@ -164,11 +169,11 @@ def _without_zero_biases(
         return dict(quantized)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(as_dequantized(read_config(base, section)))
-    own = {name for name, _ in model.named_parameters()}
+    parameter_names = {name for name, _ in model.named_parameters()}
     needless = {
         name: replace(quantized[name], unused=(*quantized[name].unused, bias))
         for name, bias in added.items()
-        if bias not in own and not read_whole(source, bias).any()
+        if bias not in parameter_names and not read_whole(source, bias).any()
     }
     return {**quantized, **needless}
 
@@ -203,12 +208,12 @@ def _metas(source: TensorSource) -> dict[str, torch.Tensor]:
 def _settle_ties(model: PreTrainedModel, source: TensorSource) -> None:
     """Tie weights that are separate in the files, if they are equal."""
     stored = names_stored(model, _metas(source))
-    for one, other in list(model.all_tied_weights_keys.items()):
-        if one not in stored or other not in stored:
+    for target_name, source_name in list(model.all_tied_weights_keys.items()):
+        if target_name not in stored or source_name not in stored:
             continue  # one object already
-        if not same_values(source, stored[one], stored[other]):
-            logger.warning("%s and %s are not tied: their values differ", one, other)
-            model.all_tied_weights_keys.pop(one)
+        if not same_values(source, stored[target_name], stored[source_name]):
+            logger.warning("%s and %s are not tied: their values differ", target_name, source_name)
+            model.all_tied_weights_keys.pop(target_name)
     model.tie_weights(recompute_mapping=False)
 
 
@@ -271,15 +276,15 @@ class _ResizedEmbedding:
 
     def __call__(self, box: Box) -> torch.Tensor:
         rows = self.source.shapes()[self.name][0]
-        found = torch.empty(box.shape, dtype=self.dtype)
+        values = torch.empty(box.shape, dtype=self.dtype)
         old = box & Box.whole((rows, *self.shape[1:]))
         if old is not None:
-            found[old.slices_in(box)] = self.source.read(self.name, old).to(self.dtype)
+            values[old.slices_in(box)] = self.source.read(self.name, old).to(self.dtype)
         if box.stop[0] > rows:
             new = max(0, rows - box.start[0])
             columns = tuple(slice(a, b) for a, b in zip(box.start[1:], box.stop[1:], strict=True))
-            found[new:] = self._mean()[columns]
-        return found
+            values[new:] = self._mean()[columns]
+        return values
 
     def _mean(self) -> torch.Tensor:
         if not self._means:  # to the bit as the mean of the whole: sums in one order
@@ -331,10 +336,10 @@ def _made_of_others(
 
 def _rows(read: Reader, ids: Sequence[int], box: Box) -> torch.Tensor:
     """The rows ``ids`` of a matrix."""
-    found = torch.empty(box.shape)  # a rank may have no row
-    for own, row in enumerate(ids[box.start[0] : box.stop[0]]):
-        found[own] = read(Box((row, *box.start[1:]), (1, *box.shape[1:])))[0]
-    return found
+    rows = torch.empty(box.shape)  # a rank may have no row
+    for index, row in enumerate(ids[box.start[0] : box.stop[0]]):
+        rows[index] = read(Box((row, *box.start[1:]), (1, *box.shape[1:])))[0]
+    return rows
 
 
 def _row_lengths(read: Reader, columns: int, box: Box) -> torch.Tensor:
@@ -349,5 +354,5 @@ def _column_lengths(
     """The same of a weight that is stored transposed, as those of GPT-2 and of embeddings; rounded
     to ``dtype``, as PEFT does those of embeddings."""
     columns = Box((0, *box.start), (shape[0], *box.shape))
-    found = lengths(read(columns).T)
-    return found if dtype is None else found.to(dtype)
+    norms = lengths(read(columns).T)
+    return norms if dtype is None else norms.to(dtype)
