@@ -40,12 +40,12 @@ class StackedSource(ReplacingSource):
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each tile only what is inside ``box``."""
-        found = torch.empty(box.shape, dtype=self.dtypes()[name])
+        values = torch.empty(box.shape, dtype=self.dtypes()[name])
         for tile in self.tensors[name][1]:
             if (common := box & tile.box) is not None:
-                values = self._values(tile, common).reshape(common.shape)
-                found[common.slices_in(box)].copy_(values)
-        return found
+                tile_values = self._values(tile, common).reshape(common.shape)
+                values[common.slices_in(box)].copy_(tile_values)
+        return values
 
     def _values(self, tile: StackedMatrix, box: Box) -> torch.Tensor:
         first, size = list(map(sub, box.start, tile.box.start))[-2:], list(box.shape[-2:])
@@ -53,8 +53,8 @@ class StackedSource(ReplacingSource):
             first, size = first[::-1], size[::-1]
         *outer, row, column = tile.start
         inner = Box((*outer, row + first[0], column + first[1]), (*(1 for _ in outer), *size))
-        found = self.source.read(tile.name, inner).reshape(size)
-        return found.T if tile.is_turned else found
+        matrix = self.source.read(tile.name, inner).reshape(size)
+        return matrix.T if tile.is_turned else matrix
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def stacked(source: TensorSource, experts: Experts) -> TensorSource:
     pattern = re.compile(rf"{_LAYER}{re.escape(experts.name)}\.(\d+)\..*")
     counts: dict[str, int] = {}
     for name in shapes:
-        if found := pattern.fullmatch(name):
-            counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
-    made = {}
+        if match := pattern.fullmatch(name):
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    tensors = {}
     for layer, count in counts.items():
         for stack in experts.stacks:
             names = [
@@ -115,28 +115,28 @@ def stacked(source: TensorSource, experts: Experts) -> TensorSource:
                 for j, name in enumerate(row)
             )
             shape = (count * extent[0], len(stack.parts) * extent[1], *extent[2:])
-            made[f"{layer}{experts.name}.{stack.name}"] = (shape, tiles)
-    return StackedSource(source, made) if made else source
+            tensors[f"{layer}{experts.name}.{stack.name}"] = (shape, tiles)
+    return StackedSource(source, tensors) if tensors else source
 
 
 def unstacked(source: TensorSource, experts: Experts) -> TensorSource:
     """The inverse."""
     shapes = source.shapes()
-    made = {}
+    tensors = {}
     for stack in experts.stacks:
         pattern = re.compile(rf"{_LAYER}{re.escape(f'{experts.name}.{stack.name}')}")
         for name, shape in shapes.items():
-            if (found := pattern.fullmatch(name)) is None:
+            if (match := pattern.fullmatch(name)) is None:
                 continue
-            count, extent = _apart(name, shape, found[1], experts, stack, shapes)
+            count, extent = _apart(name, shape, match[1], experts, stack, shapes)
             rows, columns = extent[::-1] if experts.is_flat else extent[-2:]
             for i in range(count):
                 for j, part in enumerate(stack.parts):
                     box = Box((0, 0), (rows, columns))
                     tile = StackedMatrix(name, box, _start(experts, i, j, extent), experts.is_flat)
-                    own = f"{found[1]}{experts.name}.{i}.{part}.weight"
-                    made[own] = ((rows, columns), (tile,))
-    return StackedSource(source, made) if made else source
+                    matrix_name = f"{match[1]}{experts.name}.{i}.{part}.weight"
+                    tensors[matrix_name] = ((rows, columns), (tile,))
+    return StackedSource(source, tensors) if tensors else source
 
 
 def _start(experts: Experts, i: int, j: int, extent: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,6 +168,6 @@ def _apart(
     count = router[0] if router else 0
     if len(shape) != 2 or not count or shape[0] % count or shape[1] % len(stack.parts):
         experts_of = counted(count, "expert")
-        told = f"with a router for {experts_of}" if router else "whose router is missing"
-        raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}, {told}, cannot be split")
+        reason = f"with a router for {experts_of}" if router else "whose router is missing"
+        raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}, {reason}, cannot be split")
     return count, (shape[0] // count, shape[1] // len(stack.parts))

@@ -43,8 +43,8 @@ def _is_one(folder: Path) -> bool:
 def iterations(root: Path) -> list[Path]:
     """The iterations in ``root``, oldest first."""
     paths = [root / name for name in files.names_in(root)]
-    found = {n: path for path in paths if (n := number_of(path)) is not None}
-    return [path for _, path in sorted(found.items()) if _is_one(path)]
+    paths_by_number = {n: path for path in paths if (n := number_of(path)) is not None}
+    return [path for _, path in sorted(paths_by_number.items()) if _is_one(path)]
 
 
 def number_of(folder: Path) -> int | None:
@@ -74,42 +74,42 @@ def open_iteration(folder: Path) -> dict[str, list[DcpChunk]]:
     if not files.exists(path / METADATA):
         return _open_single(path, names)
     where = path / METADATA
-    told = strict_json.read_object(where)
-    tensors, storage = told.get("state_dict_metadata"), told.get("storage_data")
+    metadata = strict_json.read_object(where)
+    tensors, storage = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise CheckpointError(f"{where}: expected state_dict_metadata and storage_data")
     places = _places(storage, where)
     opened: dict[str, tensorfile.TensorFile] = {}
-    for own in places.values():
-        for name in own.values():
+    for file_names in places.values():
+        for name in file_names.values():
             if name not in opened:
                 if not files.exists(path / name):
                     raise CheckpointError(f"{path / name}: is missing; {METADATA} names it")
                 opened[name] = tensorfile.open_path(path / name)
-    found = {
+    chunks = {
         name: _slices(name, value, places.get(name, {}), opened, where)
         for name, value in tensors.items()
     }
-    return found | _loose(opened, tensors)
+    return chunks | _loose(opened, tensors)
 
 
 def _loose(
-    opened: Mapping[str, tensorfile.TensorFile], known: Collection[str]
+    opened: Mapping[str, tensorfile.TensorFile], described: Collection[str]
 ) -> dict[str, list[DcpChunk]]:
     """Values outside of the metadata, such as the step: the same in every file."""
     holders: dict[str, list[tuple[int, tensorfile.TensorFile]]] = {}
     for i, file in enumerate(opened.values()):
         for key in file.header.entries:
-            if key not in known:
+            if key not in described:
                 holders.setdefault(key, []).append((i, file))
-    for key, found in holders.items():
-        check_same(key, found)
-    return {key: [whole(found[0][1], key)] for key, found in sorted(holders.items())}
+    for key, replicas in holders.items():
+        check_same(key, replicas)
+    return {key: [whole(replicas[0][1], key)] for key, replicas in sorted(holders.items())}
 
 
 def _open_single(path: Path, names: list[str]) -> dict[str, list[DcpChunk]]:
     """The files of a single process: unsharded tensors, and no metadata."""
-    found: dict[str, list[DcpChunk]] = {}
+    chunks: dict[str, list[DcpChunk]] = {}
     for name in names:
         match = _FILE.fullmatch(name)
         assert match is not None
@@ -119,13 +119,13 @@ def _open_single(path: Path, names: list[str]) -> dict[str, list[DcpChunk]]:
             )
         single = tensorfile.open_path(path / name)
         for key in single.header.entries:
-            found[key] = [whole(single, key)]
-    return found
+            chunks[key] = [whole(single, key)]
+    return chunks
 
 
 def _places(storage: Mapping[str, Any], where: Path) -> dict[str, dict[int, str]]:
     """The file of every slice, by tensor and number of the slice; of replicas the first."""
-    found: dict[str, dict[int, str]] = {}
+    places: dict[str, dict[int, str]] = {}
     for key, files_of in storage.items():
         match = _KEY.fullmatch(key)
         first = files_of[0] if isinstance(files_of, list) and files_of else None
@@ -134,8 +134,8 @@ def _places(storage: Mapping[str, Any], where: Path) -> dict[str, dict[int, str]
             raise CheckpointError(f"{where}: storage_data: cannot read {key[:200]!r}")
         if not is_plain_name(name) or "/" in name:
             raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
-        found.setdefault(match[1], {})[int(match[2])] = name
-    return found
+        places.setdefault(match[1], {})[int(match[2])] = name
+    return places
 
 
 def _slices(
@@ -151,29 +151,29 @@ def _slices(
         raise CheckpointError(f"{where}: expected global_shape, axis_fragmentations and chunk")
     shape = sizes(value.get("global_shape"), where)
     counts = integers(value.get("axis_fragmentations") or [1] * len(shape), len(shape), where)
-    found = []
-    for chunk in value["chunk"]:
-        told = chunk if isinstance(chunk, dict) else {}
-        (number,) = integers(told.get("global_offset"), 1, where)
+    chunks = []
+    for entry in value["chunk"]:
+        fields = entry if isinstance(entry, dict) else {}
+        (number,) = integers(fields.get("global_offset"), 1, where)
         box = _box(number, shape, counts, where)
         file = opened.get(places.get(number, ""))
         if file is None or name not in file.header.entries:
             raise CheckpointError(f"{where}: slice {number} is in no file")
         if (
-            sizes(told.get("local_shape"), where) != box.shape
+            sizes(fields.get("local_shape"), where) != box.shape
             or file.entry(name).shape != box.shape
         ):
             raise CheckpointError(
                 f"{where}: slice {number} is {list(file.entry(name).shape)}, expected "
                 f"{list(box.shape)}"
             )
-        found.append(DcpChunk(file, shape, box))
-    if not is_covered_once(Box.whole(shape), [one.box for one in found]):
-        parts = counted(len(found), "slice does", "slices do")
+        chunks.append(DcpChunk(file, shape, box))
+    if not is_covered_once(Box.whole(shape), [chunk.box for chunk in chunks]):
+        parts = counted(len(chunks), "slice does", "slices do")
         raise CheckpointError(f"{where}: its {parts} not cover {list(shape)}")
-    if len({one.file.entry(name).dtype for one in found}) > 1:
+    if len({chunk.file.entry(name).dtype for chunk in chunks}) > 1:
         raise CheckpointError(f"{where}: its slices are of different types")
-    return found
+    return chunks
 
 
 def _box(number: int, shape: tuple[int, ...], counts: tuple[int, ...], where: str) -> Box:
@@ -212,22 +212,22 @@ def open_full(folder: Path) -> dict[str, list[DcpChunk]]:
             f"{folder}: the part of one rank; use the folder of all ranks, {folder.parent}"
         )
     where = folder / MAP
-    told = _read_map(where) if files.exists(where) else None
-    if told is None and len(names) != 1:
+    weight_map = _read_map(where) if files.exists(where) else None
+    if weight_map is None and len(names) != 1:
         raise CheckpointError(f"{folder}: {len(names)} files, and no {MAP} that says what is whole")
-    wanted = names if told is None else sorted(set(told.values()))
-    found: dict[str, list[DcpChunk]] = {}
-    for name in [*wanted, *([HYPER] if files.exists(folder / HYPER) else [])]:
+    file_names = names if weight_map is None else sorted(set(weight_map.values()))
+    chunks: dict[str, list[DcpChunk]] = {}
+    for name in [*file_names, *([HYPER] if files.exists(folder / HYPER) else [])]:
         file = tensorfile.open_path(folder / name)
         for key in file.header.entries:
-            if key in found:
-                other = found[key][0].file.path.name
+            if key in chunks:
+                other = chunks[key][0].file.path.name
                 raise CheckpointError(f"{file.path}: {key[:200]!r} is in {other} as well")
-            found[key] = [whole(file, key)]
-    for key, name in (told or {}).items():
-        if key not in found or found[key][0].file.path.name != name:
+            chunks[key] = [whole(file, key)]
+    for key, name in (weight_map or {}).items():
+        if key not in chunks or chunks[key][0].file.path.name != name:
             raise CheckpointError(f"{where}: promises {key[:200]!r} in {name}, where it is not")
-    return found
+    return chunks
 
 
 def whole(file: tensorfile.TensorFile, name: str) -> DcpChunk:
@@ -246,8 +246,8 @@ def _is_mindspore(path: Path) -> bool:
 
 def _read_map(where: Path) -> dict[str, str]:
     """File names by tensor: as ``weight_map``, or without anything around it."""
-    told = strict_json.read_object(where)
-    names = told.get("weight_map", told)
+    content = strict_json.read_object(where)
+    names = content.get("weight_map", content)
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{where}: expected file names by tensor name")
     for name in sorted(set(names.values())):

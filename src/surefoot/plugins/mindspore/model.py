@@ -54,23 +54,23 @@ class MindSporeHints:
 NOTHING_MORE = MindSporeHints()
 
 
-def open_state(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
+def open_state(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """All that MindSpore saved, by its names: weights, moments, numbers of the training state."""
     with files.raising(CheckpointError, f"cannot read {folder}"):
-        found = open_mindspore_state(folder, strategy=theirs.strategy)
-        told = progress_of(folder) if form_of(folder) == "iteration" else {}
-    source = FolderSource(FolderWeights(MindSpore.name, folder, found))
+        locations = open_mindspore_state(folder, strategy=hints.strategy)
+        progress = progress_of(folder) if form_of(folder) == "iteration" else {}
+    source = FolderSource(FolderWeights(MindSpore.name, folder, locations))
     numbers = {
-        name: torch.tensor(told[name])
+        name: torch.tensor(progress[name])
         for name in _NUMBERS
-        if isinstance(told.get(name), int | float) and name not in found
+        if isinstance(progress.get(name), int | float) and name not in locations
     }
     return JoinedSource([("", source), ("", TensorsInMemory(numbers))]) if numbers else source
 
 
-def open_model(folder: Path, theirs: MindSporeHints = NOTHING_MORE) -> TensorSource:
+def open_model(folder: Path, hints: MindSporeHints = NOTHING_MORE) -> TensorSource:
     """The weights in a folder of MindSpore's, under Hugging Face's names."""
-    return as_huggingface(by_role(open_state(folder, theirs))["model"], folder, theirs)
+    return as_huggingface(by_role(open_state(folder, hints))["model"], folder, hints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,20 +103,20 @@ def hints_of(options: Mapping[str, object], base: Path | None) -> MindSporeHints
 
 def by_role(source: TensorSource) -> dict[str, TensorSource]:
     """MindSpore's tensors, separated into model, optimizer and state."""
-    names: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
+    names_by_role: dict[str, dict[str, str]] = {role: {} for role in _ROLES}
     for name, shape in source.shapes().items():
-        names[role_of(name, shape)][name] = name
-    return {role: Renamed(source, own) for role, own in names.items()}
+        names_by_role[role_of(name, shape)][name] = name
+    return {role: Renamed(source, names) for role, names in names_by_role.items()}
 
 
 def as_huggingface(
-    source: TensorSource, folder: Path, theirs: MindSporeHints = NOTHING_MORE
+    source: TensorSource, folder: Path, hints: MindSporeHints = NOTHING_MORE
 ) -> TensorSource:
     """``source``, which came from ``folder``, under Hugging Face's names."""
-    family = theirs.names or family_of(source.shapes())
+    family = hints.names or family_of(source.shapes())
     if family in (None, KEEP):
         return source
-    return to_huggingface(source, family or "", heads_near(folder, theirs.base))
+    return to_huggingface(source, family or "", heads_near(folder, hints.base))
 
 
 def as_mindspore(
@@ -146,28 +146,28 @@ def moments_of(model: TensorSource, folder: Path) -> list[tuple[str, TensorSourc
             *(folder, odd[0]),
         )
         return []
-    found: list[tuple[str, TensorSource]] = []
+    moments: list[tuple[str, TensorSource]] = []
     for prefix, key in _MOMENTS.items():
         names = {name: f"optimizer/{name}.{key}" for name in model.shapes()}
-        known = {name: full for name, full in names.items() if full in stored.shapes()}
-        if known:
-            found.append((prefix, Renamed(stored, known)))
-    return found
+        stored_names = {name: full for name, full in names.items() if full in stored.shapes()}
+        if stored_names:
+            moments.append((prefix, Renamed(stored, stored_names)))
+    return moments
 
 
 def numbers_of(folder: Path, global_batch_size: int | None) -> TensorsInMemory:
     """The numbers of a Surefoot checkpoint with which MindSpore Transformers resumes."""
     checkpoint = open_checkpoint(folder)
-    told: Mapping[str, Any] = {}
+    trainer_state: Mapping[str, Any] = {}
     if TRAINER_STATE in checkpoint.manifest.files:
-        told = json.loads(checkpoint.small(TRAINER_STATE))
-    step, epoch = checkpoint.manifest.step, told.get("epoch")
-    found = {
+        trainer_state = json.loads(checkpoint.small(TRAINER_STATE))
+    step, epoch = checkpoint.manifest.step, trainer_state.get("epoch")
+    numbers = {
         "epoch_num": torch.tensor(int(epoch) if isinstance(epoch, int | float) else 0),
         "step_num": torch.tensor(step),
         "global_step": torch.tensor([step], dtype=torch.int32),
         "loss_scale": torch.tensor(1.0),
     }
     if global_batch_size is not None:
-        found["global_batch_size"] = torch.tensor(global_batch_size)
-    return TensorsInMemory(found)
+        numbers["global_batch_size"] = torch.tensor(global_batch_size)
+    return TensorsInMemory(numbers)

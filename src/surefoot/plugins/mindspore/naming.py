@@ -56,7 +56,9 @@ class Turn:
 def turns_of(names: Sequence[str], rows: Sequence[int]) -> list[Turn]:
     """The turns of tensors that contribute so many ``rows`` each to a period."""
     starts = accumulate(rows, initial=0)
-    return [Turn(n, first, own, sum(rows)) for n, own, first in zip(names, rows, starts)]  # noqa: B905
+    period = sum(rows)
+    # one start more than there are tensors: the sum of all rows
+    return [Turn(n, first, num_rows, period) for n, num_rows, first in zip(names, rows, starts)]  # noqa: B905
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,11 @@ class InterleavedSource(ReplacingSource):
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The fused tensors."""
         shapes = self.source.shapes()
-        made: dict[str, tuple[Shape, Sequence[str]]] = {}
+        fused_tensors: dict[str, tuple[Shape, Sequence[str]]] = {}
         for fused, turns in self.turns.items():
             names = [turn.name for turn in turns]
-            made[fused] = (sum(shapes[n][0] for n in names), *shapes[names[0]][1:]), names
-        return made
+            fused_tensors[fused] = (sum(shapes[n][0] for n in names), *shapes[names[0]][1:]), names
+        return fused_tensors
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """From each part, only the rows that are in ``box``, which follow one another there."""
@@ -236,11 +238,11 @@ def heads_of(folder: Path) -> AttentionHeads | None:
     where = folder / "config.json"
     if not files.exists(where):
         return None
-    told = strict_json.read_object(where)
-    inner = told.get("text_config")
-    own = inner if isinstance(inner, dict) else told
-    queries = own.get("num_attention_heads")
-    keys = own.get("num_key_value_heads") or queries
+    config = strict_json.read_object(where)
+    inner = config.get("text_config")
+    text_config = inner if isinstance(inner, dict) else config
+    queries = text_config.get("num_attention_heads")
+    keys = text_config.get("num_key_value_heads") or queries
     if not isinstance(queries, int) or not isinstance(keys, int) or min(queries, keys) < 1:
         return None
     return AttentionHeads(queries, keys)
@@ -249,8 +251,8 @@ def heads_of(folder: Path) -> AttentionHeads | None:
 def heads_near(folder: Path, base: Path | None = None) -> AttentionHeads | None:
     """The numbers of heads in the ``config.json`` of a model, in ``base`` or beside its weights."""
     for place in (base, folder, root_of(folder), root_of(folder).parent):
-        if place is not None and (found := heads_of(place)) is not None:
-            return found
+        if place is not None and (heads := heads_of(place)) is not None:
+            return heads
     return None
 
 
@@ -295,31 +297,31 @@ def _named(source: TensorSource, family: Family, heads: AttentionHeads | None) -
     if family.experts is not None:
         source = stacked(source, family.experts)
     names = {_translated(name, family): name for name in source.shapes()}
-    found: TensorSource = Renamed(source, names)
+    renamed: TensorSource = Renamed(source, names)
     for fused, parts in _fusions(family):
         turns = {}
-        for name in list(found.shapes()):
+        for name in list(renamed.shapes()):
             if fused is not None and (match := _inside(name, family, family.modules[parts[0]])):
-                own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
-                groups = _groups(found.shapes(), own, heads, family, name)
-                rows = [found.shapes()[part][0] // groups for part in own]
-                turns[f"{match[0]}{fused}.{match[1]}"] = turns_of(own, rows)
-        found = InterleavedSource(found, turns) if turns else found
-    return found
+                part_names = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
+                groups = _groups(renamed.shapes(), part_names, heads, family, name)
+                rows = [renamed.shapes()[part][0] // groups for part in part_names]
+                turns[f"{match[0]}{fused}.{match[1]}"] = turns_of(part_names, rows)
+        renamed = InterleavedSource(renamed, turns) if turns else renamed
+    return renamed
 
 
 def _unnamed(source: TensorSource, family: Family, heads: AttentionHeads | None) -> TensorSource:
-    found = source
+    unfused = source
     for fused, parts in _fusions(family):
         turns: dict[str, Turn] = {}
-        for name, shape in found.shapes().items():
+        for name, shape in unfused.shapes().items():
             if fused is not None and (match := _inside(name, family, fused)):
                 rows = _rows_apart(parts, shape[0], heads, family, name)
-                own = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
-                turns |= zip(own, turns_of([name] * len(own), rows), strict=True)
-        found = DeinterleavedSource(found, turns) if turns else found
-    found = Renamed(found, {_translated(n, family, back=True): n for n in found.shapes()})
-    return found if family.experts is None else unstacked(found, family.experts)
+                part_names = [f"{match[0]}{family.modules[part]}.{match[1]}" for part in parts]
+                turns |= zip(part_names, turns_of([name] * len(part_names), rows), strict=True)
+        unfused = DeinterleavedSource(unfused, turns) if turns else unfused
+    unfused = Renamed(unfused, {_translated(n, family, back=True): n for n in unfused.shapes()})
+    return unfused if family.experts is None else unstacked(unfused, family.experts)
 
 
 def _fusions(family: Family) -> tuple[tuple[str | None, tuple[str, ...]], ...]:
@@ -385,8 +387,8 @@ def _needed(heads: AttentionHeads | None, name: str) -> AttentionHeads:
 
 def _translated(name: str, family: Family, *, back: bool = False) -> str:
     tops, modules, kinds = (
-        {new: old for old, new in one.items()} if back else one
-        for one in (family.tops, family.modules, _KINDS)
+        {new: old for old, new in table.items()} if back else table
+        for table in (family.tops, family.modules, _KINDS)
     )
     if name in tops:
         return tops[name]
@@ -395,9 +397,10 @@ def _translated(name: str, family: Family, *, back: bool = False) -> str:
         number, _, rest = name.removeprefix(layer).partition(".")
         path, _, kind = rest.rpartition(".")
         expert = _EXPERT.search(path)
-        known = path if expert is None else path.replace(expert[0], ".experts.*.")
-        if known in modules and number.isdecimal() and kind in kinds:
-            module = modules[known].replace("*", expert[1] if expert else "*")
+        # the tables contain one entry for all experts
+        key = path if expert is None else path.replace(expert[0], ".experts.*.")
+        if key in modules and number.isdecimal() and kind in kinds:
+            module = modules[key].replace("*", expert[1] if expert else "*")
             return f"{other}{number}.{module}.{kinds[kind]}"
     whose = "Hugging Face" if back else "MindSpore Transformers"
     raise CheckpointError(
@@ -411,6 +414,6 @@ def _each(source: TensorSource, change: Callable[[TensorSource], TensorSource]) 
     prefixes = {n: next((p for p in MOMENTS if n.startswith(p)), "") for n in source.shapes()}
     parts = []
     for prefix in sorted(set(prefixes.values())):
-        own = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
-        parts.append((prefix, change(Renamed(source, own))))
+        names = {n.removeprefix(prefix): n for n, before in prefixes.items() if before == prefix}
+        parts.append((prefix, change(Renamed(source, names))))
     return JoinedSource(parts)

@@ -96,13 +96,13 @@ def find_strategy(root: Path) -> Path | None:
 
 
 def _sort(
-    opened: Sequence[tensorfile.TensorFile], told: Strategy
+    opened: Sequence[tensorfile.TensorFile], strategy: Strategy
 ) -> tuple[dict[str, list[Slice]], dict[str, list[Slice]]]:
     """The tensors of the strategy, by name, and the others, which are replicated."""
     slices: dict[str, list[Slice]] = {}
     loose: dict[str, list[Slice]] = {}
     for rank, file in enumerate(opened):
-        layouts, device = told.of_rank(rank)
+        layouts, device = strategy.of_rank(rank)
         for name, entry in file.header.entries.items():
             if name not in layouts:
                 loose.setdefault(name, []).append(Slice(rank, whole(file, name)))
@@ -113,7 +113,7 @@ def _sort(
                 box = layout.box(shape, device)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{told.where}: does not fit {file.path}: {name[:200]!r} of shape "
+                    f"{strategy.where}: does not fit {file.path}: {name[:200]!r} of shape "
                     f"{list(entry.shape)}: {error}"
                 ) from None
             slices.setdefault(name, []).append(Slice(rank, DcpChunk(file, shape, box)))
@@ -123,20 +123,21 @@ def _sort(
 def _joined(name: str, slices: Sequence[Slice], where: Path) -> list[DcpChunk]:
     """The slices of one tensor, of equal ones the first, after a check that they cover it."""
     first = slices[0].stored
-    kinds = {(one.stored.shape, one.stored.file.entry(name).dtype) for one in slices}
+    kinds = {(part.stored.shape, part.stored.file.entry(name).dtype) for part in slices}
     if len(kinds) > 1:
         raise CheckpointError(
             f"{where}: {name[:200]!r} has another type or shape in other ranks' files"
         )
-    apart = {one.stored.box: one.stored for one in reversed(slices)}
-    boxes = [apart[box] for box in sorted(apart)]
-    if not is_covered_once(Box.whole(first.shape), [one.box for one in boxes]):
-        ranks = ", ".join(str(one.rank) for one in slices[:_RANKS])
+    # of replicas the first: later pairs of a dict replace earlier ones
+    chunk_at = {part.stored.box: part.stored for part in reversed(slices)}
+    boxes = sorted(chunk_at)
+    if not is_covered_once(Box.whole(first.shape), boxes):
+        ranks = ", ".join(str(part.rank) for part in slices[:_RANKS])
         raise CheckpointError(
             f"{where}: of {name[:200]!r} only slices of rank {ranks} exist, which do not cover "
             f"the shape {list(first.shape)}"
         )
-    return boxes
+    return [chunk_at[box] for box in boxes]
 
 
 Form = Literal["iteration", "ranks", "full"]
@@ -183,13 +184,14 @@ def saves(root: Path) -> list[SavedFolder]:
     if form_of(root) != "ranks":
         return [SavedFolder(root, None, _size(root))]
     folders = rank_folders(root_of(root)).values()
-    found = []
+    saved = []
     for step in steps(root_of(root)):
-        own = [file_at(folder, step) for folder in folders]
-        with tensorfile.open_path(own[0]) as file:
+        paths = [file_at(folder, step) for folder in folders]
+        with tensorfile.open_path(paths[0]) as file:
             number = recorded_step(file)
-        found.append(SavedFolder(own[0], number, sum(files.size_of(path) or 0 for path in own)))
-    return found
+        num_bytes = sum(files.size_of(path) or 0 for path in paths)
+        saved.append(SavedFolder(paths[0], number, num_bytes))
+    return saved
 
 
 def _size(folder: Path) -> int:
@@ -240,9 +242,9 @@ class MindSpore(Layout):
 
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """Weights, moments and numbers of the training."""
-        found = open_mindspore_state(folder)
-        named = {(role_of(n, p.entry.shape), n): p for n, p in found.items()}
-        return {f"{r}/{n}": p for (r, n), p in named.items() if roles is None or r in roles}
+        every = open_mindspore_state(folder)
+        with_roles = {(role_of(n, p.entry.shape), n): p for n, p in every.items()}
+        return {f"{r}/{n}": p for (r, n), p in with_roles.items() if roles is None or r in roles}
 
     def states(self, folder: Path) -> Mapping[str, Any]:
         """How far the training was."""

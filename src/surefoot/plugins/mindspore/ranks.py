@@ -49,11 +49,11 @@ class FileStep:
 
 def step_of(name: str) -> FileStep | None:
     """The step in the name of a rank's file; None for any other name."""
-    found = _FILE.fullmatch(name)
-    if found is None:
+    match = _FILE.fullmatch(name)
+    if match is None:
         return None
-    epoch, step, again = (int(found[key] or 0) for key in ("epoch", "step", "again"))
-    return FileStep(epoch, step, again, found["prefix"], found["kind"] or "")
+    epoch, step, again = (int(match[key] or 0) for key in ("epoch", "step", "again"))
+    return FileStep(epoch, step, again, match["prefix"], match["kind"] or "")
 
 
 def root_of(path: Path) -> Path:
@@ -73,8 +73,8 @@ def model_near(folder: Path) -> Path | None:
 def rank_folders(folder: Path) -> dict[int, Path]:
     """The folders of the ranks in ``folder``, by rank."""
     names = files.names_in(folder)
-    found = {int(match[1]): folder / name for name in names if (match := FOLDER.fullmatch(name))}
-    return {rank: path for rank, path in sorted(found.items()) if tensor_files(path)}
+    folders = {int(match[1]): folder / name for name in names if (match := FOLDER.fullmatch(name))}
+    return {rank: path for rank, path in sorted(folders.items()) if tensor_files(path)}
 
 
 def old_file(folder: Path) -> Path | None:
@@ -91,11 +91,11 @@ def tensor_files(folder: Path) -> list[str]:
 
 def steps(folder: Path) -> list[FileStep]:
     """The steps of which every rank has a file, oldest first."""
-    found = [
+    steps_of_ranks = [
         {step for name in tensor_files(path) if (step := step_of(name)) is not None}
         for path in rank_folders(folder).values()
     ]
-    return sorted(set.intersection(*found)) if found else []
+    return sorted(set.intersection(*steps_of_ranks)) if steps_of_ranks else []
 
 
 def rank_files(path: Path) -> list[Path]:
@@ -110,23 +110,23 @@ def rank_files(path: Path) -> list[Path]:
     if missing:
         raise CheckpointError(f"{root}: the files of rank {missing[0]} are missing")
     if path.suffix == ".safetensors":
-        wanted = step_of(path.name)
-        if wanted is not None:
-            return [file_at(folder, wanted) for folder in folders.values()]
+        step = step_of(path.name)
+        if step is not None:
+            return [file_at(folder, step) for folder in folders.values()]
     return _newest(root, folders)
 
 
-def file_at(folder: Path, wanted: FileStep) -> Path:
+def file_at(folder: Path, step: FileStep) -> Path:
     """The file of that step in one rank's folder; a ``CheckpointError`` if it has none."""
     for name in tensor_files(folder):
-        if step_of(name) == wanted:
+        if step_of(name) == step:
             return folder / name
-    raise CheckpointError(f"{folder}: contains no file of step {wanted}, as other ranks do")
+    raise CheckpointError(f"{folder}: contains no file of step {step}, as other ranks do")
 
 
 def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
     """The latest file of every rank; all must be of one step."""
-    found: list[tuple[FileStep | None, Path]] = []
+    latest: list[tuple[FileStep | None, Path]] = []
     for folder in folders.values():
         names = tensor_files(folder)
         dated = [(step, name) for name in names if (step := step_of(name)) is not None]
@@ -141,15 +141,15 @@ def _newest(root: Path, folders: Mapping[int, Path]) -> list[Path]:
                 f"{folder / dated[-1][1]}"
             )
         step, name = max(dated) if dated else (None, names[0])
-        found.append((step, folder / name))
-    first, path = found[0]
-    for step, other in found:
+        latest.append((step, folder / name))
+    first, path = latest[0]
+    for step, other in latest:
         if step != first:
             raise CheckpointError(
                 f"{root}: ranks of different steps: {path.name} beside {other.name}"
                 + _way_out(root, folders)
             )
-    return [path for _, path in found]
+    return [path for _, path in latest]
 
 
 def _way_out(root: Path, folders: Mapping[int, Path]) -> str:
@@ -176,34 +176,34 @@ class Slice:
 def check_step(opened: Sequence[TensorFile]) -> None:
     """Reject files that were saved at different steps, as far as they contain the step."""
     for name in STEP_NAMES:
-        told = {file.path: _all(file, name) for file in opened if name in file.header.entries}
-        for path, value in told.items():
-            first = next(iter(told))
-            if value != told[first]:
+        recorded = {file.path: _all(file, name) for file in opened if name in file.header.entries}
+        for path, value in recorded.items():
+            first = next(iter(recorded))
+            if value != recorded[first]:
                 raise CheckpointError(
                     f"{path}: saved at another step than {first} ({name}: "
-                    f"{_number(value)} and {_number(told[first])})"
+                    f"{_number(value)} and {_number(recorded[first])})"
                 )
 
 
 def check_fit(slices: Mapping[str, Sequence[Slice]], strategy: Path) -> None:
     """Reject a strategy in which replicated slices differ, or different slices are equal."""
-    for name, own in slices.items():
-        heads = {one.rank: _head(one.stored.file, name) for one in own}
-        apart: dict[Box, Slice] = {}
-        for one in own:
-            first = apart.setdefault(one.stored.box, one)
-            if heads[first.rank] != heads[one.rank]:
+    for name, parts in slices.items():
+        heads = {part.rank: _head(part.stored.file, name) for part in parts}
+        part_at: dict[Box, Slice] = {}
+        for part in parts:
+            first = part_at.setdefault(part.stored.box, part)
+            if heads[first.rank] != heads[part.rank]:
                 raise CheckpointError(
-                    f"{strategy}: does not fit: ranks {first.rank} and {one.rank} would have "
+                    f"{strategy}: does not fit: ranks {first.rank} and {part.rank} would have "
                     f"the same part of {name[:200]!r}, but their files differ"
                 )
         seen: dict[bytes, int] = {}
-        for one in apart.values() if len(apart) > 1 else ():
-            other = seen.setdefault(heads[one.rank], one.rank)
-            if other != one.rank and _says_much(one.stored, name, heads[one.rank]):
+        for part in part_at.values() if len(part_at) > 1 else ():
+            other = seen.setdefault(heads[part.rank], part.rank)
+            if other != part.rank and _says_much(part.stored, name, heads[part.rank]):
                 raise CheckpointError(
-                    f"{strategy}: does not fit: ranks {other} and {one.rank} would have "
+                    f"{strategy}: does not fit: ranks {other} and {part.rank} would have "
                     f"different parts of {name[:200]!r}, but their files are equal"
                 )
 
@@ -214,12 +214,12 @@ def _says_much(stored: DcpChunk, name: str, head: bytes) -> bool:
     return stored.box.size >= _ELEMENTS and head != head[:item] * (len(head) // item)
 
 
-def check_same(name: str, found: Sequence[tuple[int, TensorFile]]) -> None:
+def check_same(name: str, replicas: Sequence[tuple[int, TensorFile]]) -> None:
     """Reject a tensor without a layout that differs between ranks' files."""
-    first_rank, first = found[0]
-    for rank, file in found[1:]:
-        same = file.entry(name).shape == first.entry(name).shape
-        if not same or file.hash(name) != first.hash(name):
+    first_rank, first = replicas[0]
+    for rank, file in replicas[1:]:
+        has_same_shape = file.entry(name).shape == first.entry(name).shape
+        if not has_same_shape or file.hash(name) != first.hash(name):
             raise CheckpointError(
                 f"{first.path}: the slicing of {name[:200]!r} is unknown, and ranks "
                 f"{first_rank} and {rank} have different parts of it; save the strategy files "
@@ -241,16 +241,16 @@ def _all(file: TensorFile, name: str) -> bytes:
 
 
 def _values(file: TensorFile, name: str, box: Box) -> bytes:
-    found = bytearray(box.size * ITEM_SIZES[file.entry(name).dtype])
-    file.read_box_into(name, box, memoryview(found))
-    return bytes(found)
+    buffer = bytearray(box.size * ITEM_SIZES[file.entry(name).dtype])
+    file.read_box_into(name, box, memoryview(buffer))
+    return bytes(buffer)
 
 
 def recorded_step(file: TensorFile) -> int | None:
     """The training step in a file."""
     for name in ("step_num", "global_step"):
-        if name in file.header.entries and (found := _all(file, name)):
-            return _number(found)
+        if name in file.header.entries and (number_bytes := _all(file, name)):
+            return _number(number_bytes)
     return None
 
 

@@ -19,8 +19,8 @@ from ...recipe.yaml import Document
 from ...schema import Keys, Problem
 from .ranks import model_near, root_of
 
-Found = Mapping[str, object]  # dotted settings of ours
-KeyRule = Callable[[Any], Found]
+Settings = Mapping[str, object]  # of a recipe, by dotted names
+KeyRule = Callable[[Any], Settings]
 Together = Sequence[tuple[Keys, KeyRule]]  # where a rule's error is shown, and the rule
 
 
@@ -38,45 +38,45 @@ class Converted:
 
     def nested(self) -> dict[str, Any]:
         """The settings as sections of a recipe."""
-        found: dict[str, Any] = {}
+        recipe: dict[str, Any] = {}
         for path, value in self.settings.items():
             *sections, name = path.split(".")
-            inner = found
+            inner = recipe
             for section in sections:
                 inner = inner.setdefault(section, {})
             inner[name] = value
-        return found
+        return recipe
 
 
 def apply(document: Document, rules: Mapping[str, KeyRule], together: Together) -> Converted:
     """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
     each with line, reason and alternative."""
-    told = document.data
-    if not isinstance(told, dict):
+    content = document.data
+    if not isinstance(content, dict):
         raise document.error([Problem((), "expected the keys of MindSpore Transformers")])
-    done, problems = Converted(), list[Problem]()
-    for path, value in _keys(told):
+    converted, problems = Converted(), list[Problem]()
+    for path, value in _keys(content):
         rule = rules.get(_name(path))
         if rule is None:
-            done.left.append(_name(path))
+            converted.left.append(_name(path))
             continue
         try:
-            done.settings |= rule(value)
+            converted.settings |= rule(value)
         except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     for path, of_several in together:
         try:
-            done.settings |= of_several(told)
+            converted.settings |= of_several(content)
         except RefusedKeyError as error:
             problems.append(Problem(path, str(error)))
     if problems:
         raise document.error(problems)
-    return done
+    return converted
 
 
-def _keys(told: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
+def _keys(content: Mapping[str, Any]) -> Iterator[tuple[Keys, Any]]:
     """Every key of the top level and of the sections, with its value; callbacks by setting."""
-    for key, value in told.items():
+    for key, value in content.items():
         if key == "callbacks" and isinstance(value, list):
             for i, callback in enumerate(value):
                 for name, setting in callback.items() if isinstance(callback, dict) else ():
@@ -97,7 +97,7 @@ def _name(path: Keys) -> str:
 def to(path: str, kind: type = object) -> KeyRule:
     """The key is the setting ``path``, of the type ``kind``."""
 
-    def rule(value: Any) -> Found:
+    def rule(value: Any) -> Settings:
         if value is None:
             return {}
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -107,7 +107,7 @@ def to(path: str, kind: type = object) -> KeyRule:
     return rule
 
 
-def nothing(_value: Any) -> Found:
+def nothing(_value: Any) -> Settings:
     """The key has no counterpart and needs none."""
     return {}
 
@@ -115,7 +115,7 @@ def nothing(_value: Any) -> Found:
 def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
     """These values need no setting; any other is rejected for ``reason``."""
 
-    def rule(value: Any) -> Found:
+    def rule(value: Any) -> Settings:
         if value not in allowed:
             raise RefusedKeyError(f"{value!r}: {reason}")
         return {}
@@ -123,10 +123,10 @@ def only(allowed: tuple[Any, ...], reason: str) -> KeyRule:
     return rule
 
 
-def _data_to_add(told: Mapping[str, Any]) -> str:
+def _data_to_add(content: Mapping[str, Any]) -> str:
     """What the user adds in place of ``train_dataset``: it says how tokens are made, and a recipe
     names rows."""
-    section = told.get("train_dataset")
+    section = content.get("train_dataset")
     loader = section.get("data_loader") if isinstance(section, Mapping) else None
     if not isinstance(loader, Mapping):
         return "no train_dataset: set data.datasets to the training data"
@@ -184,12 +184,12 @@ class MindFormers(Importer):
 
     def convert(self, document: Document, overrides: Overrides) -> ConvertedFile:
         """The recipe; it lacks the data, unless ``overrides`` name some."""
-        found = convert(document)
-        data = override(Recipe, Document(found.nested(), document.name), overrides)
+        converted = convert(document)
+        data = override(Recipe, Document(converted.nested(), document.name), overrides)
         names_data = any(each.startswith("data.datasets") for each in overrides)
-        notes = [] if names_data else list(found.advice)
-        if found.left:
-            notes.append(f"not used: {', '.join(found.left)}")
+        notes = [] if names_data else list(converted.advice)
+        if converted.left:
+            notes.append(f"not used: {', '.join(converted.left)}")
         return ConvertedFile(self.title, data, notes, is_complete=False)
 
 
@@ -199,13 +199,13 @@ IMPORTER = MindFormers()
 def convert(document: Document) -> Converted:
     """The settings of the keys of ``document``. Raises ``RecipeError``: with every unsupported key,
     each with line, reason and alternative."""
-    done = apply(document, _RULES, _TOGETHER)
+    converted = apply(document, _RULES, _TOGETHER)
     assert isinstance(document.data, dict)
-    done.advice.append(_data_to_add(document.data))
-    return done
+    converted.advice.append(_data_to_add(document.data))
+    return converted
 
 
-def _run_mode(value: Any) -> Found:
+def _run_mode(value: Any) -> Settings:
     if value in _STAGES:
         return {"stage": _STAGES[value]}
     if value in ("eval", "predict"):
@@ -213,34 +213,34 @@ def _run_mode(value: Any) -> Found:
     raise RefusedKeyError(f"{value!r}: expected train or finetune")
 
 
-def _parallel(told: Mapping[str, Any]) -> Found:
+def _parallel(content: Mapping[str, Any]) -> Settings:
     """Ranks and batch size: data-parallel ranks shard the optimizer, or hold replicas."""
-    config = told.get("parallel_config") or {}
-    runner, parallel = told.get("runner_config") or {}, told.get("parallel") or {}
+    config = content.get("parallel_config") or {}
+    runner, parallel = content.get("runner_config") or {}, content.get("parallel") or {}
     data, model, stages = sizes(config)
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     if data * model * stages > 1:
-        found["parallel.num_processes"] = data * model * stages
-        found["parallel.tp"] = model
+        settings["parallel.num_processes"] = data * model * stages
+        settings["parallel.tp"] = model
         is_sharded = bool(parallel.get("enable_parallel_optimizer"))
-        found["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
-        found |= {} if is_sharded else {"parallel.dp_shard": 1}
-        found |= {"parallel.pp": stages} if stages > 1 else {}
+        settings["parallel.dp_shard" if is_sharded else "parallel.dp_replicate"] = data
+        settings |= {} if is_sharded else {"parallel.dp_shard": 1}
+        settings |= {"parallel.pp": stages} if stages > 1 else {}
         if config.get("use_seq_parallel") and model > 1:
-            found["parallel.sequence_parallel"] = True
+            settings["parallel.sequence_parallel"] = True
     if isinstance(batch := runner.get("batch_size"), int):
         windows = (runner.get("gradient_accumulation_steps") or 1) * (
             config.get("micro_batch_num") or 1 if stages > 1 else 1
         )
-        found["train.micro_batch_size"] = batch
-        found["train.global_batch_size"] = batch * data * windows
-    return found
+        settings["train.micro_batch_size"] = batch
+        settings["train.global_batch_size"] = batch * data * windows
+    return settings
 
 
-def _start(told: Mapping[str, Any]) -> Found:
+def _start(content: Mapping[str, Any]) -> Settings:
     """The initial model, and whether to resume."""
-    weights, model = told.get("load_checkpoint") or "", told.get("pretrained_model_dir") or ""
-    resume = told.get("resume_training") or False
+    weights, model = content.get("load_checkpoint") or "", content.get("pretrained_model_dir") or ""
+    resume = content.get("resume_training") or False
     is_model = bool(weights) and model_near(Path(weights)) == Path(weights)
     if resume and weights:
         if not model and not is_model:
@@ -270,32 +270,32 @@ def _saved_at(weights: str, resume: str | bool) -> str:
     return str(root_of(Path(weights)) / "rank_0" / name)
 
 
-def _schedule(told: Mapping[str, Any]) -> Found:
+def _schedule(content: Mapping[str, Any]) -> Settings:
     """The learning rate and its schedule."""
-    section = told.get("lr_schedule") or {}
-    rate = section.get("learning_rate") or (told.get("optimizer") or {}).get("learning_rate")
-    found: dict[str, object] = {}
+    section = content.get("lr_schedule") or {}
+    rate = section.get("learning_rate") or (content.get("optimizer") or {}).get("learning_rate")
+    settings: dict[str, object] = {}
     if kind := section.get("type"):
         if kind not in _SCHEDULES:
             raise RefusedKeyError(f"type {kind!r}: expected one of {', '.join(_SCHEDULES)}")
-        found["schedule"] = _SCHEDULES[kind]
+        settings["schedule"] = _SCHEDULES[kind]
     if isinstance(rate, int | float) and rate > 0:
-        found["learning_rate"] = rate
+        settings["learning_rate"] = rate
         if end := section.get("lr_end"):
-            found["min_lr_ratio"] = end / rate
+            settings["min_lr_ratio"] = end / rate
     ratio, steps = section.get("warmup_ratio"), section.get("warmup_steps")
-    found |= {"warmup_ratio": ratio} if ratio is not None else {}
-    found |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
-    found |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
+    settings |= {"warmup_ratio": ratio} if ratio is not None else {}
+    settings |= {"warmup_steps": steps} if ratio is None and steps is not None else {}
+    settings |= {"decay_ratio": section["decay_ratio"]} if section.get("decay_ratio") else {}
     if section.get("total_steps") not in (None, -1):
         raise RefusedKeyError(
             f"total_steps {section['total_steps']}: a schedule always runs over the steps of "
             "the run; leave it at -1, and set train.max_steps"
         )
-    return {f"optim.adamw.{name}": value for name, value in found.items()}
+    return {f"optim.adamw.{name}": value for name, value in settings.items()}
 
 
-def _betas(value: Any) -> Found:
+def _betas(value: Any) -> Settings:
     if not isinstance(value, list) or len(value) != 2:
         raise RefusedKeyError(f"expected two numbers, got {value!r}")
     return {"optim.adamw.beta1": value[0], "optim.adamw.beta2": value[1]}

@@ -56,10 +56,10 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
     """
     _refuse_unlike(folder, trainer)
     is_whole = detect_layout(base) == HuggingFace()
-    theirs = MindSporeHints(base=base if is_whole else None)
-    roles = by_role(open_state(folder, theirs))
+    hints = MindSporeHints(base=base if is_whole else None)
+    roles = by_role(open_state(folder, hints))
     both = JoinedSource([("", roles["model"]), ("", roles["optimizer"])])
-    source = _with_fused_moments(as_huggingface(both, folder, theirs), trainer)
+    source = _with_fused_moments(as_huggingface(both, folder, hints), trainer)
     progress = read_progress(roles["state"], folder)
     _refuse_other(source, trainer, folder)
     for line in _differences(progress, trainer):
@@ -73,11 +73,11 @@ def load_mindspore_checkpoint(folder: Path, trainer: Trainer, *, base: Path) -> 
 
 def read_progress(state: TensorSource, where: Path) -> MindSporeProgress:
     """The numbers beside the moments. Raises ``CheckpointError`` if they include no step."""
-    names, told = state.shapes(), progress_of(where)
+    names, common = state.shapes(), progress_of(where)
 
     def number(name: str) -> float | None:
-        if isinstance(said := told.get(name), int | float):  # common.json, which they believe
-            return float(said)
+        if isinstance(value := common.get(name), int | float):  # common.json, which they believe
+            return float(value)
         if name not in names or math.prod(names[name]) != 1:
             return None
         return float(read_whole(state, name).reshape(()).item())
@@ -117,14 +117,18 @@ def _refuse_unlike(folder: Path, trainer: Trainer) -> None:
 def _refuse_other(source: TensorSource, trainer: Trainer, folder: Path) -> None:
     """Reject weights of another model, and moments of other parameters."""
     shapes = source.shapes()
-    theirs = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
-    if problem := other_model(theirs, trainer.policy.weights):
+    weight_shapes = {name: shape for name, shape in shapes.items() if not name.startswith(MOMENTS)}
+    if problem := other_model(weight_shapes, trainer.policy.weights):
         raise CheckpointError(f"{folder}: {problem}")
-    for name, parameter in _learning(trainer):
+    for name, parameter in _trainable(trainer):
         for prefix in MOMENTS:
-            found = shapes.get(prefix + name)
-            if found != tuple(parameter.shape):
-                what = "no moments" if found is None else f"moments of shape {list(found)}"
+            moment_shape = shapes.get(prefix + name)
+            if moment_shape != tuple(parameter.shape):
+                what = (
+                    "no moments"
+                    if moment_shape is None
+                    else f"moments of shape {list(moment_shape)}"
+                )
                 raise CheckpointError(
                     f"{folder}: contains {what} of {name}, which is trainable in this run; to "
                     f"start a new run from its weights, {_from_scratch(folder)}"
@@ -136,24 +140,24 @@ def _with_fused_moments(source: TensorSource, trainer: Trainer) -> TensorSource:
     if trainer.world.pp > 1:
         return source
     shapes = source.shapes()
-    made: dict[str, tuple[tuple[int, ...], tuple[StackedMatrix, ...]]] = {}
+    fused_tensors: dict[str, tuple[tuple[int, ...], tuple[StackedMatrix, ...]]] = {}
     for name, at in places(trainer.policy.network.inner).items():
         for prefix in MOMENTS:
             if shapes.get(prefix + name) == at.shape:
                 tile = StackedMatrix(
                     prefix + name, Box(at.start, (1, *at.shape)), (0, 0), is_turned=False
                 )
-                whole, tiles = made.get(prefix + at.fused, (at.whole, ()))
-                made[prefix + at.fused] = whole, (*tiles, tile)
+                whole, tiles = fused_tensors.get(prefix + at.fused, (at.whole, ()))
+                fused_tensors[prefix + at.fused] = whole, (*tiles, tile)
     complete = {
         name: (whole, tiles)
-        for name, (whole, tiles) in made.items()
+        for name, (whole, tiles) in fused_tensors.items()
         if sum(tile.box.size for tile in tiles) == math.prod(whole)
     }
     return StackedSource(source, complete) if complete else source
 
 
-def _learning(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+def _trainable(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """The trainable parameters of this rank, by their names in the optimizer's state."""
     for group in trainer.policy.step.optimizer.param_groups:
         yield from zip(group["names"], group["params"], strict=True)
@@ -175,13 +179,13 @@ def _fill_together(source: TensorSource, trainer: Trainer, num_updates: int) -> 
 def _fill_moments(source: TensorSource, trainer: Trainer, num_updates: int) -> None:
     """Moments sharded like their parameters."""
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for name, parameter in _learning(trainer):
+    for name, parameter in _trainable(trainer):
         moments[name] = {"step": torch.tensor(float(num_updates))}
         for prefix, slot in _SLOTS.items():
-            found = torch.zeros_like(parameter, dtype=torch.float32)
+            values = torch.zeros_like(parameter, dtype=torch.float32)
             cuts = trainer.policy.optimizer_state.cuts_of(f"{name}.{slot}")
-            local_box_of(name, found, cuts).fill(partial(source.read, prefix + name))
-            moments[name][slot] = found
+            local_box_of(name, values, cuts).fill(partial(source.read, prefix + name))
+            moments[name][slot] = values
     trainer.policy.optimizer_state.load_state_dict(moments)
 
 

@@ -65,16 +65,16 @@ def wire_fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
 
 def integers(values: Sequence[Value], where: str) -> tuple[int, ...]:
     """A repeated field of signed integers, packed or not."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value in values:
         if isinstance(value, int):
-            found.append(_signed(value))
+            numbers.append(_signed(value))
             continue
         at = 0
         while at < len(value):
             number, at = _varint(value, at, where)
-            found.append(_signed(number))
-    return tuple(found)
+            numbers.append(_signed(number))
+    return tuple(numbers)
 
 
 def integer(number: int, value: int) -> bytes:
@@ -102,12 +102,12 @@ def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
 
 
 def _encoded(value: int) -> bytes:
-    left, found = value & (1 << 64) - 1, bytearray()
+    left, encoded = value & (1 << 64) - 1, bytearray()
     while left > 127:
-        found.append(left & 127 | 128)
+        encoded.append(left & 127 | 128)
         left >>= 7
-    found.append(left)
-    return bytes(found)
+    encoded.append(left)
+    return bytes(encoded)
 
 
 def _signed(value: int) -> int:
@@ -147,11 +147,12 @@ class TensorLayout:
             sharded = counted(len(maps), "dimension")
             raise CheckpointError(f"it is sharded in {sharded} and has {num_dims}")
         last = len(self.device_matrix) - 1
-        found = tuple(tuple(last - axis for axis in own if axis != _WHOLE) for own in maps)
-        flat = [axis for own in found for axis in own]
+        # a tensor map counts axes from the right
+        sharding = tuple(tuple(last - axis for axis in row if axis != _WHOLE) for row in maps)
+        flat = [axis for dim_axes in sharding for axis in dim_axes]
         if len(set(flat)) < len(flat) or not all(0 <= axis <= last for axis in flat):
             raise CheckpointError(f"tensor map {maps} does not fit the devices {self._matrix}")
-        return found
+        return sharding
 
     def counts(self, num_dims: int) -> tuple[int, ...]:
         """The number of parts of each dimension."""
@@ -175,17 +176,17 @@ class TensorLayout:
 
     def _cuts(self, num_dims: int, device: int) -> list[tuple[Cut, Cut]]:
         """For each dimension, its shards by the matrix, and then by the optimizer."""
-        places, found = self._places(device), list[tuple[Cut, Cut]]()
-        for own in self.axes(num_dims):
+        places, cuts = self._places(device), list[tuple[Cut, Cut]]()
+        for dim_axes in self.axes(num_dims):
             count, index = 1, 0
-            for axis in own:
+            for axis in dim_axes:
                 size = self.device_matrix[axis]
                 count, index = count * size, index * size + places[axis]
-            found.append(((count, index), (1, 0)))
-        if self.num_shards and found:
-            used = {axis for own in self.axes(num_dims) for axis in own}
-            found[0] = found[0][0], self._shard(places, used)
-        return found
+            cuts.append(((count, index), (1, 0)))
+        if self.num_shards and cuts:
+            used = {axis for dim_axes in self.axes(num_dims) for axis in dim_axes}
+            cuts[0] = cuts[0][0], self._shard(places, used)
+        return cuts
 
     def _places(self, device: int) -> list[int]:
         """The position of a device along every axis, the last one fastest."""
@@ -238,7 +239,7 @@ class Strategy:
     @property
     def num_devices(self) -> int:
         """Of one stage."""
-        return next(layout.num_devices for own in self.stages for layout in own.values())
+        return next(layout.num_devices for layouts in self.stages for layout in layouts.values())
 
     @property
     def world_size(self) -> int:
@@ -256,12 +257,12 @@ def open_strategy(path: Path) -> Strategy:
     with files.raising(CheckpointError, f"cannot read {path}"):
         if files.is_folder(path):
             names = [name for name in files.list_folder(path) if name.endswith(ENDINGS)]
-            found = [path / name for name in names]
+            paths = [path / name for name in names]
         else:
-            found = [path]
-        if not found:
+            paths = [path]
+        if not paths:
             raise CheckpointError(f"{path}: contains no strategy files (*.ckpt or *.json)")
-        parsed = {file: _parse(file) for file in found}
+        parsed = {file: _parse(file) for file in paths}
     return _checked(_by_stage(parsed, path), path)
 
 
@@ -278,11 +279,11 @@ def _by_stage(
     """The layouts of each stage; those of its ranks are equal."""
     stages: dict[int, dict[str, TensorLayout]] = {}
     for file, (stage, layouts) in parsed.items():
-        named, at = _OF_RANK.fullmatch(file.name), stage
-        if named and layouts:  # what it says of its stage may be missing
-            at = int(named.group(1)) // next(iter(layouts.values())).num_devices
+        rank_match, at = _OF_RANK.fullmatch(file.name), stage
+        if rank_match and layouts:  # what it says of its stage may be missing
+            at = int(rank_match.group(1)) // next(iter(layouts.values())).num_devices
         merged = {name: _OF_STAGE.fullmatch(name) for name in layouts}
-        if layouts and all(merged.values()) and not named:
+        if layouts and all(merged.values()) and not rank_match:
             for name, match in merged.items():
                 assert match is not None
                 stages.setdefault(int(match[1]), {})[match[2]] = layouts[name]
@@ -297,12 +298,15 @@ def _by_stage(
 def _checked(stages: Mapping[int, Layouts], path: Path) -> Strategy:
     if not any(stages.values()):
         raise CheckpointError(f"{path}: it describes no tensors")
-    if missing := sorted(set(range(max(stages) + 1)) - {s for s, own in stages.items() if own}):
+    stages_with_tensors = {stage for stage, layouts in stages.items() if layouts}
+    if missing := sorted(set(range(max(stages) + 1)) - stages_with_tensors):
         raise CheckpointError(f"{path}: the strategy of pipeline stage {missing[0]} is missing")
-    sizes = {layout.num_devices for own in stages.values() for layout in own.values()}
+    sizes = {layout.num_devices for layouts in stages.values() for layout in layouts.values()}
     if len(sizes) > 1:
-        told = " and ".join(map(str, sorted(sizes)[:2]))
-        raise CheckpointError(f"{path}: tensors are on {told} devices; a stage has one number")
+        device_counts = " and ".join(map(str, sorted(sizes)[:2]))
+        raise CheckpointError(
+            f"{path}: tensors are on {device_counts} devices; a stage has one number"
+        )
     return Strategy([stages[stage] for stage in sorted(stages)], path)
 
 
@@ -324,10 +328,10 @@ def _from_wire(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
 
 def _messages(data: Value, where: str) -> dict[int, list[Value]]:
     """The values of a message by their number."""
-    found: dict[int, list[Value]] = {}
+    values: dict[int, list[Value]] = {}
     for number, value in wire_fields(_bytes(data, where), where):
-        found.setdefault(number, []).append(value)
-    return found
+        values.setdefault(number, []).append(value)
+    return values
 
 
 def _bytes(value: Value, where: str) -> bytes:
@@ -352,8 +356,8 @@ def _layout_from_wire(content: bytes, where: str, name: str) -> TensorLayout:
 
 
 def _from_json(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
-    told = strict_json.parse_object(data, where)
-    items, stages = told.get("parallel_layout_item"), told.get("parallel_strategy_item")
+    content = strict_json.parse_object(data, where)
+    items, stages = content.get("parallel_layout_item"), content.get("parallel_strategy_item")
     if not isinstance(items, dict) or not all(isinstance(item, dict) for item in items.values()):
         raise CheckpointError(f"{where}: expected parallel_layout_item with an entry per tensor")
     first: object = next(iter(stages.values()), {}) if isinstance(stages, dict) else {}
@@ -364,10 +368,12 @@ def _from_json(data: bytes, where: str) -> tuple[int, dict[str, TensorLayout]]:
 def _of_json(name: str, item: Mapping[str, Any], where: str) -> TensorLayout:
     if item.get("field") or item.get("param_split_shape") or item.get("indices_offset"):
         raise _uneven(where, name)
-    here = f"{where}: {name}"
-    matrix, own = (_whole_numbers(item.get(key), here) for key in ("dev_matrix", "tensor_map"))
-    size, step = (item.get(f"opt_weight_shard_{key}", 0) for key in ("size", "step"))
-    return _layout(matrix, (own,), _whole_numbers([size, step], here), here)  # type: ignore[arg-type]
+    where = f"{where}: {name}"
+    matrix = _whole_numbers(item.get("dev_matrix"), where)
+    tensor_map = _whole_numbers(item.get("tensor_map"), where)
+    shards = [item.get(f"opt_weight_shard_{key}", 0) for key in ("size", "step")]
+    size, step = _whole_numbers(shards, where)
+    return _layout(matrix, (tensor_map,), (size, step), where)
 
 
 def _whole_numbers(value: object, where: str) -> tuple[int, ...]:
@@ -404,7 +410,7 @@ def _dumped(stage: int, layouts: Layouts) -> Iterator[bytes]:
     for name in sorted(layouts):
         layout = layouts[name]
         content = message(1, packed(1, layout.device_matrix))
-        content += b"".join(message(2, packed(1, own)) for own in layout.tensor_map)
+        content += b"".join(message(2, packed(1, dim_map)) for dim_map in layout.tensor_map)
         content += message(3, b"") + message(4, b"")  # MindSpore's reader takes the first of each
         content += integer(5, 0) + integer(6, layout.step) + integer(7, layout.num_shards)
         yield message(3, message(1, name.encode()) + message(2, content))
@@ -458,21 +464,23 @@ class ParallelConfig:
     @classmethod
     def from_text(cls, text: str) -> ParallelConfig:
         """Of ``data_parallel=2,model_parallel=4``. Raises ``CheckpointError`` for anything else."""
-        known = {field.name: field.type for field in fields(cls)}
-        odd, example = f"{{}} is none of {', '.join(known)}", _EXAMPLE
-        found: dict[str, int] = {}
-        for name, value in pairs(text, known, option="parallel_config", odd=odd, example=example):
-            is_switch = known[name] == "bool"
+        field_types = {field.name: field.type for field in fields(cls)}
+        odd, example = f"{{}} is none of {', '.join(field_types)}", _EXAMPLE
+        values: dict[str, int] = {}
+        for name, value in pairs(
+            text, field_types, option="parallel_config", odd=odd, example=example
+        ):
+            is_switch = field_types[name] == "bool"
             if is_switch and value.lower() in _SWITCH:
-                found[name] = _SWITCH[value.lower()]
+                values[name] = _SWITCH[value.lower()]
             elif not is_switch and re.fullmatch(r"-?[0-9]{1,9}", value):
-                found[name] = int(value)
+                values[name] = int(value)
             else:
                 kind = "true or false" if is_switch else "a whole number"
                 raise CheckpointError(
                     f"parallel_config {text!r}: {name} must be {kind}, got {value!r}; {example}"
                 )
-        return cls(**found)  # type: ignore[arg-type]
+        return cls(**values)  # type: ignore[arg-type]
 
     @property
     def world_size(self) -> int:
@@ -542,8 +550,8 @@ class ParallelConfig:
 
 
 def _layer(name: str) -> int | None:
-    found = _LAYER.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def weight_of(name: str) -> str:
@@ -555,7 +563,7 @@ def weight_of(name: str) -> str:
 
 def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLayout:
     """``plain`` sharded over its replicas by the optimizer; unchanged if that is not even."""
-    used = {axis for own in plain.axes(len(shape)) for axis in own}
+    used = {axis for dim_axes in plain.axes(len(shape)) for axis in dim_axes}
     free = [a for a, n in enumerate(plain.device_matrix) if a not in used and n > 1]
     copies = prod(plain.device_matrix[axis] for axis in free)
     count = copies if size == ALL_COPIES else size
@@ -563,9 +571,9 @@ def _sharded(plain: TensorLayout, shape: tuple[int, ...], size: int) -> TensorLa
     if not free or count == 1 or rows % count:
         return plain
     step = prod(plain.device_matrix[free[-1] + 1 :])
-    found = TensorLayout(plain.device_matrix, plain.tensor_map, size, step)
+    sharded = TensorLayout(plain.device_matrix, plain.tensor_map, size, step)
     try:
-        found.counts(len(shape))
+        sharded.counts(len(shape))
     except CheckpointError as error:
         raise CheckpointError(f"optimizer_weight_shard_size={size}: {error}") from None
-    return found
+    return sharded

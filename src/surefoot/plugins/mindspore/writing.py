@@ -82,25 +82,25 @@ def write_iteration(
 ) -> None:
     """Write ``target/iteration_N``, N the step; ``stages`` as in ``write_distributed``."""
     tensors, numbers = sorted_out(source)
-    alone = {name: Box.whole(shape) for name, (_, shape) in tensors.items()}
-    held = [alone] if stages is None else held_by(tensors, stages)
-    kept = once(tensors, held) if remove_redundancy else held
+    full_boxes = {name: Box.whole(shape) for name, (_, shape) in tensors.items()}
+    boxes_by_rank = [full_boxes] if stages is None else rank_boxes(tensors, stages)
+    written_boxes = without_replicas(tensors, boxes_by_rank) if remove_redundancy else boxes_by_rank
     common = _common(source, numbers)
     number = common["global_step"] or common["step_num"] or 0
     beside = {name: numbers[name] for name in _IN_FILES if name in numbers}
-    planned = _planned(tensors, kept, beside, prefix)
+    planned = _planned(tensors, written_boxes, beside, prefix)
     with new_folder(target) as folder:
         inner = folder / ITERATION.format(number)
         files.new_folder(inner)
         for _, file in planned:
             write_file(inner, file, source, progress)
-        if stages is not None and len(held) > 1:
+        if stages is not None and len(boxes_by_rank) > 1:
             places: dict[tuple[str, Box], list[tuple[str, int]]] = {}
             for rank, file in planned:
                 for key in file.boxes.items():
                     places.setdefault(key, []).append((file.plan.name, rank))
-            told = _metadata(tensors, stages, held, places)
-            files.write_new(inner / METADATA, json.dumps(told, separators=(",", ":")).encode())
+            metadata = _metadata(tensors, stages, boxes_by_rank, places)
+            files.write_new(inner / METADATA, json.dumps(metadata, separators=(",", ":")).encode())
         files.write_new(inner / COMMON, json.dumps(common, indent=4).encode())
         files.sync_folder(inner)
         files.write_new(folder / TRACKER, str(number).encode())
@@ -109,25 +109,25 @@ def write_iteration(
 
 def _planned(
     tensors: Mapping[str, Described],
-    kept: Sequence[Mapping[str, Box]],
+    boxes_by_rank: Sequence[Mapping[str, Box]],
     beside: Mapping[str, Described],
     prefix: str,
 ) -> list[tuple[int, PlannedFile]]:
     """The files of weights and of moments, with their ranks; a rank without tensors has none."""
-    found = []
+    planned = []
     for part, role in (("model", "model"), ("opt", "optimizer")):
-        own = {
+        role_boxes = {
             rank: {n: box for n, box in boxes.items() if role_of(n, tensors[n][1]) == role}
-            for rank, boxes in enumerate(kept)
+            for rank, boxes in enumerate(boxes_by_rank)
         }
-        own = {rank: boxes for rank, boxes in own.items() if boxes}
-        for i, (rank, boxes) in enumerate(own.items()):
-            name = f"{prefix}-{part}-{i:07d}-{len(own):07d}.safetensors"
+        role_boxes = {rank: boxes for rank, boxes in role_boxes.items() if boxes}
+        for i, (rank, boxes) in enumerate(role_boxes.items()):
+            name = f"{prefix}-{part}-{i:07d}-{len(role_boxes):07d}.safetensors"
             more = beside if role == "optimizer" else {}
             every = {**boxes, **{n: Box.whole(shape) for n, (_, shape) in more.items()}}
             file = file_of(name, {**tensors, **more}, list(every), every, _ITERATION_FORMAT)
-            found.append((rank, file))
-    return found
+            planned.append((rank, file))
+    return planned
 
 
 Places = Mapping[tuple[str, Box], Sequence[tuple[str, int]]]  # files and ranks of every slice
@@ -135,31 +135,31 @@ Places = Mapping[tuple[str, Box], Sequence[tuple[str, int]]]  # files and ranks 
 
 def _common(source: TensorSource, numbers: Mapping[str, Described]) -> dict[str, Any]:
     """The content of ``common.json``; null for what the source does not contain."""
-    found = {
+    common = {
         name: read_whole(source, name).reshape(-1)[0].item() if name in numbers else None
         for name in _COMMON
     }
-    return {**found, "consumed_samples": None, "ckpt_status": None}
+    return {**common, "consumed_samples": None, "ckpt_status": None}
 
 
 def _metadata(
     tensors: Mapping[str, Described],
     stages: Sequence[Layouts],
-    held: Sequence[Mapping[str, Box]],
+    boxes_by_rank: Sequence[Mapping[str, Box]],
     places: Places,
 ) -> dict[str, object]:
     """The entries of ``metadata.json`` for every tensor, and for the file of every slice."""
     described: dict[str, object] = {}
     storage: dict[str, object] = {}
-    layouts = {name: layout for own in stages for name, layout in own.items()}
+    layouts = {name: layout for stage_layouts in stages for name, layout in stage_layouts.items()}
     for name, (dtype, shape) in tensors.items():
         counts = layouts[name].counts(len(shape))
         holders: dict[Box, list[int]] = {}
-        ranks = [rank for rank, boxes in enumerate(held) if name in boxes]  # of its stage
+        ranks = [rank for rank, boxes in enumerate(boxes_by_rank) if name in boxes]  # of its stage
         for rank in ranks:
-            holders.setdefault(held[rank][name], []).append(rank)
+            holders.setdefault(boxes_by_rank[rank][name], []).append(rank)
         numbered = sorted((_number(box, shape, counts), box) for box in holders)
-        replicas = [holders[held[rank][name]].index(rank) for rank in ranks]
+        replicas = [holders[boxes_by_rank[rank][name]].index(rank) for rank in ranks]
         if dtype not in _TYPES:
             raise CheckpointError(f"{name[:200]!r}: MindSpore has no type {dtype}")
         described[name] = {
@@ -198,9 +198,9 @@ def _layout(
 ) -> dict[str, object]:
     """The layout on ``ranks``, with the optimizer's shards as axes that shard dimension 0."""
     matrix, last = layout.device_matrix, len(layout.device_matrix) - 1
-    maps = [[last - axis for axis in own] for own in layout.axes(num_dims)]
+    maps = [[last - axis for axis in dim_axes] for dim_axes in layout.axes(num_dims)]
     if layout.num_shards:
-        used = {axis for own in layout.axes(num_dims) for axis in own}
+        used = {axis for dim_axes in layout.axes(num_dims) for axis in dim_axes}
         free = [axis for axis in range(len(matrix)) if axis not in used]
         copies = prod(matrix[axis] for axis in free)
         if layout.num_shards not in (ALL_COPIES, copies):
@@ -209,7 +209,7 @@ def _layout(
                 "only supports shards over all of them"
             )
         maps[0] += [last - axis for axis in free]
-    plain = [own[0] if len(own) == 1 else own or -1 for own in maps]
+    plain = [dim_axes[0] if len(dim_axes) == 1 else dim_axes or -1 for dim_axes in maps]
     return {
         "device_matrix": list(matrix),
         "tensor_map": plain,
@@ -252,11 +252,11 @@ class TargetFormat:
     """With --to mindspore: the newer form of MindSpore Transformers 2.x, iteration_N."""
 
 
-def check(target: Path, wanted: TargetFormat) -> None:
+def check(target: Path, target_format: TargetFormat) -> None:
     """Reject a target that exists, and a form that does not support its options."""
     refuse_taken(target)
-    if (wanted.layout == "distributed") != (
-        wanted.parallel_config is not None or wanted.target_strategy is not None
+    if (target_format.layout == "distributed") != (
+        target_format.parallel_config is not None or target_format.target_strategy is not None
     ):
         raise CheckpointError(
             "layout distributed needs a parallel_config or strategy files; layout full needs "
@@ -267,38 +267,38 @@ def check(target: Path, wanted: TargetFormat) -> None:
 def rewrite(
     folder: Path,
     target: Path,
-    wanted: TargetFormat,
+    target_format: TargetFormat,
     *,
-    theirs: MindSporeHints,
+    hints: MindSporeHints,
     progress: Progress | None = None,
 ) -> None:
     """Write all that MindSpore saved in ``folder`` into the new folder ``target``."""
-    source = _renamed(folder, wanted, theirs)
-    write(source, folder, target, wanted, small=_small(folder, theirs), progress=progress)
+    source = _renamed(folder, target_format, hints)
+    write(source, folder, target, target_format, small=_small(folder, hints), progress=progress)
 
 
 def write(
     source: TensorSource,
     folder: Path,
     target: Path,
-    wanted: TargetFormat,
+    target_format: TargetFormat,
     *,
     small: Mapping[str, bytes],
     progress: Progress | None = None,
 ) -> None:
     """Write ``source``, which came from ``folder`` and has MindSpore's names."""
     naming, stages = naming_of(folder), None
-    if wanted.target_strategy is not None:
-        stages = open_strategy(wanted.target_strategy).stages
-    elif wanted.layout == "distributed":
-        config = wanted.parallel_config or ParallelConfig()
+    if target_format.target_strategy is not None:
+        stages = open_strategy(target_format.target_strategy).stages
+    elif target_format.layout == "distributed":
+        config = target_format.parallel_config or ParallelConfig()
         stages = config.stages(sorted_out(source)[0])
-    if stages is None and not wanted.iteration:
+    if stages is None and not target_format.iteration:
         write_full(source, target, small=small, progress=progress)
         return
     more: dict[str, Any] = {"small": small, "progress": progress, "stages": stages}
-    more["remove_redundancy"] = wanted.remove_redundancy
-    if wanted.iteration:
+    more["remove_redundancy"] = target_format.remove_redundancy
+    if target_format.iteration:
         write_iteration(source, target, prefix=naming.prefix, **more)
     else:
         write_distributed(source, target, naming=naming, **more)
@@ -313,25 +313,25 @@ def naming_of(folder: Path) -> Naming:
     return Naming()
 
 
-def _renamed(folder: Path, wanted: TargetFormat, theirs: MindSporeHints) -> TensorSource:
+def _renamed(folder: Path, target_format: TargetFormat, hints: MindSporeHints) -> TensorSource:
     """MindSpore's own content, under other names if requested."""
-    parts = by_role(open_state(folder, theirs))
+    parts = by_role(open_state(folder, hints))
     cut: TensorSource = JoinedSource(
-        [("", cast(parts["model"], wanted.dtype)), ("", parts["optimizer"])]
+        [("", cast(parts["model"], target_format.dtype)), ("", parts["optimizer"])]
     )
-    if wanted.names not in (None, KEEP):
-        plain = as_huggingface(cut, folder, replace(theirs, names=None))
-        cut = as_mindspore(plain, wanted.names, heads_near(folder, theirs.base))
+    if target_format.names not in (None, KEEP):
+        plain = as_huggingface(cut, folder, replace(hints, names=None))
+        cut = as_mindspore(plain, target_format.names, heads_near(folder, hints.base))
     return JoinedSource([("", cut), ("", parts["state"])])
 
 
-def _small(folder: Path, theirs: MindSporeHints) -> Mapping[str, bytes]:
+def _small(folder: Path, hints: MindSporeHints) -> Mapping[str, bytes]:
     """The configuration and tokenizer of the base, or those beside the weights."""
-    own = theirs.base if theirs.base and files.exists(theirs.base / _CONFIG) else None
-    place = own or model_near(folder)
-    if place is None:
+    is_model = hints.base is not None and files.exists(hints.base / _CONFIG)
+    model = hints.base if is_model else model_near(folder)
+    if model is None:
         return {}
-    return companions_of(place, place) | {_CONFIG: (place / _CONFIG).read_bytes()}
+    return companions_of(model, model) | {_CONFIG: (model / _CONFIG).read_bytes()}
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,8 @@ class MindSporeFolder(TargetFormat, ModelTarget):
         """Weights and, of checkpoints of Surefoot and MindSpore, moments and step numbers."""
         check(target, self)
         if detect_layout(origin.folder) == LAYOUT:
-            theirs = replace(hints_of(origin.reading, origin.base), names=None)
-            rewrite(origin.folder, target, self, theirs=theirs, progress=progress)
+            hints = replace(hints_of(origin.reading, origin.base), names=None)
+            rewrite(origin.folder, target, self, hints=hints, progress=progress)
         else:
             source, small = _opened(origin, self)
             write(source, origin.folder, target, self, small=small, progress=progress)
@@ -355,7 +355,9 @@ class MindSporeFolder(TargetFormat, ModelTarget):
         return Done(notes, f"{words}, load_ckpt_format: safetensors")
 
 
-def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping[str, bytes]]:
+def _opened(
+    origin: Origin, target_format: TargetFormat
+) -> tuple[TensorSource, Mapping[str, bytes]]:
     """Everything under MindSpore's names, and the companion files."""
     folder = origin.folder
     if not named(folder) and not _is_model(folder):
@@ -368,8 +370,9 @@ def _opened(origin: Origin, wanted: TargetFormat) -> tuple[TensorSource, Mapping
         heads, moments = heads_near(whole.folder), moments_of(model, folder)
         batch = whole.global_batch_size
         numbers = numbers_of(folder, batch) if moments else TensorsInMemory({})
-    every = JoinedSource([("", cast(model, wanted.dtype)), *moments])
-    return JoinedSource([("", as_mindspore(every, wanted.names, heads)), ("", numbers)]), small
+    every = JoinedSource([("", cast(model, target_format.dtype)), *moments])
+    renamed = as_mindspore(every, target_format.names, heads)
+    return JoinedSource([("", renamed), ("", numbers)]), small
 
 
 def _is_model(folder: Path) -> bool:
@@ -403,8 +406,12 @@ class Naming:
 
     def meta(self, rank: int) -> bytes:
         """The content of ``meta.json`` beside it."""
-        told = {"last_epoch": self.epoch, "last_step": self.step, "last_ckpt_file": self.file(rank)}
-        return json.dumps(told).encode()
+        content = {
+            "last_epoch": self.epoch,
+            "last_step": self.step,
+            "last_ckpt_file": self.file(rank),
+        }
+        return json.dumps(content).encode()
 
 
 @dataclass(frozen=True)
@@ -428,15 +435,15 @@ def write_full(
     groups = _balanced(tensors, part_size)
     parts = [file_of(PART.format(i), tensors, names, None) for i, names in enumerate(groups)]
     names = {name: part.plan.name for part in parts for name in part.boxes}
-    total = sum(num_bytes(*one) for one in tensors.values())
-    told = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    total = sum(num_bytes(dtype, shape) for dtype, shape in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
     with new_folder(target) as folder:
         for part in parts:
             write_file(folder, part, source, progress)
         if numbers:
             hyper = file_of(HYPER, numbers, list(numbers), None, {"format": "ms"})
             write_file(folder, hyper, source, progress)
-        files.write_new(folder / MAP, json.dumps(told, indent=4).encode())
+        files.write_new(folder / MAP, json.dumps(index, indent=4).encode())
         write_small(folder, small or {})
 
 
@@ -456,23 +463,23 @@ def write_distributed(
     tensors, numbers = sorted_out(source)
     whole = {name: Box.whole(shape) for name, (_, shape) in numbers.items()}
     metadata = _DEDUPLICATED if remove_redundancy else _FORMAT
-    held = held_by(tensors, stages)
+    boxes_by_rank = rank_boxes(tensors, stages)
     if remove_redundancy:
-        held = once(tensors, held)
+        boxes_by_rank = without_replicas(tensors, boxes_by_rank)
     with new_folder(target) as folder:
         written: dict[tuple[bytes, tuple[Box, ...]], Path] = {}
         files.new_folder(folder / INNER)
-        for rank, boxes in enumerate(held):
-            own = folder / INNER / f"rank_{rank}"
-            files.new_folder(own)
+        for rank, boxes in enumerate(boxes_by_rank):
+            rank_folder = folder / INNER / f"rank_{rank}"
+            files.new_folder(rank_folder)
             every = {**boxes, **whole}
             file = file_of(naming.file(rank), {**tensors, **numbers}, [*every], every, metadata)
             key = file.plan.head, tuple(boxes.values())
-            if key not in written or not files.share(written[key], own / file.plan.name):
-                write_file(own, file, source, progress)
-                written[key] = own / file.plan.name
-            files.write_new(own / META, naming.meta(rank))
-            files.sync_folder(own)
+            if key not in written or not files.share(written[key], rank_folder / file.plan.name):
+                write_file(rank_folder, file, source, progress)
+                written[key] = rank_folder / file.plan.name
+            files.write_new(rank_folder / META, naming.meta(rank))
+            files.sync_folder(rank_folder)
         files.sync_folder(folder / INNER)
         _write_strategies(folder / STRATEGY, stages)
         write_small(folder, small or {})
@@ -480,26 +487,26 @@ def write_distributed(
 
 def sorted_out(source: TensorSource) -> tuple[dict[str, Described], dict[str, Described]]:
     """The sharded tensors, and the numbers of the training state, which are replicated."""
-    found = described(source)
-    numbers = {n: one for n, one in found.items() if role_of(n, one[1]) == "state"}
-    return {n: one for n, one in found.items() if n not in numbers}, numbers
+    every = described(source)
+    numbers = {n: every[n] for n, (_, shape) in every.items() if role_of(n, shape) == "state"}
+    return {n: tensor for n, tensor in every.items() if n not in numbers}, numbers
 
 
-def held_by(tensors: Mapping[str, Described], stages: Sequence[Layouts]) -> list[dict[str, Box]]:
+def rank_boxes(tensors: Mapping[str, Described], stages: Sequence[Layouts]) -> list[dict[str, Box]]:
     """The box of every tensor on each rank."""
-    known = {name for own in stages for name in own}
-    if odd := sorted(tensors.keys() - known):
+    names_in_strategy = {name for stage_layouts in stages for name in stage_layouts}
+    if odd := sorted(tensors.keys() - names_in_strategy):
         raise CheckpointError(f"the strategy does not contain {odd[0][:200]!r}, so no rank has it")
-    found = []
-    for own in stages:
-        layouts = {name: own[name] for name in tensors if name in own}
-        for device in range(next(iter(own.values())).num_devices):
+    boxes_by_rank = []
+    for stage_layouts in stages:
+        layouts = {name: stage_layouts[name] for name in tensors if name in stage_layouts}
+        for device in range(next(iter(stage_layouts.values())).num_devices):
             boxes = {
                 name: _box(name, layout, tensors[name][1], device)
                 for name, layout in layouts.items()
             }
-            found.append(boxes)
-    return found
+            boxes_by_rank.append(boxes)
+    return boxes_by_rank
 
 
 def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -> Box:
@@ -509,22 +516,22 @@ def _box(name: str, layout: TensorLayout, shape: tuple[int, ...], device: int) -
         raise CheckpointError(f"{name[:200]!r} of shape {list(shape)}: {error}") from None
 
 
-def once(
-    tensors: Mapping[str, Described], held: Sequence[Mapping[str, Box]]
+def without_replicas(
+    tensors: Mapping[str, Described], boxes_by_rank: Sequence[Mapping[str, Box]]
 ) -> list[dict[str, Box]]:
     """Replicated boxes in one rank each: the largest first, into the rank with the least so far."""
     holders: dict[tuple[str, Box], list[int]] = {}
-    for rank, boxes in enumerate(held):
+    for rank, boxes in enumerate(boxes_by_rank):
         for name, box in boxes.items():
             holders.setdefault((name, box), []).append(rank)
-    found: list[dict[str, Box]] = [{} for _ in held]
-    loads = [0] * len(held)
+    owned_boxes: list[dict[str, Box]] = [{} for _ in boxes_by_rank]
+    loads = [0] * len(boxes_by_rank)
     sizes = {key: num_bytes(tensors[key[0]][0], key[1].shape) for key in holders}
     for name, box in sorted(holders, key=lambda key: (-sizes[key], key)):
         rank = min(holders[name, box], key=lambda rank: (loads[rank], rank))
         loads[rank] += sizes[name, box]
-        found[rank][name] = box
-    return found
+        owned_boxes[rank][name] = box
+    return owned_boxes
 
 
 def _balanced(tensors: Mapping[str, Described], part_size: int) -> list[list[str]]:
@@ -548,10 +555,10 @@ def file_of(
     metadata: Mapping[str, str] = _FORMAT,
 ) -> PlannedFile:
     """The file that contains these boxes of tensors; full tensors if there are no boxes."""
-    own = {n: Box.whole(tensors[n][1]) if boxes is None else boxes[n] for n in names}
-    shapes = {n: (tensors[n][0], box.shape) for n, box in own.items()}
+    tensor_boxes = {n: Box.whole(tensors[n][1]) if boxes is None else boxes[n] for n in names}
+    shapes = {n: (tensors[n][0], box.shape) for n, box in tensor_boxes.items()}
     plan = FilePlan(name, *build(shapes, metadata))
-    return PlannedFile(plan, {n: own[n] for n in plan.header.entries})
+    return PlannedFile(plan, {n: tensor_boxes[n] for n in plan.header.entries})
 
 
 def write_file(
@@ -567,8 +574,8 @@ def write_file(
 def _write_strategies(folder: Path, stages: Sequence[Layouts]) -> None:
     files.new_folder(folder)
     ranks = count()
-    for stage, own in enumerate(stages):
-        data = dump_strategy(stage, own)
-        for _ in range(next(iter(own.values())).num_devices):
+    for stage, layouts in enumerate(stages):
+        data = dump_strategy(stage, layouts)
+        for _ in range(next(iter(layouts.values())).num_devices):
             files.write_new(folder / FILE.format(next(ranks)), data)
     files.sync_folder(folder)
