@@ -79,8 +79,8 @@ def _trace(root: type, loc: Keys) -> _Spot:
         elif choices is not None and key in choices:
             spot = _Spot(here, choices[str(key)], section=choices[str(key)])
         elif isinstance(key, int) and spot.setting is not None and spot.setting.each is not None:
-            one = dataclasses.replace(spot.setting, choices=spot.setting.each.choices, each=None)
-            spot = dataclasses.replace(spot, path=here, setting=one)
+            item = dataclasses.replace(spot.setting, choices=spot.setting.each.choices, each=None)
+            spot = dataclasses.replace(spot, path=here, setting=item)
         elif isinstance(key, int) or _is_mapping(spot.setting):
             spot = dataclasses.replace(spot, path=here)
         else:  # an unknown variant, or pydantic's name for one arm of a union
@@ -103,24 +103,24 @@ def explain(
         return _own_problem(spot, str(error["ctx"]["error"]))
     if error["type"] == "json_invalid":
         return Problem((), f"not plain data: {error['msg']}")
-    found = _look_up(data, spot.path)
+    value = _look_up(data, spot.path)
     is_missing = error["type"] == "missing"
-    known = _Known(root, data, names)
-    return Problem(spot.path, _message(known, spot, found, is_missing=is_missing))
+    vocabulary = _Vocabulary(root, data, names)
+    return Problem(spot.path, _message(vocabulary, spot, value, is_missing=is_missing))
 
 
-def _message(known: _Known, spot: _Spot, found: object, *, is_missing: bool) -> str:
+def _message(vocabulary: _Vocabulary, spot: _Spot, value: object, *, is_missing: bool) -> str:
     if is_missing and spot.setting is not None:
         return f"missing; {_needed(spot.setting)}"
     if spot.section is not None:
-        return f"expected a section (key: value), got {_shown(found)}"
+        return f"expected a section (key: value), got {_shown(value)}"
     if spot.setting is None:
-        return f"unknown key{known.by_others(spot.path) or _hint(known, spot)}"
+        return f"unknown key{vocabulary.by_others(spot.path) or _hint(vocabulary, spot)}"
     if spot.setting.each is not None:
-        return f"expected {spot.setting.expected}, got {_shown(found)}"
+        return f"expected {spot.setting.expected}, got {_shown(value)}"
     if spot.setting.choices is not None:
-        return _wrong_variant(known, spot, spot.setting.choices, found)
-    return _wrong_value(spot, spot.setting.hint, found)
+        return _wrong_variant(vocabulary, spot, spot.setting.choices, value)
+    return _wrong_value(spot, spot.setting.hint, value)
 
 
 def _own_problem(spot: _Spot, message: str) -> Problem:
@@ -142,40 +142,42 @@ def _needed(setting: Setting) -> str:
     return f"expected a section with {', '.join(required)}"
 
 
-def _wrong_variant(known: _Known, spot: _Spot, choices: Mapping[str, type], found: object) -> str:
+def _wrong_variant(
+    vocabulary: _Vocabulary, spot: _Spot, choices: Mapping[str, type], value: object
+) -> str:
     expected = "expected one of " + ", ".join(choices)
-    if not isinstance(found, Mapping):
-        return f"{expected}, got {_shown(found)}"
-    unknown = [name for name in found if name not in choices]
+    if not isinstance(value, Mapping):
+        return f"{expected}, got {_shown(value)}"
+    unknown = [name for name in value if name not in choices]
     if not unknown:
-        return f"{expected}, got {' and '.join(found) or 'none of them'}"
+        return f"{expected}, got {' and '.join(value) or 'none of them'}"
     # a key with a value may be a setting at the wrong place; a bare name is a variant
     path = (*spot.path, unknown[0])
-    is_bare = found[unknown[0]] in (None, {})
-    elsewhere = [] if is_bare else known.elsewhere(path, unknown[0])
-    hint = "" if is_bare else known.by_others(path) or _did_you_mean(elsewhere)
+    is_bare = value[unknown[0]] in (None, {})
+    elsewhere = [] if is_bare else vocabulary.elsewhere(path, unknown[0])
+    hint = "" if is_bare else vocabulary.by_others(path) or _did_you_mean(elsewhere)
     hint = hint or _did_you_mean(_misspelled(unknown[0], choices))
     return f"{expected}, got {unknown[0]!r}{hint}"
 
 
-def _wrong_value(spot: _Spot, hint: object, found: object) -> str:
+def _wrong_value(spot: _Spot, hint: object, value: object) -> str:
     expected = hint
     if isinstance(spot.path[-1], int):
         expected = typing.get_args(hint)[0]
     elif spot.setting is not None and _is_mapping(spot.setting):
         is_item = spot.path[-1] != spot.setting.name
         expected = typing.get_args(hint)[1] if is_item else hint
-    known = [str(arg) for arg in typing.get_args(expected)] if isinstance(found, str) else []
-    close = difflib.get_close_matches(str(found), known, n=1)
+    literals = [str(arg) for arg in typing.get_args(expected)] if isinstance(value, str) else []
+    close = difflib.get_close_matches(str(value), literals, n=1)
     did_you_mean = f" (did you mean {close[0]}?)" if close else ""
-    return f"expected {describe(expected)}, got {_shown(found)}{did_you_mean}"
+    return f"expected {describe(expected)}, got {_shown(value)}{did_you_mean}"
 
 
-def _hint(known: _Known, spot: _Spot) -> str:
+def _hint(vocabulary: _Vocabulary, spot: _Spot) -> str:
     here = settings(spot.owner)
     word = str(spot.path[-1])
-    close = known.elsewhere(spot.path, word) or _misspelled(word, here)
-    close = close or known.misspelled_elsewhere(spot.path)
+    close = vocabulary.elsewhere(spot.path, word) or _misspelled(word, here)
+    close = close or vocabulary.misspelled_elsewhere(spot.path)
     return _did_you_mean(close) or (
         "; expected one of " + ", ".join(here) if here else "; no keys are expected here"
     )
@@ -189,12 +191,12 @@ def _plain(word: object) -> str:
     return str(word).lower().lstrip("-").replace("-", "_")
 
 
-def _misspelled(word: str, known: Iterable[str]) -> list[str]:
-    """The one of ``known`` that ``word`` is with a typing error. A name that has another word,
+def _misspelled(word: str, names: Iterable[str]) -> list[str]:
+    """The one of ``names`` that ``word`` is with a typing error. A name that has another word,
     number or first letter is that of another thing: ``shuffle_seed`` is not ``shuffle``, ``beta3``
     not ``beta1``, ``dora`` not ``lora``."""
     word = _plain(word)
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.75)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.75)
     return [other for other in close if _is_spelling(word, other)][:1]
 
 
@@ -215,7 +217,7 @@ def _likeness(word: str, other: str) -> float:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Vocabulary:
     """All settings under ``root``, what other programs call them, and what the user chose."""
 
     root: type
@@ -226,12 +228,12 @@ class _Known:
         """What to say of the last key of ``path``; a key with its section comes before the key."""
         words = [_plain(key) for key in path]
         hint = self.names.get(".".join(words[-2:])) or self.names.get(words[-1]) or ""
-        return re.sub(r"\w+(\.\w+){2}", lambda found: self._of_chosen(found[0]), hint)
+        return re.sub(r"\w+(\.\w+){2}", lambda match: self._of_chosen(match[0]), hint)
 
     def elsewhere(self, path: Keys, name: str) -> list[str]:
         """Where ``name`` is a setting that the user can set, other than at ``path``."""
-        found = [way for way in self._chosen(path) if way[-1] == _plain(name)]
-        return sorted(dotted(way) for way in {way[0]: way for way in reversed(found)}.values())
+        ways = [way for way in self._chosen(path) if way[-1] == _plain(name)]
+        return sorted(dotted(way) for way in {way[0]: way for way in reversed(ways)}.values())
 
     def misspelled_elsewhere(self, path: Keys) -> list[str]:
         """Where the last key of ``path`` is one with a typing error, in other sections."""
@@ -252,8 +254,8 @@ class _Known:
         return True
 
     def _variants(self, path: Keys, choices: Mapping[str, type]) -> list[str]:
-        found = _look_up(self.data, path)
-        names = found if isinstance(found, Mapping) else [found]
+        value = _look_up(self.data, path)
+        names = value if isinstance(value, Mapping) else [value]
         return [name for name in choices if name in names]
 
     def _of_chosen(self, text: str) -> str:

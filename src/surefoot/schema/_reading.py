@@ -59,16 +59,16 @@ def read(
     try:
         text = json.dumps([plain])
     except (TypeError, ValueError) as error:
-        found = [*_objects(plain)] or [Problem((), f"not plain data: {error}")]
-        raise fail(found) from None
+        problems = [*_objects(plain)] or [Problem((), f"not plain data: {error}")]
+        raise fail(problems) from None
     try:
         return typing.cast(T, _adapter(section, all_variants(section)).validate_json(text)[0])
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        found = [explain(section, plain, e, names()) for e in errors[:MAX_PROBLEMS]]
-        if more := len(errors) - len(found):
-            found.append(Problem((), f"and {counted(more, 'more problem')}"))
-        raise fail(list(dict.fromkeys(found))) from None
+        problems = [explain(section, plain, e, names()) for e in errors[:MAX_PROBLEMS]]
+        if more := len(errors) - len(problems):
+            problems.append(Problem((), f"and {counted(more, 'more problem')}"))
+        raise fail(list(dict.fromkeys(problems))) from None
 
 
 def _objects(plain: object, path: Keys = ()) -> Iterator[Problem]:
@@ -91,8 +91,8 @@ def _adapter(cls: type, _known: tuple[type, ...]) -> TypeAdapter[tuple[Any]]:
     # Kept for the variants there are: a stage added later needs an adapter that knows it.
     # JSON mode is strict about values, yet takes lists for tuples, text for paths and mappings for
     # dataclasses. The tuple around cls carries the config, which a dataclass cannot be given here.
-    one: Any = types.GenericAlias(tuple, (cls,))
-    return TypeAdapter(one, config=STRICT)
+    tuple_of_one: Any = types.GenericAlias(tuple, (cls,))
+    return TypeAdapter(tuple_of_one, config=STRICT)
 
 
 def expand(cls: type, data: object) -> object:
@@ -108,8 +108,8 @@ def expand(cls: type, data: object) -> object:
         data = {name: value for name, value in values.items() if not isinstance(value, Unset)}
     if not isinstance(data, Mapping):
         return data
-    known = settings(cls)
-    return {str(key): _expand_value(known.get(str(key)), value) for key, value in data.items()}
+    by_name = settings(cls)
+    return {str(key): _expand_value(by_name.get(str(key)), value) for key, value in data.items()}
 
 
 def _expand_value(setting: Setting | None, value: object) -> object:
@@ -130,7 +130,7 @@ def _expand_list(setting: Setting, value: object) -> object:
     """A list; of one item, if ``value`` is one."""
     if (each := setting.each) is not None:
         items = value if isinstance(value, list | tuple) else [value]
-        return [_expand_variant(each.choices, _named(each, one)) for one in items]
+        return [_expand_variant(each.choices, _named(each, item)) for item in items]
     is_dataset = typing.get_args(setting.hint)[0] is DatasetReference
     if isinstance(value, str | int | float) or (is_dataset and isinstance(value, Mapping)):
         value = [value]
@@ -183,7 +183,7 @@ def write(value: object) -> Any:
 def write_setting(setting: Setting, value: object) -> Any:
     """The same for the value of one setting, which may be a variant."""
     if setting.each is not None and isinstance(value, tuple):
-        return [_write_variant(setting.each.choices, one) for one in value]
+        return [_write_variant(setting.each.choices, variant) for variant in value]
     return write(value) if setting.choices is None else _write_variant(setting.choices, value)
 
 
@@ -201,12 +201,12 @@ def json_schema(cls: type) -> dict[str, Any]:
 
 
 def _section(cls: type) -> dict[str, Any]:
-    known = settings(cls)
-    required = [name for name, setting in known.items() if setting.is_required]
+    by_name = settings(cls)
+    required = [name for name, setting in by_name.items() if setting.is_required]
     return {
         "description": markdown(inspect.getdoc(cls) or ""),
         "type": "object" if required else ["object", "null"],  # nothing below it: all defaults
-        "properties": {name: _described(setting) for name, setting in known.items()},
+        "properties": {name: _described(setting) for name, setting in by_name.items()},
         "required": required,
         "additionalProperties": False,
     }
@@ -236,14 +236,14 @@ def _variant(choices: Mapping[str, type]) -> dict[str, Any]:
     """A name, or one name with settings below it."""
     sections = {name: _section(cls) for name, cls in choices.items()}
     settled = [name for name, section in sections.items() if not section["required"]]
-    named = {
+    with_settings = {
         "type": "object",
         "properties": sections,
         "additionalProperties": False,
         "minProperties": 1,
         "maxProperties": 1,
     }
-    return {"anyOf": [{"enum": settled}, named] if settled else [named]}
+    return {"anyOf": [{"enum": settled}, with_settings] if settled else [with_settings]}
 
 
 def _plain(hint: object) -> dict[str, Any]:

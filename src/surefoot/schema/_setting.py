@@ -48,13 +48,13 @@ class Variants:
             name: core_schema.typed_dict_field(handler.generate_schema(cls), required=False)
             for name, cls in self.choices.items()
         }
-        one = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
-        return core_schema.no_info_after_validator_function(self._only, one)
+        mapping = core_schema.typed_dict_schema(fields, extra_behavior="forbid")
+        return core_schema.no_info_after_validator_function(self._only, mapping)
 
-    def _only(self, named: dict[str, object]) -> object:
-        if len(named) != 1:
+    def _only(self, by_name: dict[str, object]) -> object:
+        if len(by_name) != 1:
             raise PydanticCustomError("variant", "exactly one")
-        return next(iter(named.values()))
+        return next(iter(by_name.values()))
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def setting_at(cls: type, path: Sequence[str | int]) -> Setting | None:
 def is_text(hint: object) -> bool:
     """Whether the values of a type are text, such as names and paths, or null."""
     of = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = [one for one in of if one is not type(None)]
-    return all(isinstance(one, type) and issubclass(one, str | Path) for one in kinds)
+    kinds = [arm for arm in of if arm is not type(None)]
+    return all(isinstance(arm, type) and issubclass(arm, str | Path) for arm in kinds)
 
 
 def _setting(field: dataclasses.Field[Any], hint: object, doc: str) -> Setting:
@@ -220,12 +220,12 @@ def is_section(value: object) -> bool:
 
 def all_variants(cls: type) -> tuple[type, ...]:
     """The dataclasses that may stand under the section ``cls``; variants can be added any time."""
-    found: list[type] = []
+    below: list[type] = []
     for setting in settings(cls).values():
         inner = [setting.section] if setting.section is not None else []
-        for one in (*inner, *setting.variants.values()):
-            found += [one, *all_variants(one)]
-    return tuple(found)
+        for variant in (*inner, *setting.variants.values()):
+            below += [variant, *all_variants(variant)]
+    return tuple(below)
 
 
 def variant_name(choices: Mapping[str, type], value: object) -> str:

@@ -45,8 +45,8 @@ class ModelPath(_Location):
         """A folder made absolute; what is no folder here stays as written: it is a hub id."""
         if not self:
             return self
-        found = locate(Path(self), base)
-        return ModelPath(found) if files.exists(found) else self
+        folder = locate(Path(self), base)
+        return ModelPath(folder) if files.exists(folder) else self
 
 
 class FunctionPath(_Location):
@@ -85,9 +85,9 @@ class DatasetReference(str):
         cls, name: str, source: str | Mapping[str, object] | None = None
     ) -> DatasetReference:
         """``name`` alone is the source, too."""
-        made = super().__new__(cls, name)
-        made.source = name if source is None else source
-        return made
+        reference = super().__new__(cls, name)
+        reference.source = name if source is None else source
+        return reference
 
     @classmethod
     def of(cls, source: object) -> DatasetReference:
@@ -122,9 +122,9 @@ class DatasetReference(str):
             return self
         if "/" not in self.source and path.suffix.lower() not in DATA_FILES:
             return self
-        found = locate(path, base)
-        is_here = files.exists(found) or bool(matches(found))
-        return DatasetReference(found.name, str(found)) if is_here else self
+        absolute = locate(path, base)
+        is_here = files.exists(absolute) or bool(matches(absolute))
+        return DatasetReference(absolute.name, str(absolute)) if is_here else self
 
     def __eq__(self, other: object) -> bool:
         is_reference = isinstance(other, DatasetReference)
@@ -157,8 +157,8 @@ def matches(path: Path) -> list[Path]:
         return []
     anchor = Path(path.anchor)
     try:
-        found = anchor.glob(str(path.relative_to(anchor)))
-        return sorted(each for each in found if each.is_file())
+        paths = anchor.glob(str(path.relative_to(anchor)))
+        return sorted(each for each in paths if each.is_file())
     except (ValueError, NotImplementedError):  # not a pattern, such as a**
         return []
 

@@ -30,15 +30,15 @@ class ByteSize(int):
 
 
 def pairs(
-    text: str, known: Collection[str], *, option: str, odd: str, example: str
+    text: str, allowed: Collection[str], *, option: str, odd: str, example: str
 ) -> Iterator[tuple[str, str]]:
     """Each name and its value. Raises ``CheckpointError`` for a name that occurs twice, and
     ``odd``, with the name in it, for an unknown one."""
     seen = set()
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
             hint = f"did you mean {near[0]}?" if near else example
             raise CheckpointError(f"{option} {text!r}: {odd.format(repr(name))}; {hint}")
         if name in seen:

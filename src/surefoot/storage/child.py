@@ -46,17 +46,17 @@ class Child:
             environment: what it has beside that of this process.
             patience: seconds from SIGTERM to SIGKILL when it is ended; 0: SIGKILL at once.
         """
-        own = {LAUNCHER: str(os.getpid()), **(environment or {})}
+        variables = {LAUNCHER: str(os.getpid()), **(environment or {})}
         if sysconfig.get_path("purelib") != _PACKAGES:  # it may be found nowhere else
             paths = [os.environ.get("PYTHONPATH"), _PACKAGES]
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with contextlib.nullcontext() if log is None else log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", *arguments],
                 stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if talks else output,
                 stderr=output,
-                env={**os.environ, **own},
+                env={**os.environ, **variables},
                 start_new_session=True,
             )
         self._unread = b""

@@ -28,18 +28,18 @@ def stored(folder: Path) -> list[DiskUsage]:
     Files that disappear meanwhile, or cannot be read, are skipped. Clones (of Btrfs or XFS) count
     as separate files: no system call reports what they share.
     """
-    found, pending = [], [folder]
+    usages, pending = [], [folder]
     while pending:  # no recursion: folders may be nested deeper than Python's stack
         with contextlib.suppress(OSError):
             for path in sorted(pending.pop().iterdir()):
                 with contextlib.suppress(OSError):
-                    known = path.lstat()
-                    if stat.S_ISDIR(known.st_mode):
+                    status = path.lstat()
+                    if stat.S_ISDIR(status.st_mode):
                         pending.append(path)
-                    elif stat.S_ISREG(known.st_mode):
-                        inode, blocks = (known.st_dev, known.st_ino), known.st_blocks * _SECTOR
-                        found.append(DiskUsage(inode, known.st_nlink, known.st_size, blocks))
-    return found
+                    elif stat.S_ISREG(status.st_mode):
+                        inode, blocks = (status.st_dev, status.st_ino), status.st_blocks * _SECTOR
+                        usages.append(DiskUsage(inode, status.st_nlink, status.st_size, blocks))
+    return usages
 
 
 def num_names(path: Path) -> int:

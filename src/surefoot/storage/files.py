@@ -84,8 +84,8 @@ class File:
     def stamp(self) -> tuple[int, int, int]:
         """Another value whenever the file was replaced or written to."""
         with _naming(self.path):
-            found = os.fstat(self._descriptor)
-        return found.st_ino, found.st_size, found.st_mtime_ns
+            status = os.fstat(self._descriptor)
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` with the bytes from ``offset`` on; ``OSError`` if the file ends earlier."""
@@ -204,8 +204,8 @@ class File:
 
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is the file that is open here."""
-        found = _found(os.stat, path)
-        return found is not None and os.path.samestat(os.fstat(self._descriptor), found)
+        status = _status(os.stat, path)
+        return status is not None and os.path.samestat(os.fstat(self._descriptor), status)
 
 
 def create(path: Path) -> File:
@@ -430,23 +430,24 @@ def remove_empty_folder(path: Path) -> bool:
 
 def exists(path: Path) -> bool:
     """Whether the name exists, even as a broken link."""
-    return _found(os.lstat, path) is not None
+    return _status(os.lstat, path) is not None
 
 
 def size_of(path: Path) -> int | None:
     """The length of a regular file, links followed; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = os.stat(path)
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        status = os.stat(path)
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
     return None
 
 
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a folder, links followed."""
-    return (found := _found(os.stat, path)) is not None and stat.S_ISDIR(found.st_mode)
+    status = _status(os.stat, path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def _found(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
+def _status(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
     try:
         return look(path)
     except (OSError, ValueError) as error:  # of values: a null byte, which no name contains

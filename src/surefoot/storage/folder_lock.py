@@ -64,8 +64,8 @@ def lock(
     return FolderLock(file, is_real)
 
 
-def _close(held: weakref.ref[files.File]) -> None:
-    if (file := held()) is not None:
+def _close(lock_file: weakref.ref[files.File]) -> None:
+    if (file := lock_file()) is not None:
         file.close()
 
 
@@ -100,10 +100,10 @@ class FolderIdentity:
     def current_path(self) -> Path | None:
         """Where it is now, after it was renamed; None if it was removed, or that is not known."""
         try:
-            found = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
         except OSError:
             return None
-        return found if self._is_at(found) else None
+        return path if self._is_at(path) else None
 
     def close(self) -> None:
         """Hold it no longer."""
@@ -132,8 +132,8 @@ class StallWatch:
     def seconds(self) -> float:
         """Seconds since the last change that was seen."""
         now = time.monotonic()
-        if (found := [_changed(folder) for folder in self._folders()]) != self._seen:
-            self._seen, self._since = found, now
+        if (changes := [_changed(folder) for folder in self._folders()]) != self._seen:
+            self._seen, self._since = changes, now
         return now - self._since
 
 
@@ -151,20 +151,20 @@ def _changed(folder: Path) -> tuple[int, int]:
 def process_with(path: Path) -> int | None:
     """The id of another process on this machine that has the file open; None if none is seen."""
     try:
-        wanted = path.stat()
+        status = path.stat()
     except OSError:
         return None
     for process in _PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_other = int(process.name) != os.getpid()
-            if is_other and any(_is_same(opened, wanted) for opened in (process / "fd").iterdir()):
+            if is_other and any(_is_same(opened, status) for opened in (process / "fd").iterdir()):
                 return int(process.name)
     return None
 
 
-def _is_same(opened: Path, wanted: os.stat_result) -> bool:
+def _is_same(opened: Path, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(opened.stat(), wanted)
+        return os.path.samestat(opened.stat(), status)
     except OSError:
         return False
 

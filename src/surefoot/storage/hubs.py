@@ -88,8 +88,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def digest_of(path: Path, kind: str = "sha256", head: bytes = b"") -> str:
     """The hash of ``head`` and of a file's bytes."""
-    found = hashlib.new(kind, head)
+    digest = hashlib.new(kind, head)
     with path.open("rb") as opened:
         while chunk := opened.read(CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -44,9 +44,8 @@ _VERSIONS = {
 def free_memory(proc: Path = PROC) -> int | None:
     """Bytes to allocate without swapping and without being killed; None if unknown."""
     limits = (_of_group(folder, version) for folder, version in _groups(proc))
-    own = _of_process(proc)
-    found = [free for free in (_of_machine(proc), own, *limits) if free is not None]
-    return min(found, default=None)
+    all_limits = (_of_machine(proc), _of_process(proc), *limits)
+    return min((free for free in all_limits if free is not None), default=None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -69,17 +68,17 @@ def exclusive(name: str) -> Iterator[None]:
     lock, in any."""
     path = Path(tempfile.gettempdir()) / f"surefoot-{name}-{os.getuid()}.lock"
     try:
-        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         yield
         return
     try:
-        said = announced("another process that holds %s, until it ends", path)
-        with said, contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX)
+        announcement = announced("another process that holds %s, until it ends", path)
+        with announcement, contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _of_machine(proc: Path) -> int | None:
@@ -135,10 +134,10 @@ def _paths(proc: Path) -> Iterator[tuple[str, str]]:
 def _upwards(path: str, root: str) -> list[PurePosixPath]:
     """``path`` relative to the ``root`` of a mount, and all folders above it within the mount. A
     container may see a path outside of its mount: the mount itself remains."""
-    known = PurePosixPath(path)
-    if ".." in known.parts or not known.is_relative_to(root):
+    folder = PurePosixPath(path)
+    if ".." in folder.parts or not folder.is_relative_to(root):
         return [PurePosixPath()]
-    inside = known.relative_to(root)
+    inside = folder.relative_to(root)
     return [inside, *inside.parents]
 
 

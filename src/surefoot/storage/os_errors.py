@@ -39,12 +39,12 @@ _NO_INODES = (
 
 def explain(error: OSError) -> str:
     """One sentence for people: which file, what happened, what to do."""
-    said = error.strerror or str(error)
+    system_text = error.strerror or str(error)
     reason = _NO_INODES if _lacks_inodes(error) else _REASONS.get(error.errno or 0)
     if reason is None:
-        reason = said
-    elif said != os.strerror(error.errno or 0):
-        reason = f"{reason} ({said})"
+        reason = system_text
+    elif system_text != os.strerror(error.errno or 0):
+        reason = f"{reason} ({system_text})"
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     return f"{where}{reason}"
 
@@ -54,10 +54,10 @@ def _lacks_inodes(error: OSError) -> bool:
     if error.errno != errno.ENOSPC or not isinstance(error.filename, str | bytes | os.PathLike):
         return False
     try:
-        found = os.statvfs(Path(os.fsdecode(error.filename)).absolute().parent)
+        disk = os.statvfs(Path(os.fsdecode(error.filename)).absolute().parent)
     except OSError:
         return False
-    return found.f_files > 0 and not found.f_favail and found.f_bavail > 0
+    return disk.f_files > 0 and not disk.f_favail and disk.f_bavail > 0
 
 
 @contextlib.contextmanager

@@ -32,22 +32,22 @@ SECONDS_FOR_HEADERS = 20.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """Names of a server. Of one on this machine's own address: that, and what is ``given``."""
+    """Names of a server. On this machine's own address, it answers to that, and to ``names``."""
 
-    given: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # of --host-name
     is_reached: bool = False  # by other machines
     machine: set[str] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
         """Whether others than the users of this machine can send requests."""
-        return self.is_reached or any(not is_loopback(name) for name in self.given)
+        return self.is_reached or any(not is_loopback(name) for name in self.names)
 
     def refusal(self, values: Iterable[str], what: str) -> str | None:
         """Why a request with these values of ``Host`` is not for the server, a ``what``."""
         values = list(values)
         name = host_name(values[0]) if len(values) == 1 else ""
-        if is_loopback(name) or name in self.given:
+        if is_loopback(name) or name in self.names:
             return None
         if self.is_reached and (name in self.machine or _is_address(name)):
             return None
@@ -60,11 +60,11 @@ class Hosts:
         )
 
 
-def hosts_of(listening: str, given: Iterable[str] = ()) -> Hosts:
-    """The names of a server that listens at an address. Raises ``RunError`` for a ``given`` one
-    that is no name."""
+def hosts_of(listening: str, host_names: Iterable[str] = ()) -> Hosts:
+    """The names of a server that listens at an address. Raises ``RunError`` for one of
+    ``host_names`` that is no name."""
     names = set()
-    for each in given:
+    for each in host_names:
         name = each.lower().strip("[]").removesuffix(".")
         if not (_is_name(name) or _is_address(name)):
             raise RunError(
@@ -142,10 +142,15 @@ class PromptProtocol(H11Protocol):
         """A visitor has come."""
         super().connection_made(transport)
         self._wait()
-        known = [one for one in self.connections if isinstance(one, PromptProtocol)]
-        waiting = [one for one in known if one.is_waiting and not one.transport.is_closing()]
+        waiting = [
+            visitor
+            for visitor in self.connections
+            if isinstance(visitor, PromptProtocol)
+            and visitor.is_waiting
+            and not visitor.transport.is_closing()
+        ]
         if len(waiting) > MOST_WAITING:
-            min(waiting, key=lambda one: one._since).transport.close()
+            min(waiting, key=lambda visitor: visitor._since).transport.close()
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, or all of it."""

@@ -78,8 +78,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     }
     for front in (_PARALLEL, ADAPTER_PREFIX + _PARALLEL):
         while unwrapped and all(name.startswith(front) for name in unwrapped.values()):
-            kept = front.removesuffix(_PARALLEL)
-            unwrapped = {old: kept + name[len(front) :] for old, name in unwrapped.items()}
+            prefix = front.removesuffix(_PARALLEL)
+            unwrapped = {old: prefix + name[len(front) :] for old, name in unwrapped.items()}
     return _by_new_name(unwrapped)
 
 
@@ -108,19 +108,19 @@ def adapter_names(names: Iterable[str], *, has_biases: bool = True) -> dict[str,
 
 def _has_base(names: Iterable[str]) -> bool:
     """Whether the weights of all layers that an adapter changes are among ``names``."""
-    known = list(names)
-    layers = {name.partition(".base_layer.")[0] for name in known if ".base_layer." in name}
-    parts = [re.split(_KIND, name) for name in known]
-    return {found[0] for found in parts if len(found) > 1} <= layers
+    all_names = list(names)
+    layers = {name.partition(".base_layer.")[0] for name in all_names if ".base_layer." in name}
+    parts = [re.split(_KIND, name) for name in all_names]
+    return {layer for layer, *of_adapter in parts if of_adapter} <= layers
 
 
 def _by_new_name(renamed: Mapping[str, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    old_names: dict[str, str] = {}
     for old, new in renamed.items():
-        if new in found:
+        if new in old_names:
             raise CheckpointError(
-                f"{found[new]!r} and {old!r} are both {new!r} without the names of wrappers and "
-                "adapters; expected one model or adapter in a file"
+                f"{old_names[new]!r} and {old!r} are both {new!r} without the names of wrappers "
+                "and adapters; expected one model or adapter in a file"
             )
-        found[new] = old
-    return found
+        old_names[new] = old
+    return old_names
