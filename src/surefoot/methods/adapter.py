@@ -97,7 +97,7 @@ class AdapterMethod(Method):
 
     def continued(self, adapter: Mapping[str, object]) -> Self:
         """With the settings of the adapter."""
-        values = {name: adapter.get(theirs) for name, theirs in self.peft_names.items()}
+        values = {name: adapter.get(peft_name) for name, peft_name in self.peft_names.items()}
         settings: dict[str, Any] = {n: v for n, v in values.items() if isinstance(v, int | float)}
         return replace(self, **settings)  # type: ignore[type-var]
 

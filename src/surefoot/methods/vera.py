@@ -69,7 +69,7 @@ class VeRA(AdapterMethod):
         """With the shared matrices in files, so that they are the same everywhere."""
         from peft import VeraConfig
 
-        settings = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
+        settings = {peft_name: getattr(self, name) for name, peft_name in self.peft_names.items()}
         return VeraConfig(save_projection=True, **settings, **shared)
 
     @classmethod

@@ -126,15 +126,15 @@ def reduce_from_tp_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather_from_tp_region(x: torch.Tensor, axis: Axis, length: int, dim: int = -1) -> torch.Tensor:
     """The shards of all ranks, concatenated to ``length`` elements along ``dim``. Later
     computation is the same on all ranks, and so is its gradient."""
-    mine = part(length, axis)
-    return _through(x, lambda x: _gather(x, axis, length, dim), lambda g: _take(g, mine, dim))
+    shard = part(length, axis)
+    return _through(x, lambda x: _gather(x, axis, length, dim), lambda g: _take(g, shard, dim))
 
 
 def scatter_to_tp_region(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
     """This rank's shard, along ``dim``, of ``x``, which is the same on all ranks."""
     length = x.shape[dim]
-    mine = part(length, axis)
-    return _through(x, lambda x: _take(x, mine, dim), lambda g: _gather(g, axis, length, dim))
+    shard = part(length, axis)
+    return _through(x, lambda x: _take(x, shard, dim), lambda g: _gather(g, axis, length, dim))
 
 
 def gather_from_sequence_region(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

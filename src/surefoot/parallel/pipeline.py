@@ -390,5 +390,5 @@ def connect(world: World, *, num_parts: int, device: torch.device, timeout_minut
     for ranks in pipelines(world):
         route_groups = {route: dist.new_group(ranks, timeout=timeout) for route in routes}
         if world.rank in ranks:
-            mine, groups = ranks, route_groups
-    return Links(mine, world.pp_rank, num_parts * world.pp, device, groups)
+            ranks_of_pipeline, groups = ranks, route_groups
+    return Links(ranks_of_pipeline, world.pp_rank, num_parts * world.pp, device, groups)

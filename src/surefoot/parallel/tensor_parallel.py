@@ -161,19 +161,19 @@ def _some_rows(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 
 def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
     """Each rank looks up the tokens whose rows it has; the sum over the ranks is complete."""
-    module, whole = role.embedding(), role.embedding().forward
-    mine = part(module.num_embeddings, axis)
-    count = mine.stop - mine.start
+    module, look_up = role.embedding(), role.embedding().forward
+    local_rows = part(module.num_embeddings, axis)
+    count = local_rows.stop - local_rows.start
 
     def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-        is_here_BT = (ids_BT >= mine.start) & (ids_BT < mine.stop)
+        is_here_BT = (ids_BT >= local_rows.start) & (ids_BT < local_rows.stop)
         with _local_parameters(module, lambda rows: rows if count else F.pad(rows, (0, 0, 0, 1))):
-            found_BTI = whole((ids_BT - mine.start).clamp(0, max(count - 1, 0)))
-        return reduce_from_tp_region(found_BTI * is_here_BT[..., None], axis)
+            embedded_BTI = look_up((ids_BT - local_rows.start).clamp(0, max(count - 1, 0)))
+        return reduce_from_tp_region(embedded_BTI * is_here_BT[..., None], axis)
 
     if module.padding_idx is not None:  # its row never learns
-        is_here = mine.start <= module.padding_idx < mine.stop
-        module.padding_idx = module.padding_idx - mine.start if is_here else None
+        is_here = local_rows.start <= module.padding_idx < local_rows.stop
+        module.padding_idx = module.padding_idx - local_rows.start if is_here else None
     _cut(module, axis, shared, weight=0, bias=None)
     role.module.forward = forward
 
@@ -181,12 +181,12 @@ def _by_vocabulary(role: ModulePlan, axis: Axis, shared: Shared) -> None:
 def _whole(role: ModulePlan, axis: Axis, shared: Shared, *, inside: bool = False) -> None:
     """The module's own forward pass on replicated parameters. If it sees only a shard of the heads
     (``inside``), or of the tokens, its gradients are summed."""
-    module, whole = role.module, role.module.forward
+    module, own_forward = role.module, role.module.forward
     inside = inside or role.on_parts
 
     def forward(*arguments: object, **keywords: object) -> torch.Tensor:
         with _local_parameters(module, lambda p: copy_to_tp_region(p, axis) if inside else p):
-            output: torch.Tensor = whole(*arguments, **keywords)
+            output: torch.Tensor = own_forward(*arguments, **keywords)
             return output
 
     _cut(module, axis, shared, weight=None, bias=None)
@@ -197,16 +197,18 @@ def _experts(role: ModulePlan, axis: Axis, shared: Shared) -> None:
     """Each rank has some of the experts, unsharded, and runs all tokens that are routed to them;
     the sum over the ranks is the full result. For the model's own code, experts of other ranks
     are the one after the last, which does nothing."""
-    module, whole = role.module, role.module.forward
-    mine = part(role.length, axis)
-    count = mine.stop - mine.start
+    module, run_experts = role.module, role.module.forward
+    local_experts = part(role.length, axis)
+    count = local_experts.stop - local_experts.start
 
     def forward(x_TI: torch.Tensor, chosen_TK: torch.Tensor, scales_TK: torch.Tensor) -> object:
-        is_here_TK = (chosen_TK >= mine.start) & (chosen_TK < mine.stop)
-        here_TK = (chosen_TK - mine.start).where(is_here_TK, count)
+        is_here_TK = (chosen_TK >= local_experts.start) & (chosen_TK < local_experts.stop)
+        here_TK = (chosen_TK - local_experts.start).where(is_here_TK, count)
         scales_TK = copy_to_tp_region(scales_TK, axis) * is_here_TK
         with _local_parameters(module, lambda values: values):
-            partial_sum: torch.Tensor = whole(copy_to_tp_region(x_TI, axis), here_TK, scales_TK)
+            partial_sum: torch.Tensor = run_experts(
+                copy_to_tp_region(x_TI, axis), here_TK, scales_TK
+            )
         return reduce_from_tp_region(partial_sum, axis)
 
     _cut(module, axis, shared, weight=0, bias=0)
@@ -225,13 +227,13 @@ def _local_parameters(
     module: nn.Module, use: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
     """Let the module's own code find the local tensors in place of its parameters."""
-    spread = dict(module._parameters)
-    for name, parameter in spread.items():
+    parameters = dict(module._parameters)
+    for name, parameter in parameters.items():
         module._parameters[name] = None if parameter is None else use(local(parameter))  # type: ignore[assignment]
     try:
         yield
     finally:
-        module._parameters.update(spread)
+        module._parameters.update(parameters)
 
 
 def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
@@ -239,11 +241,11 @@ def _part_of_dropout(role: ModulePlan, axis: Axis, _shared: Shared) -> None:
     equally many numbers, so their generators stay in step."""
     module = role.module
     assert isinstance(module, nn.Dropout)
-    mine = part(role.length, axis)
+    local_slice = part(role.length, axis)
 
     def forward(x_BTi: torch.Tensor) -> torch.Tensor:
         ones_BTI = x_BTi.new_ones(*x_BTi.shape[:-1], role.length)
-        return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., mine]
+        return x_BTi * F.dropout(ones_BTI, module.p, module.training)[..., local_slice]
 
     role.module.forward = forward
 

@@ -66,8 +66,8 @@ class VocabParallelLogits:
     @property
     def width(self) -> int:
         """Words on this rank."""
-        mine = part(self.size, self.axis)
-        return int(mine.stop - mine.start)
+        local_words = part(self.size, self.axis)
+        return int(local_words.stop - local_words.start)
 
     @property
     def _first(self) -> int:
