@@ -152,8 +152,8 @@ class ApiGuard:
             return ApiError(f"the request has more than {self.max_body:,} bytes", status=413)
         if self.api_key is None or scope["path"] in _OPEN:
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest(given.encode(), self.api_key.encode()):
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(bearer.encode(), self.api_key.encode()):
             return None
         return ApiError(
             "expected the header 'Authorization: Bearer KEY' with the key of this server",

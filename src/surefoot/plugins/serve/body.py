@@ -57,8 +57,8 @@ def post(
     has them as if FastAPI read them, which would do so on the event loop."""
 
     async def read(http: HttpRequest) -> B:
-        given = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if given != "application/json" and not given.endswith("+json"):
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError("the body is not JSON: send it with Content-Type: application/json")
         try:
             data = await http.body()
@@ -75,8 +75,8 @@ def post(
         async def answering(http: HttpRequest, body: Any = body) -> Any:
             return await answer(body, http)
 
-        said = description or answer.__doc__
-        router.post(path, openapi_extra={"requestBody": described}, description=said)(answering)
+        text = description or answer.__doc__
+        router.post(path, openapi_extra={"requestBody": described}, description=text)(answering)
 
     return add
 
@@ -86,33 +86,33 @@ def _parsed(kind: type[B], data: bytes) -> B:
     if sum(map(data.count, (b"[", b"{", b'":'))) > _MOST_PARTS:
         raise ApiError(f"the body has more than {_MOST_PARTS:,} lists, objects and keys")
     try:
-        given = from_json(data)
+        content = from_json(data)
     except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_value") from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise ApiError("the body is JSON, but no object: expected {...}")
     names = [field.alias or name for name, field in kind.model_fields.items()]
-    if unknown := next((name for name in given if name not in names), None):
+    if unknown := next((name for name in content if name not in names), None):
         raise _unknown(str(unknown)[:_SHOWN])
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(content)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_input=False), given) from None
+        raise _refusal(error.errors(include_url=False, include_input=False), content) from None
 
 
-def _refusal(errors: Sequence[ErrorDetails], given: object) -> ApiError:
+def _refusal(errors: Sequence[ErrorDetails], content: object) -> ApiError:
     """The first wrong parameter, under the names that the client has sent. A value that fits none
     of several forms has an error for each of them; the longest paths are of the form that was
     meant."""
-    parameter = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
-    deepest = max(len(one["loc"]) for one in parameter)
-    meant = [one for one in parameter if len(one["loc"]) == deepest]
-    places = zip(*(_sent(one, given) for one in meant), strict=False)
+    parameter_errors = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    deepest = max(len(error["loc"]) for error in parameter_errors)
+    deepest_errors = [error for error in parameter_errors if len(error["loc"]) == deepest]
+    places = zip(*(_sent(error, content) for error in deepest_errors), strict=False)
     name = ".".join(parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, places))
-    if meant[0]["type"] == "extra_forbidden":
+    if deepest_errors[0]["type"] == "extra_forbidden":
         return _unknown(name)
-    said = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in meant)
-    return ApiError(f"{name}: {', or '.join(said)}", param=name, code="invalid_value")
+    reasons = dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in deepest_errors)
+    return ApiError(f"{name}: {', or '.join(reasons)}", param=name, code="invalid_value")
 
 
 def _sent(error: ErrorDetails, value: Any) -> list[str]:
@@ -151,8 +151,8 @@ class ApiError(Exception):
         """OpenAI's form."""
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _TYPES.get(self.status, usual)
-        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     @property
     def response(self) -> JSONResponse:

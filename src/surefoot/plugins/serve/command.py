@@ -93,10 +93,10 @@ def serve(path: str, port: int, host: str, **options: object) -> None:
             f"the server needs {error.name}, which is not installed: pip install 'surefoot[serve]'"
         ) from None
     hosts = web.hosts_of(host, host_names)  # type: ignore[arg-type]
-    made = secrets.token_urlsafe(24) if hosts.is_open and not options["api_key"] else None
-    options["api_key"] = options["api_key"] or made
+    new_key = secrets.token_urlsafe(24) if hosts.is_open and not options["api_key"] else None
+    options["api_key"] = options["api_key"] or new_key
     settings = ServeSettings(path=path, adapters=adapters, hosts=hosts, **options)  # type: ignore[arg-type]
-    shown = f"  (key: {made})" if made else ""
+    shown = f"  (key: {new_key})" if new_key else ""
     with contextlib.closing(web.bound(host, port, "server")) as listener:
         app = create_app(settings)
         address = f"{web.address_of(host, listener)}v1{shown}"
@@ -105,7 +105,7 @@ def serve(path: str, port: int, host: str, **options: object) -> None:
 
 
 def _adapter(text: str) -> tuple[str, str]:
-    name, found, folder = text.partition("=")
-    if not (name and found and folder):
+    name, equals, folder = text.partition("=")
+    if not (name and equals and folder):
         raise click.BadParameter(f"{text!r}: expected NAME=FOLDER", param_hint="--adapter")
     return name, folder

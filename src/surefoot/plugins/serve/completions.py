@@ -126,37 +126,37 @@ class Chat(ServedResponses[ChatCompletionBody]):
 
     def parts(self, place: int, token: Token) -> list[Choice]:
         """The pieces of text and the calls that are complete with a token."""
-        is_last, found = token.finish_reason is not None, list[Choice]()
+        is_last, choices = token.finish_reason is not None, list[Choice]()
         for piece in self.texts[place].push(token.text, is_last=is_last):
             if piece.call is None:
-                found.append(_part(place, {piece.kind: piece.text}))
+                choices.append(_part(place, {piece.kind: piece.text}))
             elif not self.num_calls[place] or self.body.parallel_tool_calls is not False:
                 call = _called(self.num_calls[place], piece.call)
-                found.append(_part(place, {"tool_calls": [call]}))
+                choices.append(_part(place, {"tool_calls": [call]}))
                 self.num_calls[place] += 1
-        if not found and (self.body.logprobs or self.body.return_token_ids):
-            found.append(_part(place, {}))
+        if not choices and (self.body.logprobs or self.body.return_token_ids):
+            choices.append(_part(place, {}))
         if self.body.logprobs:
             alternatives = token.alternatives[: self.body.top_logprobs or 0]
             entry = _entry(self.model, token.id, token.logp)
             entry["top_logprobs"] = [_entry(self.model, *pair) for pair in alternatives]
-            found[0]["logprobs"] = {"content": [entry]}
+            choices[0]["logprobs"] = {"content": [entry]}
         if self.body.return_token_ids:
-            found[0]["token_ids"] = [token.id]
+            choices[0]["token_ids"] = [token.id]
         if is_last:
             is_call = token.finish_reason == "stop" and self.num_calls[place]
             reason = "tool_calls" if is_call else _reason(token)
-            found.append(_part(place, {}) | {"finish_reason": reason})
-        return found
+            choices.append(_part(place, {}) | {"finish_reason": reason})
+        return choices
 
     def whole(self, place: int, joined: Choice) -> Choice:
         """The message."""
-        said = joined.pop("delta")
-        calls = said.pop("tool_calls", [])
+        delta = joined.pop("delta")
+        calls = delta.pop("tool_calls", [])
         for call in calls:
             del call["index"]
-        content = said.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": content, **said}
+        content = delta.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, **delta}
         return {**joined, "message": {**message, "tool_calls": calls} if calls else message}
 
 
@@ -255,7 +255,9 @@ class Completion(ServedResponses[CompletionBody]):
             choice["logprobs"] = {
                 "tokens": [self._named(token.id)],
                 "token_logprobs": [max(token.logp, _LEAST)],
-                "top_logprobs": [{self._named(one): max(logp, _LEAST) for one, logp in pairs}],
+                "top_logprobs": [
+                    {self._named(token_id): max(logp, _LEAST) for token_id, logp in pairs}
+                ],
                 "text_offset": [offset],
             }
             self.offsets[place] = offset + len(self.model.exactly([token.id]))
@@ -286,8 +288,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) ->
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
     if token_id in tokenizer.added_tokens_decoder:
         return piece.encode()
-    if found := _BYTE.fullmatch(piece):
-        return bytes([int(found[1], 16)])
+    if byte_token := _BYTE.fullmatch(piece):
+        return bytes([int(byte_token[1], 16)])
     letters = _letters()
     if HOLE in text and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece)

@@ -118,27 +118,27 @@ class EngineThread:
 
         def drop() -> None:
             for index in indices:
-                found = self._sinks.pop(index, None)
-                if found is not None:
-                    found[0].rows.drop(index)
+                if index in self._sinks:
+                    lane, _ = self._sinks.pop(index)
+                    lane.rows.drop(index)
                 self._dropped.discard(index)
 
         self._commands.put(drop)
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         """Do ``work`` between two steps, unless its result is cancelled before; its result."""
-        found: Future[T] = Future()
+        future: Future[T] = Future()
 
         def run() -> None:
-            if not found.set_running_or_notify_cancel():
+            if not future.set_running_or_notify_cancel():
                 return
             try:
-                found.set_result(work())
+                future.set_result(work())
             except BaseException as error:  # it is raised where the result is awaited
-                found.set_exception(error)
+                future.set_exception(error)
 
         self._commands.put(run)
-        return found
+        return future
 
     def add_lane(self, lane: Lane) -> None:
         """Take in another model."""
@@ -190,8 +190,8 @@ class EngineThread:
         except Exception as error:  # of a model's code, or out of memory: its requests fail
             logger.exception("a step has failed; its requests are not answered")
             lane.rows.clear()
-            found = [i for i, (other, _) in self._sinks.items() if other.rows is lane.rows]
-            for index in found:
+            indices = [i for i, (other, _) in self._sinks.items() if other.rows is lane.rows]
+            for index in indices:
                 self._events.append((self._sinks.pop(index)[1], FailedRequest(index, error)))
 
     def _emit(self, token: Token) -> bool:

@@ -223,9 +223,9 @@ class Models:
 
     def unknown(self, name: str) -> ApiError:
         """The error of a name that no model has."""
-        known = ", ".join(map(repr, [*self.cards][:20]))
+        names = ", ".join(map(repr, [*self.cards][:20]))
         return ApiError(
-            f"the model {name[:200]!r} does not exist; this server has {known}",
+            f"the model {name[:200]!r} does not exist; this server has {names}",
             status=404,
             param="model",
             code="model_not_found",

@@ -86,19 +86,18 @@ def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, An
         raise ApiError(f"{param}: {error}", param=param) from None
 
 
-def each_prompt(given: Prompts) -> list[Any]:
+def each_prompt(prompts: Prompts) -> list[Any]:
     """The prompts of a request, of which one may come without a list around it."""
-    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-    return [given] if is_one else [*given]
+    is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+    return [prompts] if is_one else [*prompts]
 
 
-def plain_prompts(model: ServedModel, given: Prompts) -> list[list[int]]:
+def plain_prompts(model: ServedModel, prompts: Prompts) -> list[list[int]]:
     """The token ids of each prompt of a completion. Raises ``ApiError``: one is too long."""
-    every = each_prompt(given)
-    for one in every:
-        if isinstance(one, str):
-            check_length(model, len(one), "prompt")
-    return [_continued(model, one) if isinstance(one, str) else one for one in every] or [[]]
+    every = each_prompt(prompts)
+    for text in filter(lambda prompt: isinstance(prompt, str), every):
+        check_length(model, len(text), "prompt")
+    return [_continued(model, p) if isinstance(p, str) else p for p in every] or [[]]
 
 
 def _continued(model: ServedModel, text: str) -> list[int]:

@@ -47,12 +47,12 @@ class ResponseText:
     def push(self, text: str, *, is_last: bool = False) -> list[TextPiece]:
         """What is known now."""
         self._text += text
-        found: list[TextPiece] = []
+        pieces: list[TextPiece] = []
         while True:
             before = self._state
-            found += getattr(self, f"_{before}")(is_last)
+            pieces += getattr(self, f"_{before}")(is_last)
             if self._state == before:
-                return [piece for piece in found if piece.text or piece.call is not None]
+                return [piece for piece in pieces if piece.text or piece.call is not None]
 
     def _start(self, is_last: bool) -> list[TextPiece]:
         """Whether the response begins with a thought."""
@@ -89,18 +89,18 @@ class ResponseText:
         openings = SYNTAXES[self.syntax].openings
         if SYNTAXES[self.syntax].is_at_start:
             return self._answer_or_call(openings, is_last)
-        places = [at for one in openings if (at := self._text.find(one)) >= 0]
+        places = [at for opening in openings if (at := self._text.find(opening)) >= 0]
         if not places:
             return self._shown("content", openings, is_last=is_last)
-        said = self._text[: min(places)].rstrip()
-        self._text, self._state = self._text[len(said) :], "call"
-        return [TextPiece("content", said)]
+        answer = self._text[: min(places)].rstrip()
+        self._text, self._state = self._text[len(answer) :], "call"
+        return [TextPiece("content", answer)]
 
     def _answer_or_call(self, openings: Sequence[str], is_last: bool) -> list[TextPiece]:
         """The answer in a syntax in which all of it is a call, or none."""
         seen = self._text.lstrip()
         if self._has_said or (seen and not any(map(seen.startswith, openings))):
-            is_prefix = any(one.startswith(seen) for one in openings)
+            is_prefix = any(opening.startswith(seen) for opening in openings)
             if self._has_said or is_last or not is_prefix:
                 text, self._text, self._has_said = self._text, "", True
                 return [TextPiece("content", text)]
@@ -113,9 +113,9 @@ class ResponseText:
         if not is_last:
             return []
         text, self._text = self._text, ""
-        found = parse_tool_calls(text, self.syntax, self.tools)
-        said = "\n".join(filter(None, [found.text, *found.broken])) if found.calls else text
-        return [TextPiece("content", said), *(TextPiece(call=call) for call in found.calls)]
+        parsed = parse_tool_calls(text, self.syntax, self.tools)
+        content = "\n".join(filter(None, [parsed.text, *parsed.broken])) if parsed.calls else text
+        return [TextPiece("content", content), *(TextPiece(call=call) for call in parsed.calls)]
 
     def _shown(self, kind: Kind, marks: Sequence[str], *, is_last: bool) -> list[TextPiece]:
         """The text, without an end that may be the beginning of a mark, and space before it."""

@@ -44,12 +44,12 @@ def answer_at(
     """Answer requests to ``path`` with responses of a ``kind``."""
 
     @post(router, path, body, kind.prepared.__doc__)
-    async def answer(given: B, http: HttpRequest) -> Response:
-        state.check_room(given.num_responses)
-        model = await state.models.get(given.model)
+    async def answer(request_body: B, http: HttpRequest) -> Response:
+        state.check_room(request_body.num_responses)
+        model = await state.models.get(request_body.model)
         # in a thread: a template, a tokenizer and a grammar take time that grows with the request
-        responses = await asyncio.to_thread(kind.prepared, state.engine, model, given)
-        if not given.stream:
+        responses = await asyncio.to_thread(kind.prepared, state.engine, model, request_body)
+        if not request_body.stream:
             return await _unless_gone(http, responses.answer(state))
         chunks = responses.chunks(state)
         return EventStream(await anext(chunks), chunks)
@@ -206,20 +206,20 @@ class ServedResponses(ABC, Generic[B]):
                 for part in self.parts(place, token):
                     _join(joined[place], part)
         choices = [self.whole(place, choice) for place, choice in enumerate(joined)]
-        found = {**self.head(self.kind), "choices": choices, "usage": self.usage(count)}
-        return await asyncio.to_thread(JSONResponse, {**found, **self.more()})
+        completion = {**self.head(self.kind), "choices": choices, "usage": self.usage(count)}
+        return await asyncio.to_thread(JSONResponse, {**completion, **self.more()})
 
 
-def _join(known: Choice, part: Choice) -> None:
+def _join(joined: Choice, part: Choice) -> None:
     """Add a part: texts and lists follow those before, all else stays as it came first."""
     for name, value in part.items():
         if isinstance(value, dict):
-            known[name] = known.get(name) or {}
-            _join(known[name], value)
-        elif known.get(name) is None:
-            known[name] = list(value) if isinstance(value, list) else value
+            joined[name] = joined.get(name) or {}
+            _join(joined[name], value)
+        elif joined.get(name) is None:
+            joined[name] = list(value) if isinstance(value, list) else value
         elif isinstance(value, str | list):
-            known[name] += value
+            joined[name] += value
 
 
 class EventStream(StreamingResponse):

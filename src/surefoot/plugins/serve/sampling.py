@@ -161,8 +161,8 @@ def rows_for(
 def _section(body: SamplingBody, model: ServedModel, most: int) -> GenerateSection:
     """The generation settings of a request."""
     names = ("temperature", "top_p", "min_p", "repetition_penalty")
-    given: dict[str, Any] = {name: getattr(body, name) for name in names}
-    given["top_k"] = None if body.top_k is None else max(body.top_k, 0)
+    options: dict[str, Any] = {name: getattr(body, name) for name in names}
+    options["top_k"] = None if body.top_k is None else max(body.top_k, 0)
     stop = (body.stop,) if isinstance(body.stop, str) else body.stop
-    given["stop"] = None if stop is None else tuple(stop)
-    return with_options(model.opened.generate, {**given, "max_new_tokens": most})
+    options["stop"] = None if stop is None else tuple(stop)
+    return with_options(model.opened.generate, {**options, "max_new_tokens": most})

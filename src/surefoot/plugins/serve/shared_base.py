@@ -80,8 +80,8 @@ class SharedBase:
             self.by_row.attach(self._module)
             self.use(active)
         network = self.opened.network
-        found = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
-        return name, found
+        loaded = LoadedModel(network, tokenizer, template, parts.recipe, parts.folder, parts.all)
+        return name, loaded
 
     def remove(self, name: str) -> None:
         """Delete an adapter."""
@@ -101,15 +101,15 @@ class SharedBase:
         vocabulary = len(self.opened.inner.get_input_embeddings().weight)
         count = min(_TRIED, vocabulary)
         ids = torch.arange(4 * count, device=self.opened.inner.device).reshape(4, count)
-        asked = {"input_ids": ids % vocabulary, "use_cache": False}
-        before, expected = self._active, []
+        inputs = {"input_ids": ids % vocabulary, "use_cache": False}
+        before, alone_logits = self._active, []
         try:
-            for one in (name, None):
-                self.use(one)
-                expected.append(self.opened.inner(**asked).logits)
+            for adapter in (name, None):
+                self.use(adapter)
+                alone_logits.append(self.opened.inner(**inputs).logits)
             with self.by_row.on([name, None, name, None]):
-                found = self.opened.inner(**asked).logits
-            return all(agree(found[row], expected[row % 2][row]) for row in range(4))
+                mixed_logits = self.opened.inner(**inputs).logits
+            return all(agree(mixed_logits[row], alone_logits[row % 2][row]) for row in range(4))
         except ValueError:  # a layer got other rows
             return False
         finally:
