@@ -41,7 +41,7 @@ class _Job:
     is_flat: bool = False  # weights, which need no skeleton
 
     @property
-    def wanted(self) -> dict[str, Pieces]:
+    def to_read(self) -> dict[str, Pieces]:
         """What to read: without the tensors of other pipeline stages."""
         theirs = {name for name, tensor in self.current.items() if tensor.is_meta}
         return {name: pieces for name, pieces in self.pieces.items() if name not in theirs}
@@ -98,8 +98,8 @@ def _job_of(
     if has_files and FileRole(name).is_weights:
         return _weights_job(checkpoint, name, state)
     if name not in skeleton:
-        held = ", ".join(sorted(skeleton))
-        raise CheckpointError(f"{checkpoint.path}: it contains no state {name!r}, only {held}")
+        available = ", ".join(sorted(skeleton))
+        raise CheckpointError(f"{checkpoint.path}: it contains no state {name!r}, only {available}")
     saved = checkpoint.manifest.tensors(name if has_files else STATE)
     names = pointers(skeleton[name])
     if missing := [pointer for pointer in names if pointer not in saved]:
@@ -108,8 +108,8 @@ def _job_of(
     tree = state.state_dict() if has_files else {name: state.state_dict()}
     current, _ = split(tree, name)
     for pointer in pieces.keys() - current.keys():
-        if (made := state.like(pointer)) is not None:
-            current[pointer] = made
+        if (tensor := state.like(pointer)) is not None:
+            current[pointer] = tensor
     if has_files:
         _check_shapes(checkpoint, name, current, pieces)
     return _Job(name, pieces, current, skeleton[name], state)
@@ -156,10 +156,10 @@ def _read(
     checkpoint: CheckpointFolder, jobs: Sequence[_Job], *, is_verified: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Open and check every file that is needed, then fill the tensors, several at a time."""
-    names = sorted({p.file for job in jobs for pieces in job.wanted.values() for p in pieces})
+    names = sorted({p.file for job in jobs for pieces in job.to_read.values() for p in pieces})
     with ExitStack() as stack:
         opened = {name: stack.enter_context(checkpoint.tensors(name)) for name in names}
-        found = [_targets(job.current, job.pieces) for job in jobs]
+        targets = [_targets(job.current, job.pieces) for job in jobs]
 
         def read(part: tuple[_Job, Piece, str, torch.Tensor]) -> None:
             job, piece, name, tensor = part
@@ -170,13 +170,13 @@ def _read(
 
         parts = [
             (job, piece, name, into[name])
-            for job, into in zip(jobs, found, strict=True)
-            for name, pieces in job.wanted.items()
+            for job, into in zip(jobs, targets, strict=True)
+            for name, pieces in job.to_read.items()
             for piece in pieces
         ]
         parts.sort(key=lambda part: part[1].num_bytes, reverse=True)  # so that all end together
         in_parallel(read, parts, _READERS)
-    return found
+    return targets
 
 
 def _read_piece(
@@ -195,12 +195,12 @@ def _read_piece(
         return False
     target = into.values[piece.box.slices_in(into.box)] if piece.box.size else into.values
     if target.is_contiguous() and target.device.type == "cpu":
-        found = fill(target, file, piece.key, stored)
+        digest = fill(target, file, piece.key, stored)
     else:
         values = torch.empty(piece.box.shape, dtype=target.dtype)
-        found = fill(values, file, piece.key, stored)
+        digest = fill(values, file, piece.key, stored)
         target.copy_(values)
-    checkpoint.check_piece(piece, found)
+    checkpoint.check_piece(piece, digest)
     return True
 
 
@@ -208,13 +208,13 @@ def _targets(
     current: Mapping[str, torch.Tensor], pieces: Mapping[str, Pieces]
 ) -> dict[str, torch.Tensor]:
     """The destination of each tensor: the state's own tensor if it fits, otherwise a new one."""
-    found = {}
+    targets = {}
     for name, (piece, *_) in pieces.items():
-        own = current.get(name)
-        if isinstance(own, DTensor) and own.dtype != DTYPES[piece.dtype]:
-            own = torch.empty_like(own, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
-        found[name] = own if own is not None and _fits(own, piece) else new_tensor(piece)
-    return found
+        tensor = current.get(name)
+        if isinstance(tensor, DTensor) and tensor.dtype != DTYPES[piece.dtype]:
+            tensor = torch.empty_like(tensor, dtype=DTYPES[piece.dtype])  # cut as it is, not whole
+        targets[name] = tensor if tensor is not None and _fits(tensor, piece) else new_tensor(piece)
+    return targets
 
 
 def _fits(tensor: torch.Tensor, piece: Piece) -> bool:

@@ -165,9 +165,9 @@ def problems_in(
 
 def _strays(checkpoint: CheckpointFolder) -> list[str]:
     """Files that are not in the manifest: notes of a user, or files for other programs."""
-    known = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
+    saved_names = {MANIFEST} | {name.split("/")[0] for name in checkpoint.manifest.files}
     with files.raising(CheckpointError):
-        strays = [name for name in files.list_folder(checkpoint.path) if name not in known]
+        strays = [name for name in files.list_folder(checkpoint.path) if name not in saved_names]
     return [f"{checkpoint.path / name}: was not saved with this checkpoint" for name in strays]
 
 
@@ -193,15 +193,15 @@ class ConcurrentCheck:
         num_ranks: int = 1,
     ) -> None:
         with files.raising(CheckpointError), ExitStack() as stack:
-            found = [
+            parts = [
                 part
                 for folder in dict.fromkeys((*others, *folders))
                 for part in _parts_to_check(folder, stack, has_weights=folder in folders)
             ]
             self._files = stack.pop_all()
-        found.sort(key=lambda part: part[2].num_bytes, reverse=True)
+        parts.sort(key=lambda part: part[2].num_bytes, reverse=True)
         self._pool = ThreadPoolExecutor(_HASHERS)
-        self._running = [self._pool.submit(_check, *part) for part in found[rank::num_ranks]]
+        self._running = [self._pool.submit(_check, *part) for part in parts[rank::num_ranks]]
 
     def __enter__(self) -> ConcurrentCheck:
         return self
@@ -265,17 +265,17 @@ def recover_latest(root: Path | str, *, from_scratch: str = MOVE_AWAY) -> Path |
     wait_for_orphans(root)
     for leftover in clean(root):
         logger.info("removed %s, the temporary folder of an interrupted save", leftover.name)
-    found = find_latest(root)
-    if found.path is None:
-        refuse_foreign(found)
-        refuse_damaged(str(root), found, from_scratch)
-    set_aside(found)
-    return found.path
+    latest = find_latest(root)
+    if latest.path is None:
+        refuse_foreign(latest)
+        refuse_damaged(str(root), latest, from_scratch)
+    set_aside(latest)
+    return latest.path
 
 
-def refuse_foreign(found: Found) -> None:
+def refuse_foreign(latest: Found) -> None:
     """Raise ``CheckpointError`` if a checkpoint that was passed over is that of another tool."""
-    for path, _ in found.passed_over:
+    for path, _ in latest.passed_over:
         if is_foreign(path):
             raise CheckpointError(
                 f"{path}: not a Surefoot checkpoint, and saves would reach its step; move it "
@@ -283,12 +283,12 @@ def refuse_foreign(found: Found) -> None:
             )
 
 
-def refuse_damaged(where: str, found: Found, from_scratch: str) -> None:
+def refuse_damaged(where: str, latest: Found, from_scratch: str) -> None:
     """Raise ``CheckpointError`` if there are checkpoints, none of which is valid: to train from
     step 0 again is for the user to decide."""
-    if found.passed_over:
-        reasons = [f"{path.name}: {reason}" for path, reason in found.passed_over[:_SHOWN]]
-        left = len(found.passed_over) - len(reasons)
+    if latest.passed_over:
+        reasons = [f"{path.name}: {reason}" for path, reason in latest.passed_over[:_SHOWN]]
+        left = len(latest.passed_over) - len(reasons)
         more = [f"and {left} more, see `surefoot ckpt ls --verify`"] if left else []
         raise CheckpointError(
             f"{where}: it contains no valid checkpoint to resume from ("
@@ -297,9 +297,9 @@ def refuse_damaged(where: str, found: Found, from_scratch: str) -> None:
         )
 
 
-def set_aside(found: Found) -> None:
+def set_aside(latest: Found) -> None:
     """Rename the checkpoints that were passed over, and log why."""
-    for path, reason in found.passed_over:
+    for path, reason in latest.passed_over:
         aside = mark_damaged(path)
         logger.warning("%s failed verification (%s); renamed to %s", path.name, reason, aside.name)
 

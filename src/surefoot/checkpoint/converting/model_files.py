@@ -27,22 +27,24 @@ _OF_RUN = {"state.json", "recipe.yaml", "trainer_state.json"}
 
 def companions(base: Path, source: TensorSource) -> dict[str, bytes]:
     """The companions of the weights in ``base``, its configuration changed to fit ``source``."""
-    found = companions_of(base, base)
-    return found | (configs(base, source) if files.exists(base / _CONFIG) else {})
+    fitted = configs(base, source) if files.exists(base / _CONFIG) else {}
+    return companions_of(base, base) | fitted
 
 
 def named_as(source: TensorSource, base: Path) -> TensorSource:
     """``source`` under the names that ``base`` uses."""
-    wanted, found = set(open_folder(base).shapes()), source.shapes()
-    longest = max(wanted, key=len, default="")
-    prefix = next((n.removesuffix(longest) for n in found if n.endswith(f".{longest}")), "")
-    bare = {name.removeprefix(prefix): name for name in found}  # of a module around the model
-    if not wanted <= found.keys() and wanted <= bare.keys():
-        source = Renamed(source, bare)
-        found = source.shapes()
-    if missing := sorted(wanted - found.keys()):
+    base_names, names = set(open_folder(base).shapes()), source.shapes().keys()
+    # A module around the model puts its own name before every tensor's. The longest name ends no
+    # other one of the model, so what stands before it in ``source`` is that prefix.
+    longest = max(base_names, key=len, default="")
+    prefix = next((n.removesuffix(longest) for n in names if n.endswith(f".{longest}")), "")
+    without_prefix = {name.removeprefix(prefix): name for name in names}
+    if not base_names <= names and base_names <= without_prefix.keys():
+        source = Renamed(source, without_prefix)
+        names = source.shapes().keys()
+    if missing := sorted(base_names - names):
         raise CheckpointError(
-            f"weights of another model than {base}: of its {counted(len(wanted), 'tensor')} "
+            f"weights of another model than {base}: of its {counted(len(base_names), 'tensor')} "
             f"{counted(len(missing), 'is', 'are')} missing (for example {missing[0]})"
         )
     return source
@@ -50,22 +52,23 @@ def named_as(source: TensorSource, base: Path) -> TensorSource:
 
 def refuse_adapter(folder: Path, source: TensorSource) -> None:
     """Raise ``CheckpointError`` if ``source``, the weights of another tool, has an adapter."""
-    if found := next(filter(is_adapted, source.shapes()), None):
+    if adapter_tensor := next(filter(is_adapted, source.shapes()), None):
         raise CheckpointError(
-            f"{folder}: it contains an adapter ({found}); write it with `surefoot ckpt convert "
-            f"{folder} ADAPTER --to peft --trust-pickle`, and merge that with `surefoot export`"
+            f"{folder}: it contains an adapter ({adapter_tensor}); write it with `surefoot ckpt "
+            f"convert {folder} ADAPTER --to peft --trust-pickle`, and merge that with `surefoot "
+            "export`"
         )
 
 
 def adapter_files(folder: Path) -> dict[str, bytes]:
     """The companions of an adapter, without the files of the run that trained it."""
     if has_manifest(folder):
-        names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
-        kept = [name for name in names if not is_safetensors(name)]
+        saved_names = open_checkpoint(folder).manifest.files.keys() - _OF_RUN
+        names = [name for name in saved_names if not is_safetensors(name)]
     else:
-        kept = [ADAPTER_CONFIG, *companions_of(folder, folder)]
-    found = {name: small_file(folder, name) for name in sorted(kept)}
-    return {name: data for name, data in found.items() if data is not None}
+        names = [ADAPTER_CONFIG, *companions_of(folder, folder)]
+    contents = {name: small_file(folder, name) for name in sorted(names)}
+    return {name: data for name, data in contents.items() if data is not None}
 
 
 def configs(
@@ -90,16 +93,17 @@ def configs(
         inner.update({name: value for name, value in changes.items() if name in inner})
     config.pop("torch_dtype", None)  # the old name
     config["dtype"] = _main_dtype(source)
-    found = {"config.json": _json(config)}
+    config_files = {"config.json": _json(config)}
     path = folder / "generation_config.json"
     generation = read_config(path) if path.is_file() else {}
-    known = generation.get("eos_token_id")
-    known = known if isinstance(known, list) else [known] if known is not None else []
-    if ends := list(dict.fromkeys([*known, *stop_token_ids])):
-        generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    eos_ids = generation.get("eos_token_id")
+    if not isinstance(eos_ids, list):
+        eos_ids = [] if eos_ids is None else [eos_ids]
+    if eos_ids := list(dict.fromkeys([*eos_ids, *stop_token_ids])):
+        generation["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
     if generation:
-        found[path.name] = _json(generation)
-    return found
+        config_files[path.name] = _json(generation)
+    return config_files
 
 
 def _main_dtype(source: TensorSource) -> str:

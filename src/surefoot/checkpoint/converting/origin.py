@@ -95,8 +95,8 @@ class Target(ABC):
     @property
     def hints(self) -> Hints:
         """What its options say of the folder to convert: those that ``Hints`` has."""
-        known = {one.name for one in fields(Hints)}
-        return Hints(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in known})
+        hints = {hint.name for hint in fields(Hints)}
+        return Hints(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in hints})
 
     @abstractmethod
     def write(self, origin: Origin, target: Path, progress: Progress) -> Done:

@@ -106,15 +106,15 @@ def plan_reshard(
         raise CheckpointError(
             "a mesh needs layout distributed; layout full is the same for every mesh"
         )
-    if not (found := expect_layout(Path(folder))).has_manifest:
+    if not (source_layout := expect_layout(Path(folder))).has_manifest:
         raise CheckpointError(
-            f"{folder}: weights only ({found.name}), not a Surefoot checkpoint; `surefoot ckpt "
-            "convert --to surefoot` converts it to one, without training state"
+            f"{folder}: weights only ({source_layout.name}), not a Surefoot checkpoint; `surefoot "
+            "ckpt convert --to surefoot` converts it to one, without training state"
         )
     checkpoint = open_checkpoint(Path(folder))
     manifest = checkpoint.manifest
     sources = open_roles(checkpoint)
-    sources |= {r: cast(one, dtype) for r, one in sources.items() if FileRole(r).is_weights}
+    sources |= {r: cast(source, dtype) for r, source in sources.items() if FileRole(r).is_weights}
     shards = list(shards_of(sources, manifest.kind, layout, mesh, max_shard_size))
     names = [n for n in manifest.files if not is_safetensors(n) and not n.endswith(_INDEX)]
     small = {name: checkpoint.small(name) for name in names}
@@ -138,12 +138,12 @@ def open_roles(checkpoint: CheckpointFolder) -> dict[str, TensorSource]:
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
     """``config.json`` for weights of another dtype."""
-    told = json.loads(config)
-    for section in (told, told.get("text_config")):
-        if isinstance(section, dict) and ("dtype" in section or section is told):
+    settings = json.loads(config)
+    for section in (settings, settings.get("text_config")):
+        if isinstance(section, dict) and ("dtype" in section or section is settings):
             section["dtype"] = dtype
             section.pop("torch_dtype", None)  # the old name
-    return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def shards_of(
@@ -153,26 +153,26 @@ def shards_of(
     moments = {name: source.shapes() for name, source in sources.items()}
     apart = [name for name in sources if FileRole(name, kind).is_adapter]
     for name in apart:  # one small file beside the manifest, as PEFT wants it
-        (whole,) = held_by({name: sources[name]}, ALONE)
+        (whole,) = tensors_of_ranks({name: sources[name]}, ALONE)
         yield from _planned(FileRole(name, kind), whole[name], None)
     sources = {name: source for name, source in sources.items() if name not in apart}
-    for rank, held in enumerate(held_by(sources, mesh)):
-        for name, own in held.items():
+    for rank, by_role in enumerate(tensors_of_ranks(sources, mesh)):
+        for name, tensors in by_role.items():
             role = FileRole(name, kind)
             yield from _planned(
                 role,
-                own,
+                tensors,
                 max_shard_size,
                 moments=moments.get(role.optimizer, {}),
                 rank=rank if layout == "distributed" else None,
             )
 
 
-def held_by(
+def tensors_of_ranks(
     sources: Mapping[str, TensorSource], mesh: Mesh
 ) -> list[dict[str, dict[str, LocalTensor]]]:
     """What each rank writes, by role and name; rank 0 alone those of other states."""
-    held: list[dict[str, dict[str, LocalTensor]]] = [
+    of_ranks: list[dict[str, dict[str, LocalTensor]]] = [
         {r: {} for r in sources} for _ in range(mesh.size)
     ]
     for role, source in sources.items():
@@ -180,31 +180,31 @@ def held_by(
             is_sharded = not FileRole(role).is_of_rank_0
             boxes = mesh.boxes(shape) if is_sharded else [((0,), Box.whole(shape))]
             for ranks, box in boxes:
-                one = LocalTensor(dtype, shape, box)
+                tensor = LocalTensor(dtype, shape, box)
                 for rank in ranks:
-                    held[rank][role][name] = one
+                    of_ranks[rank][role][name] = tensor
     return [
         {
-            role: {n: replace(own[role][n], box=box) for n, box in share.get(role, {}).items()}
+            role: {n: replace(local[role][n], box=box) for n, box in share.get(role, {}).items()}
             for role in sources
         }
-        for own, share in zip(held, shared_out(held), strict=True)
+        for local, share in zip(of_ranks, shared_out(of_ranks), strict=True)
     ]
 
 
 def _planned(
     role: FileRole,
-    held: Mapping[str, LocalTensor],
+    local: Mapping[str, LocalTensor],
     max_shard_size: int | None,
     *,
     moments: Collection[str] = (),
     rank: int | None = None,
 ) -> list[Shard]:
     """The files of one role, if distributed of one ``rank``; ``moments`` as in ``still_in``."""
-    tensors = {name: (held[name].dtype, held[name].box.shape) for name in sorted(held)}
+    tensors = {name: (local[name].dtype, local[name].box.shape) for name in sorted(local)}
     if not tensors:
         return []
-    boxes = None if rank is None else {name: (one.shape, one.box) for name, one in held.items()}
+    boxes = None if rank is None else {name: (t.shape, t.box) for name, t in local.items()}
     stem = role.stem if rank is None else f"{RANK_FOLDER.format(rank)}/{role.stem}"
     limit = max_shard_size if role.is_split_by_size else None
     plans = plan_save(stem, tensors, limit, apart=still_in(role, tensors, moments), boxes=boxes)

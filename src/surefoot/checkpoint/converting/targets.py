@@ -27,7 +27,7 @@ from ..sources.source import Renamed, TensorSource
 from ..sources.weights import ADAPTER_CONFIG, DISTRIBUTED
 from .model_files import adapter_files, companions, named_as, refuse_adapter
 from .origin import Done, ModelTarget, OptionError, Origin, RewardHead, Target, WeightsTarget
-from .resharding import ALONE, held_by, reshard, write_weights
+from .resharding import ALONE, reshard, tensors_of_ranks, write_weights
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,9 @@ class PEFTAdapter(WeightsTarget):
         else:
             source, small = _inside(folder, origin.weights())
         source = cast(source, self.dtype)
-        with new_folder(target) as made:
-            copy(source, made, stem="adapter_model", max_shard_size=None, progress=progress)
-            write_small(made, small)
+        with new_folder(target) as part:
+            copy(source, part, stem="adapter_model", max_shard_size=None, progress=progress)
+            write_small(part, small)
         return Done()
 
 
@@ -186,10 +186,10 @@ def write_dcp(
     """
     source, plans = cast(source, dtype), []
     with new_folder(target) as folder:
-        for rank, held in enumerate(held_by({"model": source}, mesh)):
-            own = held["model"]
-            tensors = {name: (own[name].dtype, own[name].box.shape) for name in sorted(own)}
-            boxes = {name: (one.shape, one.box) for name, one in own.items()}
+        for rank, by_role in enumerate(tensors_of_ranks({"model": source}, mesh)):
+            local = by_role["model"]
+            tensors = {name: (local[name].dtype, local[name].box.shape) for name in sorted(local)}
+            boxes = {name: (t.shape, t.box) for name, t in local.items()}
             plans += plan_save(file_name(rank), tensors, None, boxes=boxes) if tensors else []
         for plan in plans:
             with files.create(folder / plan.name) as file:

@@ -58,8 +58,8 @@ def describe(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 def dtype_name(name: str, dtype: torch.dtype) -> str:
     """The safetensors name of ``dtype``; a ``CheckpointError`` if there is none."""
     if dtype not in NAMES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
-        raise CheckpointError(f"{name}: cannot store {dtype}; safetensors has {known}")
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+        raise CheckpointError(f"{name}: cannot store {dtype}; safetensors has {supported}")
     return NAMES[dtype]
 
 
@@ -131,16 +131,16 @@ def new_tensor(stored: TensorEntry | Piece) -> torch.Tensor:
 
 def fill(tensor: torch.Tensor, file: TensorFile, key: str, box: Box | None = None) -> str:
     """Fill a contiguous CPU tensor with all of ``key``, or a box of it; the hash of the bytes."""
-    found = file.read_into(key, raw(tensor), box)
+    digest = file.read_into(key, raw(tensor), box)
     _check_bools(tensor, file, key)
-    return found
+    return digest
 
 
 def read_box(file: TensorFile, key: str, box: Box) -> torch.Tensor:
     """The values of ``box``; no other bytes are read."""
-    found = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
-    fill_box(found, file, key, box)
-    return found
+    values = torch.empty(box.shape, dtype=DTYPES[file.entry(key).dtype])
+    fill_box(values, file, key, box)
+    return values
 
 
 def fill_box(tensor: torch.Tensor, file: TensorFile, key: str, box: Box) -> None:

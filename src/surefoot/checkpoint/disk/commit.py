@@ -92,19 +92,19 @@ def claim(target: Path, hold: Callable[[Path], files.File], nonce: str | None = 
         folder = part_of(target, nonce or new_nonce())
         files.new_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # cleaned away before it could be opened
-            held = hold(folder)
-            if _is_mine(held):
-                return held
-            held.close()
+            locked = hold(folder)
+            if _is_mine(locked):
+                return locked
+            locked.close()
     raise CheckpointError(f"{target.parent}: another process keeps deleting the temporary folder")
 
 
-def _is_mine(held: files.File) -> bool:
+def _is_mine(file: files.File) -> bool:
     try:
-        held.lock()  # where there are no locks, nobody cleans either
+        file.lock()  # where there are no locks, nobody cleans either
     except BlockingIOError:
         return False  # the cleaner of another process was faster
-    return held.is_at(held.path)
+    return file.is_at(file.path)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -132,8 +132,8 @@ def check_step(folder: Path, where: str, step: int) -> None:
 def named(root: Path) -> list[Path]:
     """The folders under ``root`` with a checkpoint's name, committed or not, oldest step first."""
     with files.raising(CheckpointError):
-        found = [root / name for name in files.names_in(root)]
-        return sorted((p for p in found if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
+        paths = [root / name for name in files.names_in(root)]
+        return sorted((p for p in paths if step_of(p) >= 0 and files.is_folder(p)), key=step_of)
 
 
 def committed(root: Path) -> list[Path]:
@@ -266,17 +266,17 @@ def new_folder(target: Path, *, may_be_empty: bool = False) -> Iterator[Path]:
     ``CheckpointError`` if ``target`` exists (with ``may_be_empty``: and is not an empty folder), or
     the disk fails.
     """
-    said = f"cannot write {target}"
-    with files.raising(CheckpointError, said):
+    failure = f"cannot write {target}"
+    with files.raising(CheckpointError, failure):
         if not (may_be_empty and files.is_folder(target) and not files.list_folder(target)):
             refuse_taken(target)
         files.make_folder(target.parent)
         clean_leftovers(target)
-        held = claim(target, files.open_folder)
-        folder = held.path
-        with held:
+        locked = claim(target, files.open_folder)
+        folder = locked.path
+        with locked:
             try:
-                with files.raising(CheckpointError, said):  # while the disk is as it was found
+                with files.raising(CheckpointError, failure):  # while the disk is as it was found
                     yield folder
                     files.sync_folder(folder)
                     files.rename(folder, target)

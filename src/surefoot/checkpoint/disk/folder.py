@@ -70,19 +70,19 @@ class CheckpointFolder:
         inside = piece.inside(file.entry(piece.key).shape)
         self.check_piece(piece, file.hash(piece.key, inside))
 
-    def check_piece(self, piece: Piece, found: str) -> None:
+    def check_piece(self, piece: Piece, digest: str) -> None:
         """Reject a piece if the hash of its bytes differs from the manifest's."""
-        if piece.hash != found:
+        if piece.hash != digest:
             raise self._damaged(
                 f"{self.path / piece.file}: {piece.key!r} has changed since it was saved (hash "
-                f"{found[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
+                f"{digest[:8]}…, expected {piece.hash[:8]}…); {WHAT_TO_DO}"
             )
 
-    def _check_size(self, name: str, found: int) -> None:
+    def _check_size(self, name: str, size: int) -> None:
         expected = self.manifest.files.get(name)
-        if found != expected:
+        if size != expected:
             raise self._damaged(
-                f"{self.path / name}: {found} bytes, expected {expected}; {WHAT_TO_DO}"
+                f"{self.path / name}: {size} bytes, expected {expected}; {WHAT_TO_DO}"
             )
 
     def _damaged(self, message: str) -> DamagedFileError:

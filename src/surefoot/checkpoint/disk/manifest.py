@@ -92,11 +92,11 @@ class Manifest:
 
     def tensors(self, role: str) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each tensor of one role, by the rest of its name."""
-        start, found = f"{role}/", dict[str, tuple[Piece, ...]]()
+        start, by_name = f"{role}/", dict[str, tuple[Piece, ...]]()
         for name, pieces in self.by_tensor().items():
             if name.startswith(start):
-                found[name.removeprefix(start)] = pieces
-        return found
+                by_name[name.removeprefix(start)] = pieces
+        return by_name
 
     def by_tensor(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each tensor by its full name; together they cover it."""
@@ -108,10 +108,10 @@ class Manifest:
 
 
 def _grouped(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, tuple[Piece, ...]]:
-    found: dict[str, list[Piece]] = {}
+    groups: dict[str, list[Piece]] = {}
     for piece in pieces:
-        found.setdefault(key(piece), []).append(piece)
-    return {name: tuple(group) for name, group in found.items()}
+        groups.setdefault(key(piece), []).append(piece)
+    return {name: tuple(group) for name, group in groups.items()}
 
 
 def is_plain_name(name: str) -> bool:
@@ -167,8 +167,8 @@ def parse(data: bytes, where: str) -> Manifest:
     _check_seal(data, raw.get("seal"), where)
     _check_fields(raw, where)
     pieces = [parse_piece(p, f"{where}: piece {i}") for i, p in enumerate(raw["pieces"])]
-    known = {field.name: raw[field.name] for field in fields(Manifest)}
-    manifest = Manifest(**{**known, "pieces": tuple(pieces)})
+    field_values = {field.name: raw[field.name] for field in fields(Manifest)}
+    manifest = Manifest(**{**field_values, "pieces": tuple(pieces)})
     check_consistent(manifest, where)
     return manifest
 

@@ -77,8 +77,8 @@ def decide(
     """
     steps = sorted(saved)
     newest = steps[-(rule.keep or 1) :] if steps else []
-    found = {} if metrics is None else {step: metrics[step] for step in steps if step in metrics}
-    best = ranked(found, greater=greater)[: rule.keep_best or 1]
+    saved_metrics = {step: value for step, value in (metrics or {}).items() if step in saved}
+    best = ranked(saved_metrics, greater=greater)[: rule.keep_best or 1]
     verdicts = []
     for step in steps:
         reasons = {
@@ -102,8 +102,8 @@ def decide(
 def ranked(metrics: Mapping[int, float], *, greater: bool) -> list[int]:
     """The steps from the best to the worst; among equals the earliest first, without nan."""
     sign = -1 if greater else 1
-    known = [step for step, value in metrics.items() if not math.isnan(value)]
-    return sorted(known, key=lambda step: (sign * metrics[step], step))
+    steps = [step for step, value in metrics.items() if not math.isnan(value)]
+    return sorted(steps, key=lambda step: (sign * metrics[step], step))
 
 
 def _is_young(
@@ -117,13 +117,13 @@ def _is_young(
 
 def metrics_in(history: Iterable[object], name: str) -> dict[int, float]:
     """The numbers logged as ``name``, by step, from the records of a log."""
-    found: dict[int, float] = {}
+    by_step: dict[int, float] = {}
     for record in history:
         if isinstance(record, dict):
             step, value = record.get("step"), number(record.get(name))
             if type(step) is int and value is not None:
-                found[step] = value
-    return found
+                by_step[step] = value
+    return by_step
 
 
 def number(value: object) -> float | None:
@@ -144,8 +144,8 @@ def more_is_better(metric: str) -> bool:
 def seconds(created: str | None) -> float | None:
     """A manifest's ``created`` in seconds since 1970; None if it is not a time."""
     try:
-        found = datetime.fromisoformat(created or "")
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        moment = datetime.fromisoformat(created or "")
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return None
 
@@ -214,11 +214,11 @@ def pinned(root: Path) -> set[int]:
 def pin(root: Path, step: int, *, is_pinned: bool) -> set[int]:
     """Pin the checkpoint of ``step``, or no longer; returns all steps that are. Raises
     ``CheckpointError`` if there is no such checkpoint."""
-    known = {step_of(path) for path in committed(root)}
-    if is_pinned and step not in known:
+    saved_steps = {step_of(path) for path in committed(root)}
+    if is_pinned and step not in saved_steps:
         raise CheckpointError(f"{root}: has no checkpoint-{step} to pin")
-    found = pinned(root)
-    found = found | {step} if is_pinned else found - {step}
+    pins = pinned(root)
+    pins = pins | {step} if is_pinned else pins - {step}
     with files.raising(CheckpointError, "cannot pin"):
-        files.write_aside(root / NAME, (json.dumps(sorted(found)) + "\n").encode())
-    return found
+        files.write_aside(root / NAME, (json.dumps(sorted(pins)) + "\n").encode())
+    return pins

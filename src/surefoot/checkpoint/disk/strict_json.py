@@ -38,10 +38,10 @@ def parse(data: bytes, where: str, *, allow_nan: bool = False) -> Any:
 
 def parse_object(data: bytes, where: str, *, allow_nan: bool = False) -> dict[str, Any]:
     """The same, where only an object is valid."""
-    found = parse(data, where, allow_nan=allow_nan)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where}: expected a JSON object, found a {type(found).__name__}")
-    return found
+    parsed = parse(data, where, allow_nan=allow_nan)
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, found a {type(parsed).__name__}")
+    return parsed
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def _bound(data: bytes, where: str) -> None:
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         twin = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {twin[:80]!r} occurs twice")
-    return found
+    return members
 
 
 def _no_constant(name: str) -> float:

@@ -245,8 +245,8 @@ def _entry(value: Any, start: int, where: str) -> TensorEntry:
         raise CheckpointError(f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
-        known = ", ".join(sorted(ITEM_SIZES))
-        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {known}")
+        supported = ", ".join(sorted(ITEM_SIZES))
+        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known are {supported}")
     begin, end = integers(offsets, 2, f"{where}: data_offsets")
     entry = TensorEntry(dtype, sizes(shape, f"{where}: shape"), start + begin)
     if end - begin != entry.num_bytes:
@@ -258,10 +258,10 @@ def _entry(value: Any, start: int, where: str) -> TensorEntry:
 
 def integers(value: object, count: int | None, where: str) -> tuple[int, ...]:
     """``value`` as a tuple of ``count`` sizes: integers of 0 to 2^63 - 1, and none is a bool."""
-    found = value if isinstance(value, list) and len(value) <= 64 else [None]
-    if (count is not None and len(found) != count) or not all(map(is_size, found)):
+    numbers = value if isinstance(value, list) and len(value) <= 64 else [None]
+    if (count is not None and len(numbers) != count) or not all(map(is_size, numbers)):
         raise CheckpointError(f"{where}: expected sizes, found {reprlib.repr(value)}")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def sizes(value: object, where: str) -> tuple[int, ...]:
@@ -314,8 +314,8 @@ def plan_save(
         ]
     plans = []
     for name, group in zip(names, groups, strict=True):
-        told = None if boxes is None else explain({key: boxes[key] for key in group})
-        plans.append(FilePlan(name, *build(group, told)))
+        metadata = None if boxes is None else explain({key: boxes[key] for key in group})
+        plans.append(FilePlan(name, *build(group, metadata)))
     return plans
 
 
@@ -340,20 +340,21 @@ Boxes = Mapping[str, tuple[tuple[int, ...], Box]]  # key -> the tensor's whole s
 
 def explain(boxes: Boxes) -> dict[str, str]:
     """The header's metadata for a file that holds these boxes."""
-    told = {
+    sharding_info = {
         key: {START_KEY: list(box.start), SHAPE_KEY: list(shape)}
         for key, (shape, box) in sorted(boxes.items())
     }
-    return {VERSION_KEY: VERSION, INFO_KEY: json.dumps(told, separators=(",", ":"))}
+    return {VERSION_KEY: VERSION, INFO_KEY: json.dumps(sharding_info, separators=(",", ":"))}
 
 
 def explained(header: Header) -> Boxes:
     """The boxes in a file, according to its header."""
-    told = json.loads(header.metadata.get(INFO_KEY, "{}"))
-    found = {}
+    sharding_info = json.loads(header.metadata.get(INFO_KEY, "{}"))
+    boxes = {}
     for key, entry in header.entries.items():
         start, shape = (0,) * len(entry.shape), entry.shape
-        if key in told:
-            start, shape = tuple(told[key][START_KEY]), tuple(told[key][SHAPE_KEY])
-        found[key] = shape, Box(start, entry.shape)
-    return found
+        if key in sharding_info:
+            start = tuple(sharding_info[key][START_KEY])
+            shape = tuple(sharding_info[key][SHAPE_KEY])
+        boxes[key] = shape, Box(start, entry.shape)
+    return boxes

@@ -94,19 +94,20 @@ def merged(
     adapter: TensorSource = FolderSource(open_weights(adapter_folder))
     if as_lora is not None:
         stored = base.shapes()
-        weights = {module: next(iter(one.tensors)) for module, one in (updated or {}).items()}
-        known = {module: stored[name] for module, name in weights.items() if name in stored}
+        weights = {module: next(iter(update.tensors)) for module, update in (updated or {}).items()}
+        weight_shapes = {module: stored[name] for module, name in weights.items() if name in stored}
         try:
-            adapter, config = as_lora(adapter, config, known)
+            adapter, config = as_lora(adapter, config, weight_shapes)
         except CheckpointError as error:
             raise CheckpointError(f"{adapter_folder}: {error}") from None
     _check_config(config, adapter_folder / ADAPTER_CONFIG)
     modules, replaced, rows = _sort(adapter, adapter_folder)
     replaced = _without_tied(adapter, replaced, base.shapes())
     plain = {module: Updated({f"{module}.weight": None}) for module in modules}
-    of = {module: (updated or {}).get(module, usual) for module, usual in plain.items()}
+    updates = {module: (updated or {}).get(module, usual) for module, usual in plain.items()}
     base = _with_rows(base, adapter, adapter_folder, rows, config)
-    base = _with_head(base, {*replaced, *(name for one in of.values() for name in one.tensors)})
+    changed = {name for update in updates.values() for name in update.tensors}
+    base = _with_head(base, {*replaced, *changed})
     shapes = base.shapes()
     for name, key in replaced.items():
         if name not in shapes:
@@ -114,11 +115,13 @@ def merged(
     shapes = {**shapes, **{name: adapter.shapes()[key] for name, key in replaced.items()}}
     deltas, added = dict[str, Delta](), {}
     for module, roles in modules.items():
-        for name, at in of[module].tensors.items():
+        for name, at in updates[module].tensors.items():
             if name not in shapes:
                 raise _other_model(adapter_folder, next(iter(roles.values())), name)
             if at is not None:
-                deltas[name] = _of_experts(adapter, adapter_folder, module, roles, of[module], at)
+                deltas[name] = _of_experts(
+                    adapter, adapter_folder, module, roles, updates[module], at
+                )
                 continue
             deltas[name] = _delta(adapter, adapter_folder, module, roles, shapes[name], config)
             if "bias" in roles:
@@ -187,15 +190,17 @@ def _with_rows(
     config: Mapping[str, Any],
 ) -> TensorSource:
     """``base`` with the embeddings of tokens that the adapter has trained."""
-    known = config.get("trainable_token_indices")
-    if known and not rows:
+    token_indices = config.get("trainable_token_indices")
+    if token_indices and not rows:
         raise CheckpointError(
             f"{folder}: the embeddings of trainable_token_indices in {ADAPTER_CONFIG} are missing"
         )
-    found = {}
+    replaced_rows = {}
     for module, key in rows.items():
-        of = known if isinstance(known, Mapping) else {module: known}
-        ids = next((ids for name, ids in of.items() if f".{module}".endswith(f".{name}")), None)
+        by_module = token_indices if isinstance(token_indices, Mapping) else {module: token_indices}
+        ids = next(
+            (ids for name, ids in by_module.items() if f".{module}".endswith(f".{name}")), None
+        )
         name, shapes = f"{module}.weight", base.shapes()
         if name not in shapes:  # a copy of another one's, where the embeddings are tied
             _check_tied(adapter, folder, key, [each for each in rows.values() if each != key])
@@ -209,8 +214,8 @@ def _with_rows(
                 f"{folder / ADAPTER_CONFIG}: trainable_token_indices are tokens that {name} of the "
                 "base does not have"
             )
-        found[name] = (key, ids)
-    return ReplacedRows(base, adapter, found) if found else base
+        replaced_rows[name] = (key, ids)
+    return ReplacedRows(base, adapter, replaced_rows) if replaced_rows else base
 
 
 def _check_tied(adapter: TensorSource, folder: Path, key: str, others: Collection[str]) -> None:
@@ -229,13 +234,13 @@ def _without_tied(
     adapter: TensorSource, replaced: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
     """Skip a copy of a replaced tensor that the base does not store, because it is tied."""
-    kept = {name: key for name, key in replaced.items() if name in shapes}
-    own = {
+    stored = {name: key for name, key in replaced.items() if name in shapes}
+    untied = {
         name: key
         for name, key in replaced.items()
-        if name not in shapes and not any(same_values(adapter, key, k) for k in kept.values())
+        if name not in shapes and not any(same_values(adapter, key, k) for k in stored.values())
     }
-    return kept | own
+    return stored | untied
 
 
 def _with_head(base: TensorSource, touched: Collection[str]) -> TensorSource:
@@ -313,13 +318,13 @@ def _of_experts(
 def _scale(module: str, rank: int, config: Mapping[str, Any], folder: Path) -> float:
     """alpha / r, or alpha / sqrt(r) with rank-stabilized LoRA; alpha may differ by module."""
     alpha = config["lora_alpha"]
-    for pattern, own in (config.get("alpha_pattern") or {}).items():
+    for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:
             raise CheckpointError(f"{folder}: alpha_pattern {pattern!r}: {error}") from error
         if matches:
-            alpha = own
+            alpha = module_alpha
             break
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

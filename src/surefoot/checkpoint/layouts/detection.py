@@ -128,8 +128,8 @@ def _why_not(folder: Path) -> str:
     if inside := [path for path in named(folder) if detect_layout(path) is not None]:
         return f"{folder}: contains no weights itself; did you mean {inside[-1]}?"
     names = files.list_folder(folder)
-    if told := [why for layout in LAYOUTS.values() if (why := layout.why_not(folder))]:
-        return told[0]
+    if reasons := [why for layout in LAYOUTS.values() if (why := layout.why_not(folder))]:
+        return reasons[0]
     whose = "a distributed checkpoint of PyTorch, whose index is a pickle"
     if is_deepspeed(folder):
         whose = "a checkpoint of DeepSpeed, whose files are pickles"

@@ -166,9 +166,9 @@ class Native(Layout):
     def open_all(self, folder: Path, roles: frozenset[str] | None) -> Locations:
         """What the manifest lists; files of other roles are not opened."""
         checkpoint = open_checkpoint(folder)
-        found = checkpoint.manifest.by_tensor()
-        wanted = {n: p for n, p in found.items() if roles is None or part_of(role_of(n)) in roles}
-        return places(checkpoint, wanted)
+        pieces = checkpoint.manifest.by_tensor()
+        chosen = {n: p for n, p in pieces.items() if roles is None or part_of(role_of(n)) in roles}
+        return places(checkpoint, chosen)
 
     def states(self, folder: Path) -> Mapping[str, Any]:
         """All states of the run."""
@@ -196,15 +196,15 @@ def _open_shards(folder: Path) -> dict[str, TensorLocation]:
         if not is_plain_name(name) or "/" in name:
             raise CheckpointError(f"{where}: {name[:200]!r} is not a file in this folder")
     opened = {n: tensorfile.open_path(folder / n) for n in sorted(set(names.values()))}
-    found = {}
+    tensors = {}
     for tensor, name in names.items():
         entry = opened[name].header.entries.get(tensor)
         if entry is None:
             raise CheckpointError(
                 f"{folder / name}: according to the index, {tensor[:200]!r} must be in this file"
             )
-        found[tensor] = TensorLocation(opened[name], tensor, entry)
-    return tensors_in(list(opened.values()), found)
+        tensors[tensor] = TensorLocation(opened[name], tensor, entry)
+    return tensors_in(list(opened.values()), tensors)
 
 
 @dataclass(frozen=True)
@@ -292,44 +292,45 @@ def shard_files(folder: Path) -> list[str]:
 
 def open_boxes(folder: Path) -> dict[str, list[DcpChunk]]:
     """The boxes of every tensor; a ``CheckpointError`` if they do not cover it."""
-    found: dict[str, list[DcpChunk]] = {}
+    chunks: dict[str, list[DcpChunk]] = {}
     for name in shard_files(folder):
         file = tensorfile.open_path(folder / name)
         for key, (shape, box) in _boxes(file).items():
-            found.setdefault(key, []).append(DcpChunk(file, shape, box))
-    if not found:
+            chunks.setdefault(key, []).append(DcpChunk(file, shape, box))
+    if not chunks:
         raise CheckpointError(
             f"{folder}: it contains no boxes of tensors ({file_name(0)}.safetensors)"
         )
-    return {name: _whole(folder, name, boxes) for name, boxes in found.items()}
+    return {name: _whole(folder, name, boxes) for name, boxes in chunks.items()}
 
 
 def _boxes(file: tensorfile.TensorFile) -> Mapping[str, tuple[tuple[int, ...], Box]]:
     """Each tensor's full shape, as far as this file knows it, and the box in it."""
     where = f"{file.path}: {INFO_KEY}"
-    told = strict_json.parse_object(file.header.metadata.get(INFO_KEY, "{}").encode(), where)
-    found = {}
+    text = file.header.metadata.get(INFO_KEY, "{}")
+    sharding_info = strict_json.parse_object(text.encode(), where)
+    boxes = {}
     for key, entry in file.header.entries.items():
-        info: Any = told.get(key, {START_KEY: [0] * len(entry.shape)})
+        info: Any = sharding_info.get(key, {START_KEY: [0] * len(entry.shape)})
         if not isinstance(info, dict):
             raise CheckpointError(f"{where}: {key[:200]!r} must have {START_KEY}")
         start = integers(info.get(START_KEY), len(entry.shape), f"{where}: {key[:200]!r}")
         box = Box(start, entry.shape)
         shape = info.get(SHAPE_KEY, list(box.stop))
-        found[key] = integers(shape, len(entry.shape), f"{where}: {key[:200]!r}"), box
-    return found
+        boxes[key] = integers(shape, len(entry.shape), f"{where}: {key[:200]!r}"), box
+    return boxes
 
 
 def _whole(folder: Path, name: str, boxes: Sequence[DcpChunk]) -> list[DcpChunk]:
     """The boxes that cover one tensor; of equal ones the first."""
     where = f"{folder}: tensor {name[:200]!r}"
-    kinds = {(one.file.entry(name).dtype, len(one.shape)) for one in boxes}
+    kinds = {(chunk.file.entry(name).dtype, len(chunk.shape)) for chunk in boxes}
     if len(kinds) > 1:
         raise CheckpointError(f"{where} has boxes of different types or numbers of dimensions")
-    shape = tuple(map(max, zip(*(one.shape for one in boxes), strict=True)))
-    apart = {one.box: DcpChunk(one.file, shape, one.box) for one in reversed(boxes)}
+    shape = tuple(map(max, zip(*(chunk.shape for chunk in boxes), strict=True)))
+    apart = {chunk.box: DcpChunk(chunk.file, shape, chunk.box) for chunk in reversed(boxes)}
     filled = [apart[box] for box in sorted(apart) if box.size] or [*apart.values()][:1]
-    if not is_covered_once(Box.whole(shape), [one.box for one in filled]):
+    if not is_covered_once(Box.whole(shape), [chunk.box for chunk in filled]):
         raise CheckpointError(
             f"{where}: its {counted(len(filled), 'box does', 'boxes do')} not cover {list(shape)} "
             "exactly once; is the file of a rank missing, or of another save?"
@@ -339,12 +340,12 @@ def _whole(folder: Path, name: str, boxes: Sequence[DcpChunk]) -> list[DcpChunk]
 
 def locations(tensors: Mapping[str, Sequence[DcpChunk]]) -> dict[str, TensorLocation]:
     """Tensors that are several boxes in files."""
-    found = {}
+    located = {}
     for name, boxes in tensors.items():
         first = boxes[0]
         entry = first.file.entry(name)
         parts = tuple(StoredBox(box.file, name, box.box) for box in boxes) if len(boxes) > 1 else ()
-        found[name] = TensorLocation(
+        located[name] = TensorLocation(
             first.file, name, replace(entry, shape=first.shape), None, parts
         )
-    return found
+    return located

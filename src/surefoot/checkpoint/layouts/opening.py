@@ -58,8 +58,8 @@ def open_folder(path: Path | str) -> TensorSource:
 
 def open_any(folder: Path, *, trust_pickle: bool = False) -> TensorSource:
     """The same, also of folders whose weights are pickles, if the user trusts them."""
-    found = (opener(folder, trust_pickle=trust_pickle) for opener in _PICKLED.values())
-    return next((source for source in found if source is not None), None) or open_folder(folder)
+    sources = (opener(folder, trust_pickle=trust_pickle) for opener in _PICKLED.values())
+    return next((source for source in sources if source is not None), None) or open_folder(folder)
 
 
 def open_named(
@@ -146,10 +146,10 @@ def as_language_model(source: TensorSource, folder: Path) -> TensorSource:
     names = {name: name for name in shapes if name != SCORE}
     if _OUTPUT in names:
         return Renamed(source, names)
-    found = next((name for name in names if name.endswith(_INPUT)), None)
-    if found is None:
+    input_embeddings = next((name for name in names if name.endswith(_INPUT)), None)
+    if input_embeddings is None:
         raise ModelError(
             f"{folder}: a sequence classification whose input embeddings have another name than "
             f"{_INPUT}, which cannot be opened as a reward model"
         )
-    return Renamed(source, {**names, _OUTPUT: found})
+    return Renamed(source, {**names, _OUTPUT: input_embeddings})

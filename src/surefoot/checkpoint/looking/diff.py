@@ -74,13 +74,13 @@ def compare_tensors(
     a: Path, b: Path, roles: Collection[str] | None = None, progress: Progress | None = None
 ) -> Iterator[TensorChange]:
     """Every tensor of both folders, those of ``a`` first; with equal hashes it is not read."""
-    one, other = open_contents(a, roles), open_contents(b, roles)
-    sources = FolderSource(one), FolderSource(other)
+    weights_a, weights_b = open_contents(a, roles), open_contents(b, roles)
+    sources = FolderSource(weights_a), FolderSource(weights_b)
     with files.raising(CheckpointError):
-        for name in [*one.tensors, *(name for name in other.tensors if name not in one.tensors)]:
-            yield _compare(name, one.tensors.get(name), other.tensors.get(name), sources)
+        for name in dict.fromkeys((*weights_a.tensors, *weights_b.tensors)):
+            yield _compare(name, weights_a.tensors.get(name), weights_b.tensors.get(name), sources)
             if progress is not None:
-                progress(num_bytes(name, one, other))
+                progress(num_bytes(name, weights_a, weights_b))
 
 
 def num_bytes(name: str, *contents: FolderWeights) -> int:
@@ -161,28 +161,29 @@ def compare_values(a: Path, b: Path) -> Mapping[str, list[ValueChange]]:
     """States (if stored in the same way), library versions and configurations, by role."""
     with files.raising(CheckpointError):
         ours = [has_manifest(folder) for folder in (a, b)]
-        found = {"config": differences(_configs(a), _configs(b))}
+        changes = {"config": differences(_configs(a), _configs(b))}
         if ours[0] == ours[1]:
-            one, other = (_states(folder) for folder in (a, b))
-            optimizers = [n for n in dict.fromkeys((*one, *other)) if FileRole(n).is_optimizer]
-            found["optimizer"] = [
+            states_a, states_b = (_states(folder) for folder in (a, b))
+            names = dict.fromkeys((*states_a, *states_b))
+            optimizers = [name for name in names if FileRole(name).is_optimizer]
+            changes["optimizer"] = [
                 change
                 for name in optimizers
-                for change in differences(one.pop(name, {}), other.pop(name, {}), name)
+                for change in differences(states_a.pop(name, {}), states_b.pop(name, {}), name)
             ]
-            found["state"] = differences(one, other)
+            changes["state"] = differences(states_a, states_b)
         if all(ours):
-            found["versions"] = differences(_versions(a), _versions(b))
-    return found
+            changes["versions"] = differences(_versions(a), _versions(b))
+    return changes
 
 
 def _states(folder: Path) -> dict[str, Any]:
-    found = plain(dict(states_of(folder)))
-    if not isinstance(found, dict):
+    states = plain(dict(states_of(folder)))
+    if not isinstance(states, dict):
         raise CheckpointError(
-            f"{folder / STATE}: expected a state by its name, found a {type(found).__name__}"
+            f"{folder / STATE}: expected a state by its name, found a {type(states).__name__}"
         )
-    return found
+    return states
 
 
 def _versions(folder: Path) -> dict[str, str]:

@@ -83,9 +83,10 @@ def _list_run(root: Path) -> list[CheckpointLine]:
     layout = None if named(root) else detect_layout(root)
     if layout is not None and (saves := layout.saves_in(root)):
         return [_of_save(saved, layout) for saved in saves]
-    found = [_line(folder) for folder in named(root)]
-    best = next((state.best_step for line, state in reversed(found) if line.problem is None), None)
-    lines = [replace(line, is_best=line.step == best is not None) for line, state in found]
+    rows = [_line(folder) for folder in named(root)]
+    best_steps = (state.best_step for line, state in reversed(rows) if line.problem is None)
+    best = next(best_steps, None)  # as the latest that can be read says
+    lines = [replace(line, is_best=line.step == best is not None) for line, _ in rows]
     names = files.list_folder(root)
     return _with_disk(lines) + [_leftover(root / name) for name in names if is_leftover(name)]
 
@@ -191,10 +192,10 @@ def _modified(folder: Path) -> str | None:
     with files.raising(CheckpointError):
         stamp = next(path for path in names if files.exists(path)).stat().st_mtime
     try:
-        found = datetime.fromtimestamp(stamp, UTC)
+        modified = datetime.fromtimestamp(stamp, UTC)
     except (ValueError, OverflowError):  # no year of ours
         return None
-    return found.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return modified.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _leftover(folder: Path) -> CheckpointLine:
@@ -207,9 +208,9 @@ def _leftover(folder: Path) -> CheckpointLine:
 
 def _wrong_length(checkpoint: CheckpointFolder) -> str | None:
     for name, expected in checkpoint.manifest.files.items():
-        found = files.size_of(checkpoint.path / name)
-        if found != expected:
-            return f"{name}: {'missing' if found is None else f'{found} of {expected} bytes'}"
+        size = files.size_of(checkpoint.path / name)
+        if size != expected:
+            return f"{name}: {'missing' if size is None else f'{size} of {expected} bytes'}"
     return None
 
 
@@ -266,15 +267,15 @@ class PrunePlan:
 @contextmanager
 def untrained(folder: Path) -> Iterator[None]:
     """Hold the run's lock, like a training process; ``CheckpointError`` if one has it."""
-    held = lock(
+    run_lock = lock(
         folder,
         CheckpointError,
         doing="cannot lock the run's folder",
         taken=f"{folder}: a process is training there, and deletes old checkpoints itself; "
         "stop it first, or add --dry-run",
     )
-    with held:
-        if not held.is_real:
+    with run_lock:
+        if not run_lock.is_real:
             logger.warning(
                 "%s: this file system has no locks, so a process that trains there is not "
                 "noticed; prune only when none does",
@@ -316,7 +317,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
         protected=protected,
     )
     planned = [
-        PlannedCheckpoint(lines[v.step], metrics.get(v.step), _named(lines[v.step], v, pins))
+        PlannedCheckpoint(lines[v.step], metrics.get(v.step), _with_reason(lines[v.step], v, pins))
         for v in verdicts
     ]
     going = [item.line.path for item in planned if not item.verdict.stays]
@@ -324,7 +325,7 @@ def plan_pruning(folder: Path, options: PruneOptions) -> PrunePlan:
     return PrunePlan(planned, disk_usage.freed(stored))
 
 
-def _named(
+def _with_reason(
     line: CheckpointLine, verdict: RetentionDecision, pins: Collection[int]
 ) -> RetentionDecision:
     """The same decision, with the reason why it is protected."""
@@ -337,10 +338,10 @@ def _named(
 def _metrics(lines: Sequence[CheckpointLine], options: PruneOptions) -> dict[int, float]:
     """The metric by step, from the logs of all checkpoints; the latest has precedence."""
     history = [row for line in lines for row in state_of(open_checkpoint(line.path)).history]
-    found = metrics_in(history, options.metric)
-    if not found and options.rule.keep_best and history:
-        known = sorted({str(key) for row in history if isinstance(row, dict) for key in row})
-        near = difflib.get_close_matches(options.metric, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    metrics = metrics_in(history, options.metric)
+    if not metrics and options.rule.keep_best and history:
+        logged_names = sorted({str(key) for row in history if isinstance(row, dict) for key in row})
+        near = difflib.get_close_matches(options.metric, logged_names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(logged_names)}"
         raise CheckpointError(f"--metric: {options.metric!r} was never logged; {hint}")
-    return found
+    return metrics

@@ -118,11 +118,11 @@ def _several(names: Sequence[str]) -> str:
 
 def _groups(tensors: Mapping[str, Tensor]) -> tuple[Group, ...]:
     """Tensors by role, from their full names."""
-    found: dict[str, list[Tensor]] = {}
+    by_role: dict[str, list[Tensor]] = {}
     for full_name, tensor in sorted(tensors.items()):
         role, _, name = full_name.partition("/")
-        found.setdefault(role, []).append(replace(tensor, name=name))
-    return tuple(Group(role, tuple(found[role])) for role in sorted(found))
+        by_role.setdefault(role, []).append(replace(tensor, name=name))
+    return tuple(Group(role, tuple(by_role[role])) for role in sorted(by_role))
 
 
 def _summarise_plain(contents: FolderWeights) -> Summary:
@@ -159,8 +159,8 @@ def _progress(folder: Path) -> dict[str, str]:
     if not files.exists(folder / trainer_state.NAME):
         return {}
     state = trainer_state.read(trainer_state.load(folder))
-    found = {"step": state.step, "loss": state.last("loss"), "best step": state.best_step}
-    return {name: str(value) for name, value in found.items() if value is not None}
+    progress = {"step": state.step, "loss": state.last("loss"), "best step": state.best_step}
+    return {name: str(value) for name, value in progress.items() if value is not None}
 
 
 def _config_facts(folder: Path) -> dict[str, str]:
@@ -170,8 +170,8 @@ def _config_facts(folder: Path) -> dict[str, str]:
         if files.exists(folder / name):
             with files.raising(CheckpointError):
                 config = strict_json.read_object(folder / name)
-            told = {key: config[key] for key in keys if config.get(key) is not None}
-            for key, value in told.items():
+            settings = {key: config[key] for key in keys if config.get(key) is not None}
+            for key, value in settings.items():
                 every = value if isinstance(value, list) else [value]
                 facts[key] = _clipped(", ".join(map(str, every)))
     return facts

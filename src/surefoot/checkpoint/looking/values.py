@@ -58,8 +58,8 @@ def _of_lists(a: list[object], b: list[object], path: str) -> Iterator[ValueChan
         if not all(map(_is_same, a, b)):  # a random generator's numbers, say
             yield ValueChange(path, "differs", a, b)
     else:
-        for i, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _differences(one, other, f"{path}[{i}]")
+        for i, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(item_a, item_b, f"{path}[{i}]")
 
 
 def _is_same(a: object, b: object) -> bool:

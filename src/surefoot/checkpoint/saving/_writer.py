@@ -41,8 +41,8 @@ def main(descriptor: int, size: int) -> None:
             sys.stdout.flush()
 
 
-def _serve(told: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
-    job, images = parse_job(told, arena)
+def _serve(message: dict[str, Any], arena: SnapshotBuffer) -> dict[str, object]:
+    job, images = parse_job(message, arena)
     try:
         saved = write(job, images, started=_must_not_be_orphaned, is_orphan=_is_orphaned)
     except CheckpointError as error:

@@ -173,7 +173,8 @@ class Background:
 
 class _Writer:
     def __init__(self, arena: SnapshotBuffer) -> None:
-        home, known = str(Path(surefoot.__file__).parent.parent), os.environ.get("PYTHONPATH")
+        package_root = str(Path(surefoot.__file__).parent.parent)
+        python_path = os.environ.get("PYTHONPATH")
         # -P and the path: it imports this very package, and nothing that lies about.
         command = [sys.executable, "-P", "-m", "surefoot.checkpoint.saving._writer"]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
@@ -185,7 +186,7 @@ class _Writer:
                 pass_fds=[arena.descriptor],
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join([home, known] if known else [home]),
+                    "PYTHONPATH": os.pathsep.join(filter(None, (package_root, python_path))),
                 },
             )
         except OSError as error:

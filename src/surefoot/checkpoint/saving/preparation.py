@@ -90,15 +90,18 @@ def prepare(
     groups, skeleton = _split(with_files, rest)
     parts = {role: _parts(role, t, with_files.get(role)) for role, t in groups.items()}
     tensors: Mapping[str, Described]
-    tensors = {role: _described(role, found) for role, found in parts.items()}
+    tensors = {role: _described(role, local_boxes) for role, local_boxes in parts.items()}
     nonce: str | None = None
     if crew.size == 1:
         _refuse_incomplete(parts)
     else:
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
-        nonce, parent, plan = crew.agree(_held(parts, tensors, crew), sharded, parent)
+        nonce, parent, plan = crew.agree(_local_tensors(parts, tensors, crew), sharded, parent)
         tensors = plan.tensors
-        parts = {role: _narrowed(found, plan.mine.get(role, {})) for role, found in parts.items()}
+        parts = {
+            role: _narrowed(local_boxes, plan.mine.get(role, {}))
+            for role, local_boxes in parts.items()
+        }
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, crew)
     ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
@@ -117,7 +120,9 @@ def prepare(
         mesh=crew.mesh,
         nonce=nonce,
     )
-    values = {role: {n: p.values for n, p in found.items()} for role, found in parts.items()}
+    values = {
+        role: {n: p.values for n, p in local_boxes.items()} for role, local_boxes in parts.items()
+    }
     return job, LiveTensors(values)
 
 
@@ -134,12 +139,12 @@ def _parts(role: str, tensors: Tensors, state: ShardedState | None) -> dict[str,
 
 def _refuse_incomplete(parts: ByRole) -> None:
     """A rank that saves alone must have every tensor in full: no other writes the rest."""
-    for role, found in parts.items():
-        for name, one in found.items():
-            if one.box != Box.whole(one.shape):
+    for role, local_boxes in parts.items():
+        for name, local in local_boxes.items():
+            if local.box != Box.whole(local.shape):
                 raise CheckpointError(
                     f"{role}: {name}: this process saves alone, but has only "
-                    f"{list(one.box.shape)} of {list(one.shape)}; pass the full tensor "
+                    f"{list(local.box.shape)} of {list(local.shape)}; pass the full tensor "
                     "(`full_tensor()`)"
                 )
 
@@ -149,11 +154,11 @@ def _described(role: str, parts: Mapping[str, LocalBox]) -> dict[str, tuple[str,
     return {n: (describe(f"{role}: {n}", p.values)[0], p.shape) for n, p in parts.items()}
 
 
-def _held(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
+def _local_tensors(parts: ByRole, tensors: Mapping[str, Described], crew: WriterGroup) -> Holding:
     """The same for the other ranks; other states differ between ranks, and rank 0's are saved."""
     return {
-        role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in found.items()}
-        for role, found in parts.items()
+        role: {n: LocalTensor(tensors[role][n][0], p.shape, p.box) for n, p in local_boxes.items()}
+        for role, local_boxes in parts.items()
         if crew.rank == 0 or not FileRole(role).is_of_rank_0
     }
 
@@ -176,9 +181,9 @@ class LiveTensors:
         if shard.share.has_head:
             file.write_at(0, shard.plan.head)
         entries, boxes = shard.plan.header.entries, shard.share.boxes
-        found = {n: write_box(file, entries[n], boxes[n], tensors[n]) for n in boxes}
+        hashes = {n: write_box(file, entries[n], boxes[n], tensors[n]) for n in boxes}
         file.sync()
-        return found
+        return hashes
 
     def hash(self, shard: Shard, name: str) -> str:
         """The hash of one tensor's bytes."""
@@ -242,21 +247,29 @@ def _shards(
     are in the folder of this rank, and contain the box of each tensor in their header.
     """
     shards = []
-    for name, own in parts.items():
+    for name, local_boxes in parts.items():
         role = FileRole(name, kind)
         is_boxed = crew.layout == "distributed" and not role.is_adapter
         is_joint = crew.size > 1 and not (role.is_of_rank_0 or is_boxed)
         limit = max_shard_size if role.is_split_by_size else None
         described = tensors.get(name, {})
         if not is_joint:
-            described = {tensor: (described[tensor][0], p.box.shape) for tensor, p in own.items()}
+            described = {
+                tensor: (described[tensor][0], p.box.shape) for tensor, p in local_boxes.items()
+            }
         apart = still_in(role, described, tensors.get(role.optimizer, {}))
-        boxes = {tensor: (p.shape, p.box) for tensor, p in own.items()} if is_boxed else None
+        boxes = (
+            {tensor: (p.shape, p.box) for tensor, p in local_boxes.items()} if is_boxed else None
+        )
         stem = f"{RANK_FOLDER.format(crew.rank)}/{role.stem}" if is_boxed else role.stem
         if not described:
             continue
         for plan in plan_save(stem, described, limit, apart=apart, boxes=boxes):
-            written = {tensor: own[tensor].box for tensor in plan.header.entries if tensor in own}
+            written = {
+                tensor: local_boxes[tensor].box
+                for tensor in plan.header.entries
+                if tensor in local_boxes
+            }
             share = WriteShare(written, has_head=crew.rank == 0) if is_joint else None
             if share is None or share.boxes or share.has_head:
                 shards.append(Shard(name, plan, share))
@@ -275,14 +288,14 @@ def still_in(role: FileRole, tensors: Described, moments: Collection[str]) -> Co
 
 def indexes(shards: Sequence[Shard], num_ranks: int) -> dict[str, bytes]:
     """The index of every role with several files; in layout distributed, of the weights only."""
-    found = {}
+    index_files = {}
     for role in dict.fromkeys(shard.role for shard in shards):
         plans = [shard.plan for shard in shards if shard.role == role]
         stem = plans[0].name.partition("-00001-of-")[0].removesuffix(".safetensors")
         is_in_folder = "/" in stem
         if role == MODEL and num_ranks == 1 if is_in_folder else len(plans) > 1:
-            found[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
-    return found
+            index_files[f"{stem.rpartition('/')[2]}.safetensors.index.json"] = dump_index(plans)
+    return index_files
 
 
 def dump_index(plans: Sequence[FilePlan]) -> bytes:

@@ -394,17 +394,17 @@ class AsyncSaver:
             return []
         saved = self._times.of(self._rule, coming=coming)
         newest = self.newest if coming is None else None  # the coming one takes its place
-        kept = {step_of(path) for path in (self._resumed_from, newest) if path} | set(protected)
-        kept |= pinned(self._root)
+        all_protected = {*protected, *pinned(self._root)}
+        all_protected |= {step_of(path) for path in (self._resumed_from, newest) if path}
         for listener in self.listeners:
             saved = dict.fromkeys(listener.steps) | saved
-            kept |= set(listener.protected)
+            all_protected |= set(listener.protected)
         verdicts = retention.decide(
             saved,
             self._rule,
             now=self._times.clock(),
             metrics=metrics,
             greater=self.greater_is_better,
-            protected=kept,
+            protected=all_protected,
         )
         return [self.path_of(verdict.step).name for verdict in verdicts if not verdict.stays]

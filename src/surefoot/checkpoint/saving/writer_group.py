@@ -59,14 +59,14 @@ class WriterGroup:
     rank: int = 0
     size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
-    exchange: Exchange = lambda said: [said]
+    exchange: Exchange = lambda value: [value]
     from_first: Broadcast = lambda value: value  # waits for rank 0 as long as a save takes
     _plans: dict[tuple[str, ...], SavePlan] = field(
         default_factory=dict, repr=False, compare=False
     )  # the last one, by the digests of what each rank has
 
     def agree(
-        self, held: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
+        self, holding: Holding, optimizers: Mapping[str, Mapping[str, Any]], parent: str | None
     ) -> tuple[str, str | None, SavePlan]:
         """Exchange which boxes each rank has; a collective call. Raises on every rank if these do
         not fit together.
@@ -74,7 +74,7 @@ class WriterGroup:
         ``optimizers`` are states without tensors, in a pipeline of some parameters only. Returns
         rank 0's nonce of the temporary folder, its ``parent``, and the plan.
         """
-        own_state = held, optimizers
+        own_state = holding, optimizers
         answers = self.exchange((digest(repr(own_state).encode()), new_nonce(), parent))
         digests = tuple(own_digest for own_digest, _, _ in answers)
         if digests not in self._plans:
@@ -88,13 +88,13 @@ class WriterGroup:
 ALONE = WriterGroup()
 
 
-def shared_out(held: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
+def shared_out(holdings: Sequence[Holding]) -> list[dict[str, dict[str, Box]]]:
     """What each rank writes of the tensors of all, by role and name."""
     flat = [
-        {f"{role}/{name}": one for role, found in tensors.items() for name, one in found.items()}
-        for tensors in held
+        {f"{role}/{name}": t for role, tensors in holding.items() for name, t in tensors.items()}
+        for holding in holdings
     ]
-    shares: list[dict[str, dict[str, Box]]] = [{} for _ in held]
+    shares: list[dict[str, dict[str, Box]]] = [{} for _ in holdings]
     for share, boxes in zip(shares, balance(flat), strict=True):
         for full_name, box in boxes.items():
             role, _, name = full_name.partition("/")
@@ -137,48 +137,48 @@ def balance(holdings: Holdings) -> list[dict[str, Box]]:
     boxes: list[tuple[str, LocalTensor, Holders]] = []
     for name, of_ranks in _holders(holdings).items():
         _check(name, of_ranks)
-        boxes += [(name, held, ranks) for held, ranks in of_ranks.items()]
-    boxes.sort(key=lambda one: (len(one[2]), -one[1].num_bytes))
-    largest_whole = sum(held.num_bytes for _, held, _ in boxes) / len(holdings) / FINE
-    found: list[dict[str, Box]] = [{} for _ in holdings]
+        boxes += [(name, tensor, ranks) for tensor, ranks in of_ranks.items()]
+    boxes.sort(key=lambda entry: (len(entry[2]), -entry[1].num_bytes))
+    largest_whole = sum(tensor.num_bytes for _, tensor, _ in boxes) / len(holdings) / FINE
+    assigned: list[dict[str, Box]] = [{} for _ in holdings]
     loads = [0] * len(holdings)
-    for name, held, ranks in boxes:
+    for name, tensor, ranks in boxes:
         loads_of_holders = [loads[rank] for rank in ranks]
-        if not (held.box.shape and held.box.size):
-            parts = [(0, held.box)]
-        elif held.num_bytes > largest_whole:
-            parts = _divided(held.box, _shares(held.num_bytes, loads_of_holders))
+        if not (tensor.box.shape and tensor.box.size):
+            parts = [(0, tensor.box)]
+        elif tensor.num_bytes > largest_whole:
+            parts = _divided(tensor.box, _shares(tensor.num_bytes, loads_of_holders))
         else:
-            parts = [(loads_of_holders.index(min(loads_of_holders)), held.box)]
+            parts = [(loads_of_holders.index(min(loads_of_holders)), tensor.box)]
         for place, box in parts:
-            found[ranks[place]][name] = box
-            loads[ranks[place]] += num_bytes(held.dtype, box.shape)
-    return found
+            assigned[ranks[place]][name] = box
+            loads[ranks[place]] += num_bytes(tensor.dtype, box.shape)
+    return assigned
 
 
 def _holders(holdings: Holdings) -> dict[str, dict[LocalTensor, Holders]]:
     """The different boxes of each tensor, and the ranks that have them, without empty boxes."""
-    found: dict[str, dict[LocalTensor, Holders]] = {}
+    holders: dict[str, dict[LocalTensor, Holders]] = {}
     for rank, tensors in enumerate(holdings):
-        for name, held in tensors.items():
-            boxes = found.setdefault(name, {})
-            whole = Box.whole(held.shape)
-            one = held if whole.size else LocalTensor(held.dtype, held.shape, whole)
-            if held.box.size or not whole.size:
-                boxes[one] = (*boxes.get(one, ()), rank)
-    return found
+        for name, tensor in tensors.items():
+            boxes = holders.setdefault(name, {})
+            whole = Box.whole(tensor.shape)
+            owned = tensor if whole.size else LocalTensor(tensor.dtype, tensor.shape, whole)
+            if tensor.box.size or not whole.size:
+                boxes[owned] = (*boxes.get(owned, ()), rank)
+    return holders
 
 
 def _check(name: str, boxes: Mapping[LocalTensor, Holders]) -> None:
-    kinds = {(held.dtype, held.shape) for held in boxes}
+    kinds = {(tensor.dtype, tensor.shape) for tensor in boxes}
     if len(kinds) > 1:
         (a, shape_a), (b, shape_b), *_ = sorted(kinds)
         raise CheckpointError(
             f"{name}: ranks have different tensors of that name, {a} {list(shape_a)} and {b} "
             f"{list(shape_b)}"
         )
-    shapes = {held.shape for held in boxes}
-    if not shapes or not is_covered_once(Box.whole(*shapes), [held.box for held in boxes]):
+    shapes = {tensor.shape for tensor in boxes}
+    if not shapes or not is_covered_once(Box.whole(*shapes), [tensor.box for tensor in boxes]):
         parts = ", ".join(f"{list(h.box.start)}+{list(h.box.shape)}" for h in list(boxes)[:4])
         raise CheckpointError(
             f"{name}: the boxes of all ranks do not cover it exactly once ({parts}, "
@@ -209,8 +209,8 @@ def _shares(total: int, loads: Sequence[int]) -> list[int]:
         level = -(-(total + sum(filled[:count])) // count)
         if count == len(filled) or level <= filled[count]:
             break
-    left, found = total, []
+    left, shares = total, []
     for load in loads:
-        found.append(min(left, max(0, level - load)))
-        left -= found[-1]
-    return found
+        shares.append(min(left, max(0, level - load)))
+        left -= shares[-1]
+    return shares

@@ -153,8 +153,11 @@ def write(
     target = job.target
     if job.rank > 0:
         with files.raising(CheckpointError, f"cannot save {target}"):
-            own, done = write_own_part(job, lambda path: write_files(job, content, path), is_orphan)
-        return Saved(target, own, 0, time.monotonic() - began, is_committed=done)
+            num_bytes, is_committed = write_own_part(
+                job, lambda path: write_files(job, content, path), is_orphan
+            )
+        seconds = time.monotonic() - began
+        return Saved(target, num_bytes, 0, seconds, is_committed=is_committed)
     with files.raising(CheckpointError, f"cannot save {target}"):
         if job.attempt and (size := _size_of(job)) is not None:  # the writer died after the commit
             return Saved(target, size, 0, time.monotonic() - began, _forget(job))
@@ -485,13 +488,13 @@ def _put(path: Path, names: list[str]) -> None:
 
 def _get(path: Path) -> list[str]:
     with files.open_file(path, follow=False) as file:
-        found: list[str] = json.loads(files.read_all(file, _MAX_REPORT))
-    return found
+        names: list[str] = json.loads(files.read_all(file, _MAX_REPORT))
+    return names
 
 
-def _refuse_error(job: Job, rank: int, told: Mapping[str, Any]) -> None:
-    if "error" in told:
-        raise CheckpointError(f"cannot save {job.target}: rank {rank}: {told['error']}")
+def _refuse_error(job: Job, rank: int, report: Mapping[str, Any]) -> None:
+    if "error" in report:
+        raise CheckpointError(f"cannot save {job.target}: rank {rank}: {report['error']}")
 
 
 def _folder(job: Job, is_orphan: Callable[[], bool]) -> Path | None:
@@ -534,13 +537,13 @@ def _wait_for(look: Callable[[], T | None], rank: int, is_orphan: Callable[[], b
     began = time.monotonic()
     while True:
         try:
-            found = look()
+            result = look()
         except FileNotFoundError:
             if time.monotonic() - began > _patience(is_orphan):
                 raise CheckpointError(f"rank {rank} did not start to save") from None
-            found = None
-        if found is not None:
-            return found
+            result = None
+        if result is not None:
+            return result
         time.sleep(_PAUSE)
 
 
@@ -553,9 +556,9 @@ def _look(path: Path, rank: int) -> Mapping[str, Any] | None:
     except BlockingIOError:
         return None
     try:
-        found: Mapping[str, Any] = json.loads(data)
+        report: Mapping[str, Any] = json.loads(data)
     except ValueError:  # empty, or zeros: space that was reserved
         if not is_over:  # there are no locks here, and patience decides
             raise FileNotFoundError(path) from None
         raise CheckpointError(f"rank {rank} died during the save") from None
-    return found
+    return report

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 import torch
 
@@ -93,8 +94,8 @@ class Merged:
         a_RI, b_OR = self._factor(delta.a, exact), self._factor(delta.b, exact)
         a_RI = a_RI[:, box.start[inner] : box.stop[inner]]
         b_OR = b_OR[box.start[out] : box.stop[out]]
-        one, other = (a_RI.T, b_OR.T) if delta.is_transposed else (b_OR, a_RI)
-        return torch.addmm(weight, one, other, alpha=delta.scale)
+        left, right = (a_RI.T, b_OR.T) if delta.is_transposed else (b_OR, a_RI)
+        return torch.addmm(weight, left, right, alpha=delta.scale)
 
     def _with_experts(
         self, weight: torch.Tensor, box: Box, delta: Delta, at: ExpertSlice
@@ -104,14 +105,14 @@ class Merged:
         a_ERI, b_ORE = a.view(at.num_experts, -1, a.shape[1]), b.view(len(b), -1, at.num_experts)
         missing = 3 - len(box.shape)  # of one expert, the files may have a matrix
         start, shape = (0,) * missing + box.start, (1,) * missing + box.shape
-        first, row, column = (one + other for one, other in zip(at.start, start, strict=True))
+        first, row, column = map(add, at.start, start)
         rows, columns = slice(row, row + shape[1]), slice(column, column + shape[2])
         outs, ins = (columns, rows) if delta.is_transposed else (rows, columns)
-        found = weight.reshape(shape).clone()
-        for index, own in enumerate(found):
+        merged = weight.reshape(shape).clone()
+        for index, expert_weight in enumerate(merged):
             update = b_ORE[outs, :, first + index] @ a_ERI[first + index, :, ins]
-            own.add_(update.T if delta.is_transposed else update, alpha=delta.scale)
-        return found.view(weight.shape)
+            expert_weight.add_(update.T if delta.is_transposed else update, alpha=delta.scale)
+        return merged.view(weight.shape)
 
     def _factor(self, name: str, exact: torch.dtype) -> torch.Tensor:
         """A or B; the last few are cached, because every block of a weight needs them, and experts
@@ -150,11 +151,11 @@ class Merged:
         return self._norms[name]
 
 
-def same_values(source: TensorSource, one: str, other: str) -> bool:
+def same_values(source: TensorSource, a: str, b: str) -> bool:
     """Whether two tensors of a source are equal."""
-    if source.shapes()[one] != source.shapes()[other]:
+    if source.shapes()[a] != source.shapes()[b]:
         return False
-    return torch.equal(read_whole(source, one), read_whole(source, other))
+    return torch.equal(read_whole(source, a), read_whole(source, b))
 
 
 @dataclass(frozen=True)
@@ -176,13 +177,13 @@ class ReplacedRows:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The values of the base, but for those rows."""
-        found = self.base.read(name, box)
+        values = self.base.read(name, box)
         if name not in self.rows:
-            return found
+            return values
         key, ids = self.rows[name]
-        found = found.clone()
-        for own, row in enumerate(ids):
+        values = values.clone()
+        for adapter_row, row in enumerate(ids):
             if box.start[0] <= row < box.stop[0]:
-                part = Box((own, *box.start[1:]), (1, *box.shape[1:]))
-                found[row - box.start[0]] = self.adapter.read(key, part)[0].to(found.dtype)
-        return found
+                part = Box((adapter_row, *box.start[1:]), (1, *box.shape[1:]))
+                values[row - box.start[0]] = self.adapter.read(key, part)[0].to(values.dtype)
+        return values

@@ -46,8 +46,8 @@ def once(method: Callable[[S], T]) -> Callable[[S], T]:
     def computed(self: S) -> T:
         if name not in self.__dict__:
             self.__dict__[name] = method(self)
-        found: T = self.__dict__[name]
-        return found
+        cached: T = self.__dict__[name]
+        return cached
 
     return computed
 
@@ -90,11 +90,11 @@ class FolderSource:
         if len(box.shape) != len(whole.shape) or box not in whole:
             where = f"{self.weights.folder}: {name}"
             raise CheckpointError(f"{where}: {box} is outside of shape {place.entry.shape}")
-        found = torch.empty(box.shape, dtype=self.dtypes()[name])
+        values = torch.empty(box.shape, dtype=self.dtypes()[name])
         for part in place.parts or (StoredBox(place.file, place.key, whole, place.hash),):
             if (common := box & part.box) is not None:
-                self._fill(name, part, common, found[common.slices_in(box)])
-        return found
+                self._fill(name, part, common, values[common.slices_in(box)])
+        return values
 
     def _fill(self, name: str, part: StoredBox, box: Box, target: torch.Tensor) -> None:
         """Read ``box``, inside ``part``; directly into ``target`` if that is contiguous."""
@@ -108,7 +108,7 @@ class FolderSource:
         if not is_plain:
             target.copy_(values)
 
-    def _check(self, name: str, part: StoredBox, box: Box, found: torch.Tensor) -> None:
+    def _check(self, name: str, part: StoredBox, box: Box, values: torch.Tensor) -> None:
         whole = Box.whole(part.box.shape)
         first, count = next(box.runs_in(whole), (0, 0))
         begins = first == 0 and count == box.size
@@ -118,14 +118,14 @@ class FolderSource:
                 self._compare(name, part, part.file.hash(part.key, part.in_file(part.box)))
             self._known.add(part)
             return
-        digest.update(raw(found))
+        digest.update(raw(values))
         if first + count < whole.size:
             self._half_read[part] = (first + count, digest)
         else:
             self._compare(name, part, digest.hex())
 
-    def _compare(self, name: str, part: StoredBox, found: str) -> None:
-        if found != part.hash:
+    def _compare(self, name: str, part: StoredBox, digest: str) -> None:
+        if digest != part.hash:
             raise DamagedFileError(
                 self.weights.folder,
                 f"{part.file.path}: {name} is damaged: its hash does not match",
@@ -203,9 +203,10 @@ class ReplacingSource(ABC):
     @once
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Of a new tensor, that of the first it is made of."""
-        dtypes, used = self.source.dtypes(), {n for _, own in self._made.values() for n in own}
+        dtypes = self.source.dtypes()
+        used = {name for _, part_names in self._made.values() for name in part_names}
         left = {name: dtype for name, dtype in dtypes.items() if name not in used}
-        return left | {name: dtypes[own[0]] for name, (_, own) in self._made.items()}
+        return left | {name: dtypes[part_names[0]] for name, (_, part_names) in self._made.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """As stored, unless it is new."""
@@ -229,8 +230,8 @@ class CastSource:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Rounded to nearest."""
-        found = self.source.read(name, box)
-        return found.to(self._target(found.dtype))
+        values = self.source.read(name, box)
+        return values.to(self._target(values.dtype))
 
     def _target(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if dtype.is_floating_point and dtype.itemsize > 1 else dtype
@@ -265,23 +266,26 @@ class ComputedSource(ReplacingSource):
 
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The new tensors."""
-        each = self.computed.items()
-        return {name: (one.shape, [*one.parts.values(), *one.unused]) for name, one in each}
+        return {
+            name: (tensor.shape, [*tensor.parts.values(), *tensor.unused])
+            for name, tensor in self.computed.items()
+        }
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """Computed from its parts, which are read in full."""
         whole = Box.whole(self.computed[name].shape)
-        found = self._last.get(name)
-        if found is None:
-            found = self._compute(name)
+        values = self._last.get(name)
+        if values is None:
+            values = self._compute(name)
             self._last.clear()
             if box != whole:
-                self._last[name] = found
-        return found[box.slices_in(whole)]
+                self._last[name] = values
+        return values[box.slices_in(whole)]
 
     def _compute(self, name: str) -> torch.Tensor:
-        one = self.computed[name]
-        return one.compute({role: read_whole(self.source, n) for role, n in one.parts.items()})
+        tensor = self.computed[name]
+        parts = {role: read_whole(self.source, part) for role, part in tensor.parts.items()}
+        return tensor.compute(parts)
 
 
 @dataclass(frozen=True)

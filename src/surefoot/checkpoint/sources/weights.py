@@ -88,14 +88,14 @@ def tensors_in(
 ) -> dict[str, TensorLocation]:
     """The tensors of files that have each of them once, but for those of ``chosen``."""
     chosen = chosen or {}
-    found = dict(chosen)
+    tensors = dict(chosen)
     for file in opened:
         for name, entry in file.header.entries.items():
             if name in chosen:
                 continue
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{file.path}: {name[:200]!r} is in {found[name].file.path.name} as well"
+                    f"{file.path}: {name[:200]!r} is in {tensors[name].file.path.name} as well"
                 )
-            found[name] = TensorLocation(file, name, entry)
-    return found
+            tensors[name] = TensorLocation(file, name, entry)
+    return tensors

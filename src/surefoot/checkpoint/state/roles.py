@@ -70,10 +70,10 @@ class FileRole:
 
 def part_of(role: str) -> str:
     """The role of the first network that contains the same: model, optimizer or state."""
-    known = FileRole(role)
-    if known.is_of_rank_0:
+    file_role = FileRole(role)
+    if file_role.is_of_rank_0:
         return STATE
-    return OPTIMIZER if known.is_optimizer else MODEL
+    return OPTIMIZER if file_role.is_optimizer else MODEL
 
 
 def role_of(full_name: str) -> str:

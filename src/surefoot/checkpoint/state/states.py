@@ -80,8 +80,8 @@ class PartialState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Become ``state``; that of the other parameters stays."""
-        known = self.whole.state_dict().items()
-        others = {name: slots for name, slots in known if not self.is_own(name)}
+        slots_by_name = self.whole.state_dict()
+        others = {name: s for name, s in slots_by_name.items() if not self.is_own(name)}
         self.whole.load_state_dict({**others, **state})
 
     def cuts_of(self, pointer: str) -> Cuts | None:
@@ -103,13 +103,13 @@ def adopted(states: Mapping[str, Stateful]) -> tuple[dict[str, ShardedState], di
     files: dict[str, ShardedState] = {}
     rest: dict[str, Stateful] = {}
     for name, state in states.items():
-        own = ModuleState(state) if isinstance(state, nn.Module) else state
-        if isinstance(own, FileState):
-            files[name] = own.own
+        stateful = ModuleState(state) if isinstance(state, nn.Module) else state
+        if isinstance(stateful, FileState):
+            files[name] = stateful.own
         elif name in (MODEL, OPTIMIZER):
-            files[name] = UnshardedState(own)
+            files[name] = UnshardedState(stateful)
         else:
-            rest[name] = own
+            rest[name] = stateful
     if STATE in files:
         raise CheckpointError(f"{STATE!r} is the file of all other states; choose another name")
     return files, rest
@@ -129,7 +129,7 @@ class ModuleState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``: every name must exist, or the one with which it shares its tensor."""
         first = _first_names(self.module.state_dict())
-        self.module.load_state_dict({name: state[kept] for name, kept in first.items()})
+        self.module.load_state_dict({name: state[first_name] for name, first_name in first.items()})
 
 
 def _first_names(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -184,21 +184,21 @@ class NamedOptimizer:
                     f"group of exactly these {len(params)} (for example "
                     f"{params[0] if params else 'none'})"
                 )
-            own = plain["param_groups"][i]
-            plain["param_groups"][i] = {**saved[frozenset(params)], "params": own["params"]}
+            numbers = plain["param_groups"][i]["params"]  # PyTorch numbers parameters
+            plain["param_groups"][i] = {**saved[frozenset(params)], "params": numbers}
         plain["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
         self.optimizer.load_state_dict(plain)
 
     def _names(self) -> list[list[str]]:
-        known = {id(parameter): name for name, parameter in self.named_parameters}
+        name_of = {id(parameter): name for name, parameter in self.named_parameters}
         groups = [group["params"] for group in self.optimizer.param_groups]
-        if odd := [p for params in groups for p in params if id(p) not in known]:
+        if odd := [p for params in groups for p in params if id(p) not in name_of]:
             raise CheckpointError(
                 f"the optimizer updates {counted(len(odd), 'parameter')} without a name, one of "
                 f"shape {list(odd[0].shape)}; pass the named_parameters() of every module it "
                 "updates"
             )
-        return [[known[id(p)] for p in params] for params in groups]
+        return [[name_of[id(p)] for p in params] for params in groups]
 
 
 class RandomState:
@@ -376,8 +376,8 @@ class PipelinedWeights(ShardedState):
         return {**self.elsewhere, **self.own.state_dict(), **self._second()}
 
     def _second(self) -> dict[str, torch.Tensor]:
-        found = {name: self.model.get_parameter(here) for name, here in self.second.items()}
-        return {name: parameter.detach() for name, parameter in found.items()}
+        parameters = {name: self.model.get_parameter(here) for name, here in self.second.items()}
+        return {name: parameter.detach() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
@@ -413,11 +413,11 @@ class PipelinedOptimizer:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The live tensors, and the names of all ranks: a collective call."""
-        own: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
-        slots = {name: [*tensors] for name, tensors in own.items()}
-        theirs = {n: s for part in self.exchange.of_stages(slots) for n, s in part.items()}
+        local: dict[str, dict[str, torch.Tensor]] = self.own.state_dict()
+        slots = {name: [*tensors] for name, tensors in local.items()}
+        all_slots = {n: s for part in self.exchange.of_stages(slots) for n, s in part.items()}
         empty = torch.empty((), device="meta")
-        return {name: own.get(name) or dict.fromkeys(theirs[name], empty) for name in theirs}
+        return {n: local.get(n) or dict.fromkeys(names, empty) for n, names in all_slots.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Load this rank's tensors from ``state``."""
@@ -427,11 +427,11 @@ class PipelinedOptimizer:
 def owners(exchange: Exchange, names: Iterable[str]) -> list[set[str]]:
     """The names that each rank of a pipeline is the first to have, given those of this rank."""
     seen: set[str] = set()
-    found = []
+    owned = []
     for theirs in exchange.of_stages(list(names)):
-        found.append(set(theirs) - seen)
+        owned.append(set(theirs) - seen)
         seen |= set(theirs)
-    return found
+    return owned
 
 
 BLOCK = 1 << 20  # elements read at a time
