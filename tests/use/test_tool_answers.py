@@ -82,7 +82,7 @@ def test_a_response_with_calls_is_repeated_as_the_template_writes_it(opened):
     found = talking.as_message(Answer(SAID, "stop", (CALL,)))
     assert found == Message("assistant", "I add.", (IDENTIFIED,))
     talking.messages += [Message("user", "2+1?"), found]
-    assert talking.said("tool", "3") == RESULT
+    assert talking.new_message("tool", "3") == RESULT
     (later,) = talking.as_message(Answer(SAID, "stop", (CALL,))).tool_calls
     assert later["id"] == "call00001"
 
@@ -121,7 +121,7 @@ def test_a_request_with_tools_gets_the_calls_and_continues_with_their_result(ope
     asked = []
 
     def answer(self, text, on_text=None, *, role="user"):
-        asked.append([*self.messages, self.said(role, text)])
+        asked.append([*self.messages, self.new_message(role, text)])
         return answer_of(self.opened, SAID, "stop", self.tools)
 
     monkeypatch.setattr(Conversation, "ask", answer)

@@ -82,8 +82,8 @@ def _of_hub(name: str) -> Path:
     try:
         folder = fetch(ModelSection(path=model), inside=f"{inside}/" if inside else "") / inside
     except ModelError as error:  # which speaks of a recipe's field
-        said = str(error).removeprefix("model.path: ")
-        raise ModelError(said.replace(repr(model), repr(name), 1)) from None
+        message = str(error).removeprefix("model.path: ")
+        raise ModelError(message.replace(repr(model), repr(name), 1)) from None
     if not files.is_folder(folder):
         raise ModelError(f"the hub model {model} has no folder {inside!r}")
     return folder

@@ -68,12 +68,12 @@ class ResultJournal:
     replica: int
     is_writer: bool  # one rank of each replica
 
-    def add(self, found: Mapping[str, object]) -> None:
+    def add(self, results: Mapping[str, object]) -> None:
         """Append results, by their key, and flush them."""
-        self.known.update(found)
-        if not self.is_writer or not found:
+        self.known.update(results)
+        if not self.is_writer or not results:
             return
-        rows = ({"job": self.job, "key": key, "result": one} for key, one in found.items())
+        rows = ({"job": self.job, "key": key, "result": result} for key, result in results.items())
         # a line break first, which ends a line that a crash has cut short
         text = "\n".join(["", *map(json.dumps, rows)])
         path = self.output.part(self.replica)
@@ -86,39 +86,43 @@ class ResultJournal:
 def open_results(
     output: Output,
     opened: LoadedModel,
-    asked: object,
+    request: object,
     what: tuple[str, str] = ("result", "of other questions"),
 ) -> ResultJournal:
-    """The journal of this rank's replica for ``asked``, which is plain data; a collective call.
+    """The journal of this rank's replica for ``request``, which is plain data; a collective call.
     ``what`` is one result, and what those of another job belong to, as errors say it. Raises
     ``RunError`` if there are results of another job, unless they are to be replaced."""
     world, share = opened.world, opened.network.share
-    job, known = world.from_main(_earlier(output, opened, asked, *what) if world.is_main else None)
-    if known:
-        logger.info("%s: continuing after %s", output.path, counted(len(known), what[0]))
+    job, earlier_results = world.from_main(
+        _earlier(output, opened, request, *what) if world.is_main else None
+    )
+    if earlier_results:
+        logger.info("%s: continuing after %s", output.path, counted(len(earlier_results), what[0]))
     is_writer = world.rank == share.index * (world.size // share.count)
-    return ResultJournal(output, job, known, share.index, is_writer)
+    return ResultJournal(output, job, earlier_results, share.index, is_writer)
 
 
 def _earlier(
-    output: Output, opened: LoadedModel, asked: object, one: str, other: str
+    output: Output, opened: LoadedModel, request: object, noun: str, belonging: str
 ) -> tuple[str, dict[str, Any]]:
     """The identity of the job, and the results that earlier attempts at it have written."""
     weights = [weight_traces(folder) for folder in opened.folders]
-    job = files.digest(json.dumps([asked, str(opened.inner.dtype), weights], default=str).encode())
-    with files.raising(RunError, f"cannot read the {one}s so far"):
+    job = files.digest(
+        json.dumps([request, str(opened.inner.dtype), weights], default=str).encode()
+    )
+    with files.raising(RunError, f"cannot read the {noun}s so far"):
         rows = [row for path in output.parts for row in complete_rows(path, _NAMES)]
-    own = [row for row in rows if row["job"] == job]
-    if len(own) < len(rows):
+    job_rows = [row for row in rows if row["job"] == job]
+    if len(job_rows) < len(rows):
         if not output.force:
             raise RunError(
-                f"{output.part(0)}: contains {counted(len(rows) - len(own), one)} {other}, "
-                "settings or weights; repeat the command that wrote them, choose another "
-                "--output, or discard them with --force"
+                f"{output.part(0)}: contains {counted(len(rows) - len(job_rows), noun)} "
+                f"{belonging}, settings or weights; repeat the command that wrote them, choose "
+                "another --output, or discard them with --force"
             )
         output.remove_parts()
-        own = []
-    return job, {row["key"]: row["result"] for row in own}
+        job_rows = []
+    return job, {row["key"]: row["result"] for row in job_rows}
 
 
 T = TypeVar("T")
@@ -136,13 +140,13 @@ class KeyedResults(Generic[T]):
 
     @property
     def known(self) -> Mapping[int, T]:
-        """Those of earlier attempts."""
-        known = self.journal.known
-        return {i: self.read(known[key]) for i, key in enumerate(self.keys) if key in known}
+        """The results of earlier attempts."""
+        results = self.journal.known
+        return {i: self.read(results[key]) for i, key in enumerate(self.keys) if key in results}
 
-    def add(self, found: Mapping[int, T]) -> None:
-        """Store some."""
-        self.journal.add({self.keys[i]: self.write(one) for i, one in found.items()})
+    def add(self, results: Mapping[int, T]) -> None:
+        """Append results to the journal."""
+        self.journal.add({self.keys[i]: self.write(result) for i, result in results.items()})
 
 
 def samples_in(journal: ResultJournal, keys: Sequence[str], decode: Decode) -> KeyedResults[Sample]:
@@ -164,18 +168,18 @@ def samples_in(journal: ResultJournal, keys: Sequence[str], decode: Decode) -> K
 
 
 def open_journal(
-    output: Output, opened: LoadedModel, asked: Sequence[Ids], section: GenerateSection, seed: int
+    output: Output, opened: LoadedModel, prompts: Sequence[Ids], section: GenerateSection, seed: int
 ) -> KeyedResults[Sample]:
-    """The responses of this rank's replica to the prompts ``asked``; as ``open_results``."""
-    told = [list(asked), asdict(section), seed]
-    journal = open_results(output, opened, told, ("answer", "to other prompts"))
-    return samples_in(journal, [str(i) for i in range(len(asked))], decoder(opened.tokenizer))
+    """The responses of this rank's replica to ``prompts``; as ``open_results``."""
+    request = [list(prompts), asdict(section), seed]
+    journal = open_results(output, opened, request, ("answer", "to other prompts"))
+    return samples_in(journal, [str(i) for i in range(len(prompts))], decoder(opened.tokenizer))
 
 
 def weight_traces(folder: Path) -> list[str]:
     """What changes with the files of a folder: names, lengths and times."""
-    found = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in found]
+    stats = [(path, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats]
 
 
 def complete_rows(path: Path, names: Set[str]) -> Iterator[dict[str, Any]]:

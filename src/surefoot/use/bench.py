@@ -216,7 +216,7 @@ def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
     kernel = trainer.state.kernels.packed_attention if recipe.data.packing else None
     rule = rule_of(trainer.policy.step.optimizer)
     is_fused = all(group.get("fused") for group in rule.param_groups)
-    found = {
+    settings = {
         "precision": network.options.precision,
         "weights": _dtypes(module),
         "attention": f"{kernel} (packed)" if kernel else str(inner.config._attn_implementation),
@@ -227,10 +227,10 @@ def used_by(recipe: Recipe, trainer: Trainer) -> Mapping[str, str]:
         "compilation": "on" if recipe.model.compile else "off",
     }
     if recipe.model.float8 is not None:
-        found["float8"] = recipe.model.float8
+        settings["float8"] = recipe.model.float8
     if count := count_fused(module):
-        found["LoRA"] = f"fused in {count:,} layers"
-    return found
+        settings["LoRA"] = f"fused in {count:,} layers"
+    return settings
 
 
 def _dtypes(module: nn.Module) -> str:

@@ -42,8 +42,8 @@ def answer_of(
     syntax = syntax_of(opened.template.source) if opened.template and tools else None
     if syntax is None:
         return Answer(text, reason)
-    found = parse_tool_calls(text, syntax, tools)
-    return Answer(text, reason, found.calls, found.broken)
+    parsed = parse_tool_calls(text, syntax, tools)
+    return Answer(text, reason, parsed.calls, parsed.broken)
 
 
 def with_thinking(opened: LoadedModel, thinks: bool | None) -> LoadedModel:
@@ -56,16 +56,16 @@ def with_thinking(opened: LoadedModel, thinks: bool | None) -> LoadedModel:
     option = "--thinking" if thinks else "--no-thinking"
     if "enable_thinking" not in opened.template.source:
         raise TemplateError(f"{option}: this model's chat template has no argument enable_thinking")
-    given = {"enable_thinking": thinks}
-    source = with_arguments(opened.template.source, given, opened.template.name)
+    arguments = {"enable_thinking": thinks}
+    source = with_arguments(opened.template.source, arguments, opened.template.name)
     return replace(opened, template=replace(opened.template, source=source))
 
 
-def finish_reason(found: Sample, left: int | None) -> FinishReason:
+def finish_reason(sample: Sample, left: int | None) -> FinishReason:
     """Why a response ended; ``left``: tokens of context (None: no limit)."""
-    if found.finish_reason == "stop":
+    if sample.finish_reason == "stop":
         return "stop"
-    return "context" if left is not None and len(found.ids) >= left else "length"
+    return "context" if left is not None and len(sample.ids) >= left else "length"
 
 
 @dataclass
@@ -107,8 +107,8 @@ class Conversation:
         """The response to ``text``, passed piece by piece to ``on_text``; of role ``tool``, it is
         the result of a call. Raises ``RunError`` if there is no room for one, and ``text`` is not
         added; ``TemplateError`` if the template rejects it."""
-        said = self.said(role, text)
-        ids = self._ids(said)
+        message = self.new_message(role, text)
+        ids = self._ids(message)
         left = room(self.opened.model, ids)
         if left == 0:
             raise RunError(
@@ -116,7 +116,7 @@ class Conversation:
                 f"the model's context length is {context_length(self.opened.model):,}"
             )
         answer = self._answer(ids, left, on_text)
-        self.messages += [said, self.as_message(answer)]
+        self.messages += [message, self.as_message(answer)]
         return answer
 
     def retry(self, on_text: Callable[[str], None] | None = None) -> Answer:
@@ -124,34 +124,34 @@ class Conversation:
         there is none yet."""
         if not self.messages:
             raise RunError("there is no response yet to generate again")
-        asked, before = self.messages[-2], self.messages[-2:]
+        question, before = self.messages[-2], self.messages[-2:]
         del self.messages[-2:]
         try:
-            return self.ask(asked.content, on_text, role=asked.role)
+            return self.ask(question.content, on_text, role=question.role)
         except RunError:
             self.messages += before
             raise
 
-    def _ids(self, said: Message) -> list[int]:
+    def _ids(self, message: Message) -> list[int]:
         if not self.has_template:
-            ids = self.opened.continuation(said.content)
+            ids = self.opened.continuation(message.content)
             if not ids:
                 raise RunError("there is no text to continue")
             return ids
         first = [Message("system", self.system)] if self.system else []
-        return self.opened.prompt([*first, *self.messages, said], self.tools)
+        return self.opened.prompt([*first, *self.messages, message], self.tools)
 
     def as_message(self, answer: Answer) -> Message:
         """What later prompts contain of a response: its calls as the template writes them."""
         if not answer.tool_calls or self.opened.template is None:
             return Message("assistant", answer.text)
         syntax = syntax_of(self.opened.template.source)
-        found = parse_tool_calls(answer.text, syntax, self.tools)
+        parsed = parse_tool_calls(answer.text, syntax, self.tools)
         first = sum(len(message.tool_calls) for message in self.messages)
-        calls = [{"id": _call_id(i), **call} for i, call in enumerate(found.calls, first)]
-        return Message("assistant", found.text, tuple(calls))
+        calls = [{"id": _call_id(i), **call} for i, call in enumerate(parsed.calls, first)]
+        return Message("assistant", parsed.text, tuple(calls))
 
-    def said(self, role: Role, text: str) -> Message:
+    def new_message(self, role: Role, text: str) -> Message:
         """A message to the model; a tool's result has the id and name of the first call."""
         if role != "tool" or not (self.messages and self.messages[-1].tool_calls):
             return Message(role, text)
@@ -169,7 +169,7 @@ class Conversation:
                 on_text(piece)
 
         try:
-            found = stream(
+            sample = stream(
                 self.opened.model,
                 ids,
                 self.section,
@@ -180,9 +180,9 @@ class Conversation:
             )
         except KeyboardInterrupt:
             return Answer("".join(pieces), "interrupted")
-        reason = finish_reason(found, left)
+        reason = finish_reason(sample, left)
         answer = answer_of(self.opened, "".join(pieces), reason, self.tools)
-        return replace(answer, prompt_ids=ids, ids=found.text_ids)
+        return replace(answer, prompt_ids=ids, ids=sample.text_ids)
 
 
 def _call_id(number: int) -> str:
@@ -226,11 +226,11 @@ def events(
     the answer, or what is wrong, is returned."""
     try:
         request = _parsed(line)
-        asked, last = _prepared(conversation, request), request.messages[-1]
-        answer = asked.ask(
+        chat, last = _prepared(conversation, request), request.messages[-1]
+        answer = chat.ask(
             last.content, lambda piece: on_event({"event": "piece", "text": piece}), role=last.role
         )
-        tokens = token_probabilities(asked.opened, answer)
+        tokens = token_probabilities(chat.opened, answer)
     except SurefootError as error:
         yield {"event": "error", "message": str(error)}
         return
@@ -260,7 +260,7 @@ def token_probabilities(opened: LoadedModel, answer: Answer) -> list[dict[str, o
     top = logps_TV.topk(min(NUM_ALTERNATIVES, logps_TV.shape[-1]))
     decode = decoder(opened.tokenizer)
     text, logp, left = TextStream(decode), 0.0, len(answer.text)
-    found: list[dict[str, object]] = []
+    pieces: list[dict[str, object]] = []
     for place, token in enumerate(answer.ids):
         logp += float(logps_TV[place, token])
         piece = text.push(token) or (text.end() if place == count - 1 else "")
@@ -268,9 +268,9 @@ def token_probabilities(opened: LoadedModel, answer: Answer) -> list[dict[str, o
         if piece:
             pairs = zip(top.indices[place].tolist(), top.values[place].tolist(), strict=True)
             instead = [[decode([other]), _share(value)] for other, value in pairs]
-            found.append({"text": piece, "probability": _share(logp), "instead": instead})
+            pieces.append({"text": piece, "probability": _share(logp), "instead": instead})
             logp = 0.0
-    return found
+    return pieces
 
 
 def _share(logp: float) -> float | None:
@@ -304,7 +304,7 @@ def _prepared(conversation: Conversation, request: _Request) -> Conversation:
         schemas = tools({"tools": request.tools}, "tools")
     except DataError as error:
         raise RunError(str(error).replace("column 'tools'", "tools")) from None
-    asked = replace(
+    chat = replace(
         conversation,
         section=section,
         system=request.system or None,
@@ -312,13 +312,13 @@ def _prepared(conversation: Conversation, request: _Request) -> Conversation:
         messages=[],
         tools=schemas or conversation.tools,
     )
-    for number, one in enumerate(request.messages):
-        if one.role == "tool" and not (asked.messages and asked.messages[-1].tool_calls):
+    for number, message in enumerate(request.messages):
+        if message.role == "tool" and not (chat.messages and chat.messages[-1].tool_calls):
             raise RunError(f"messages.{number}: the response before it calls no tool")
-        if one.role == "assistant":  # with the calls of tools that its text has
-            earlier = answer_of(asked.opened, one.content, "stop", asked.tools)
-            asked.messages.append(asked.as_message(earlier))
+        if message.role == "assistant":  # with the calls of tools that its text has
+            earlier = answer_of(chat.opened, message.content, "stop", chat.tools)
+            chat.messages.append(chat.as_message(earlier))
         else:
-            asked.messages.append(asked.said(one.role, one.content))
-    del asked.messages[-1]
-    return asked
+            chat.messages.append(chat.new_message(message.role, message.content))
+    del chat.messages[-1]
+    return chat

@@ -83,8 +83,8 @@ def measure(
     with ready_to_measure(opened, recipe, longest) as network:
         # ranks that share a network run in step, so each computes all batches
         networks = {POLICY: network.compared_with(others) if others else network, **others}
-        found = build_evaluation(recipe, opened.codec, networks, ALONE)
-        return found.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
+        evaluation = build_evaluation(recipe, opened.codec, networks, ALONE)
+        return evaluation.measure(EvaluationSet(items, NOTHING), on_batch or (lambda: None))
 
 
 def num_batches(recipe: Recipe, num_examples: int) -> int:
@@ -103,8 +103,8 @@ def encoded(stage: Stage, examples: Sequence[Example], codec: Codec) -> list[Fea
         logger.warning(
             "dropped %d of %d examples: %s", len(dropped), len(outcomes), dropped[0].reason
         )
-    kept = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
-    return [f for o in kept for f in (o.features if isinstance(o, Truncated) else o)]
+    usable = (outcome for outcome in outcomes if not isinstance(outcome, Dropped))
+    return [f for o in usable for f in (o.features if isinstance(o, Truncated) else o)]
 
 
 @contextmanager
@@ -143,16 +143,16 @@ def auxiliary_columns(
         base = resolve(recipe.model)
         codec = open_codec(recipe, base)
         parts = held_out(recipe, codec, dataset=dataset, limit=limit)
-    items = {one.name: in_memory(encoded(recipe.stage, one.examples, codec)) for one in parts}
+    items = {part.name: in_memory(encoded(recipe.stage, part.examples, codec)) for part in parts}
     size = recipe.train.global_batch_size
     sets = {name: eval_set(examples, size) for name, examples in items.items()}
-    found = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
-    if not found.is_complete:
+    precomputation = columns_of(recipe, {POLICY: base}, list(sets.values()), world)
+    if not precomputation.is_complete:
         longest = max(int(dataset.lengths.max(initial=0)) for dataset in items.values())
         longest = longest_row(recipe.stage, longest, recipe.data.longest)
         with _networks(recipe, "ahead", codec, world, parallel, longest) as networks:
-            found.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
-    return {name: _columns(one, found) for name, one in sets.items()}
+            precomputation.run(context_of(recipe, codec, networks, ALONE, recipe.train.seed))
+    return {name: _columns(window_set, precomputation) for name, window_set in sets.items()}
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _networks(
     """The auxiliary models of the stage, by role; roles of the same model share it."""
     opened: dict[ModelSection, Network] = {}
     needed = auxiliary_models(recipe.stage, when)
-    roles = {role: model_of(one, recipe.model) for role, one in needed.items()}
+    roles = {role: model_of(auxiliary, recipe.model) for role, auxiliary in needed.items()}
     with ExitStack() as stack:
         for role, model in roles.items():
             if model not in opened:
@@ -197,13 +197,14 @@ def _networks(
         yield {role: opened[model] for role, model in roles.items()}
 
 
-def _columns(one: WindowSet, found: Precomputation) -> list[Features]:
+def _columns(window_set: WindowSet, precomputation: Precomputation) -> list[Features]:
     """The computed columns of each example of an evaluation, in order."""
-    items, kept = with_items(one.items, found), with_windows(one, found)
-    loaded = one.items[0]
+    items = with_items(window_set.items, precomputation)
+    cached = with_windows(window_set, precomputation)
+    loaded = window_set.items[0]
     columns: list[Features] = []
-    for place, group in one.windows.items():
-        added = kept.added(place, [items[int(item)] for item in group])
+    for place, group in window_set.windows.items():
+        added = cached.added(place, [items[int(item)] for item in group])
         columns += [{n: v for n, v in item.items() if n not in loaded} for item in added]
     return columns
 
@@ -281,9 +282,9 @@ def _rows_of(recipe: Recipe, codec: Codec, name: str) -> list[int]:
 def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
     """The rows that ``val_size`` holds out, by dataset."""
     if recipe.data.streaming:
-        found = open_stream(encoding_of(recipe, codec))
-        numbers = found.train.rows(int(found.held[-1]) + 1)[found.held]
-        return dict(found.train.rows_by_dataset(numbers))
+        stream = open_stream(encoding_of(recipe, codec))
+        numbers = stream.train.rows(int(stream.held[-1]) + 1)[stream.held]
+        return dict(stream.train.rows_by_dataset(numbers))
     rows = _rows(prepare(encoding_of(recipe, codec)).evals[""])
     return dict(zip(map(str, recipe.data.datasets), rows, strict=True))
 
@@ -291,24 +292,24 @@ def _split(recipe: Recipe, codec: Codec) -> dict[str, list[int]]:
 def _rows(dataset: EncodedDataset) -> list[list[int]]:
     """The rows of each store that the dataset uses."""
     starts = np.cumsum([0, *(len(store) for store in dataset.stores)])
-    found = []
+    rows_by_store = []
     for store, start in zip(dataset.stores, starts, strict=False):
         inside = (dataset.index >= start) & (dataset.index < start + len(store))
-        found.append(np.unique(store.rows[dataset.index[inside] - start]).tolist())
-    return found
+        rows_by_store.append(np.unique(store.rows[dataset.index[inside] - start]).tolist())
+    return rows_by_store
 
 
 def _first(rows: Rows, limit: int | None) -> dict[str, list[int]]:
     """The first ``limit`` rows over all datasets."""
     pairs = [(name, row) for name, of_it in rows.items() for row in of_it][:limit]
-    return {name: [row for found, row in pairs if found == name] for name in rows}
+    return {name: [row for owner, row in pairs if owner == name] for name in rows}
 
 
 def _examples(section: DataSection, rows: Rows) -> list[Example]:
     catalog = Catalog(section)
-    found: list[Example] = []
-    for name, wanted in rows.items():
-        if wanted:
-            rows_of_it = read_rows(catalog.entry(name), section, np.array(wanted))
-            found += [row for row in rows_of_it if isinstance(row, Example)]
-    return found
+    examples: list[Example] = []
+    for name, numbers in rows.items():
+        if numbers:
+            rows_of_it = read_rows(catalog.entry(name), section, np.array(numbers))
+            examples += [row for row in rows_of_it if isinstance(row, Example)]
+    return examples

@@ -60,8 +60,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        found: int = self.tokenizer.eos_token_id
-        return found
+        token_id: int = self.tokenizer.eos_token_id
+        return token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -99,8 +99,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         beginning = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None and string.startswith(beginning):
             options = {"add_special_tokens": False}
-        found: list[int] = self.tokenizer(string, verbose=False, **options)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(string, verbose=False, **options)["input_ids"]
+        return ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], disable_tqdm: bool = False, **kwargs: object
@@ -112,19 +112,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for context, end in pairs:
             groups.setdefault(context, {})[end] = None
         questions = [Question(context, tuple(ends)) for context, ends in groups.items()]
-        keys = [_key("loglikelihood", one.prompt, one.continuations) for one in questions]
-        found = network_likelihoods(
+        keys = [_key("loglikelihood", q.prompt, q.continuations) for q in questions]
+        results = network_likelihoods(
             self.opened.network,
             questions,
             batch_size=self._batch_size,
             store=KeyedResults(self.journal, keys, _as_pairs, _of_pairs),
         )
-        known = {
-            (question.prompt, end): (one.logp, one.is_greedy)
-            for question, ones in zip(questions, found, strict=True)
-            for end, one in zip(question.continuations, ones, strict=True)
+        likelihood_of = {
+            (question.prompt, end): (likelihood.logp, likelihood.is_greedy)
+            for question, of_question in zip(questions, results, strict=True)
+            for end, likelihood in zip(question.continuations, of_question, strict=True)
         }
-        return [known[pair] for pair in pairs]
+        return [likelihood_of[pair] for pair in pairs]
 
     def _fitted(self, context: Sequence[int], end: Sequence[int]) -> Pair:
         """Without the beginning of the context that exceeds the model's positions."""
@@ -144,15 +144,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         windows: list[Encoded] = []
         counts: list[int] = []
         for (text,) in (request.args for request in requests):
-            found = utils.get_rolling_token_windows(
+            token_windows = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            own = [(None, *utils.make_disjoint_window(window)) for window in found]
-            windows += own
-            counts.append(len(own))
+            disjoint = [(None, *utils.make_disjoint_window(window)) for window in token_windows]
+            windows += disjoint
+            counts.append(len(disjoint))
         logps = iter(self._loglikelihood_tokens(windows))
         return [sum(next(logps)[0] for _ in range(count)) for count in counts]
 
@@ -162,14 +162,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
-        for told, members in groups.items():
+        for gen_kwargs, members in groups.items():
             contexts = [requests[index].args[0] for index in members]
-            found = self._generated(contexts, json.loads(told))
-            texts |= zip(members, found, strict=True)
+            responses = self._generated(contexts, json.loads(gen_kwargs))
+            texts |= zip(members, responses, strict=True)
         return [texts[index] for index in range(len(requests))]
 
-    def _generated(self, contexts: Sequence[str], told: Mapping[str, Any]) -> list[str]:
-        settings = normalize_gen_kwargs(dict(told), _MOST)
+    def _generated(self, contexts: Sequence[str], gen_kwargs: Mapping[str, Any]) -> list[str]:
+        settings = normalize_gen_kwargs(dict(gen_kwargs), _MOST)
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(settings.pop("until", None), eos=eos)
         section = self._section(settings)
@@ -182,23 +182,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         prompts = [self.tok_encode(text) for text in contexts]
         self.num_truncated += sum(len(prompt) > room for prompt in prompts)
         section = replace(section, stop=tuple(filter(None, until)))
-        found = self._responses([tuple(prompt[-room:]) for prompt in prompts], section)
-        return [str(postprocess_generated_text(text, until, None)) for text in found]
+        responses = self._responses([tuple(prompt[-room:]) for prompt in prompts], section)
+        return [str(postprocess_generated_text(text, until, None)) for text in responses]
 
     def _section(self, settings: Mapping[str, Any]) -> GenerateSection:
         """The settings of a task, over those that the model was saved with. Raises ``RunError``:
         one of them is not supported."""
         most = int(settings["max_gen_toks"])
-        known = {name: settings[name] for name in _READ if settings.get(name) is not None}
+        supported = {name: settings[name] for name in _READ if settings.get(name) is not None}
         if unknown := sorted(settings.keys() - {*_READ, "max_gen_toks"}):
             raise RunError(
                 f"generation_kwargs: {unknown[0]} of a task is not supported; leave its task out"
             )
-        if not known.get("do_sample") or known.get("temperature") == 0:
-            known = {"repetition_penalty": known.get("repetition_penalty")}
-        own = self.opened.inner.generation_config.repetition_penalty
-        known["repetition_penalty"] = known.get("repetition_penalty") or own or 1.0
-        return GenerateSection(max_new_tokens=most, batch_size=self._batch_size, **known)
+        saved_penalty = self.opened.inner.generation_config.repetition_penalty
+        penalty = supported.get("repetition_penalty") or saved_penalty or 1.0
+        is_greedy = not supported.get("do_sample") or supported.get("temperature") == 0
+        options = {**({} if is_greedy else supported), "repetition_penalty": penalty}
+        return GenerateSection(max_new_tokens=most, batch_size=self._batch_size, **options)
 
     def _responses(self, prompts: Sequence[tuple[int, ...]], section: GenerateSection) -> list[str]:
         """Their texts, up to the token that completes a text that ends them."""
@@ -207,7 +207,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         for prompt in prompts:  # equal prompts have samples of their own
             seen[prompt] = number = seen.get(prompt, -1) + 1
             keys.append(_key("generate", prompt, {**asdict(section), "batch_size": 0}, number))
-        found = self.opened.network.generate(
+        samples = self.opened.network.generate(
             prompts,
             section,
             seed=_SAMPLING_SEED,
@@ -215,7 +215,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             decode=self._text,
             store=samples_in(self.journal, keys, self._text),
         )
-        return [self._text(one.ids) for one in found]
+        return [self._text(sample.ids) for sample in samples]
 
     def _text(self, ids: Sequence[int]) -> str:
         """What lm-eval reads: without special tokens."""
@@ -223,15 +223,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def _as_pairs(likelihoods: Sequence[Likelihood]) -> list[list[object]]:
-    return [[one.logp, one.is_greedy] for one in likelihoods]
+    return [[likelihood.logp, likelihood.is_greedy] for likelihood in likelihoods]
 
 
 def _of_pairs(pairs: Sequence[Any]) -> list[Likelihood]:
     return [Likelihood(*pair) for pair in pairs]
 
 
-def _key(*told: object) -> str:
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=12).hexdigest()
+def _key(*request: object) -> str:
+    return hashlib.blake2b(json.dumps(request).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def run_tasks(
     model = HarnessModel(opened, journal, batch_size=batch_size)
     random.seed(0)
     np.random.seed(_SEED)
-    found = evaluate(
+    results = evaluate(
         model,
         tasks,
         limit=settings.limit,
@@ -274,17 +274,17 @@ def run_tasks(
             "%s longer than the model's context: its beginning is truncated",
             counted(model.num_truncated, "context is", "contexts are"),
         )
-    return dict(found)
+    return dict(results)
 
 
 def _prepare(task: Any, shots: int | None) -> None:
     """Set the examples as lm-eval does: a task that excludes them keeps to that."""
-    own = task.get_config("num_fewshot")
-    if shots is not None and own == 0 != shots:
+    task_shots = task.get_config("num_fewshot")
+    if shots is not None and task_shots == 0 != shots:
         logger.warning("%s has no examples by its own settings; --shots is ignored", task.task_name)
     elif shots is not None:
         task.set_config(key="num_fewshot", value=shots)
-    elif own is None:
+    elif task_shots is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=_SEED)
 
@@ -296,9 +296,9 @@ def _manager(settings: TaskSettings) -> TaskManager:
     if folder is not None and not folder.is_dir():
         raise RunError(f"--include-path {folder}: there is no such folder")
     if folder is not None:
-        own = TaskManager(include_path=str(folder), include_defaults=False)
-        if set(settings.names) <= set(own.all_subtasks):
-            return own  # lm-eval's thousands of files take eight seconds to read
+        folder_manager = TaskManager(include_path=str(folder), include_defaults=False)
+        if set(settings.names) <= set(folder_manager.all_subtasks):
+            return folder_manager  # lm-eval's thousands of files take eight seconds to read
     manager = TaskManager(include_path=None if folder is None else str(folder))
     for name in settings.names:
         if not manager.match_tasks([name]):
@@ -311,11 +311,11 @@ def _manager(settings: TaskSettings) -> TaskManager:
 def sample_rows(results: Mapping[str, Any]) -> Iterator[dict[str, object]]:
     """A line for each row of each task: the row, the responses and the metrics."""
     for task, samples in results["samples"].items():
-        for sample in sorted(samples, key=lambda one: (one["doc_id"], str(one.get("filter")))):
+        for sample in sorted(samples, key=lambda row: (row["doc_id"], str(row.get("filter")))):
             plain = json.loads(json.dumps(sample, default=str))
             names = ("doc_id", "filter", "target", "resps", "filtered_resps", *sample["metrics"])
-            kept = {name: plain[name] for name in names if name in plain}
-            yield {"task": task, **kept, "doc": plain["doc"]}
+            fields = {name: plain[name] for name in names if name in plain}
+            yield {"task": task, **fields, "doc": plain["doc"]}
 
 
 @torch.no_grad()
@@ -329,18 +329,20 @@ def network_likelihoods(
     """The likelihoods of the continuations of all ``questions``, in order, on every rank. A
     collective call; questions are divided among the replicas. ``store`` gets their likelihoods.
     Raises ``RecipeError`` as ``Network.generate``."""
-    known = {} if store is None else dict(store.known)
-    mine = share_of(questions, network.share.index, network.share.count)
-    own = [i for i in mine if i not in known]
-    found, waiting = dict(known), dict[int, list[Likelihood]]()
+    results = {} if store is None else dict(store.known)
+    of_replica = share_of(questions, network.share.index, network.share.count)
+    pending = [i for i in of_replica if i not in results]
+    unsaved: dict[int, list[Likelihood]] = {}
     with network.evaluating(), network.engine.generating(network.inner, network.world):
-        asked = [questions[i] for i in own]
-        for place, one in likelihoods(network.module, asked, batch_size=batch_size):
-            found[own[place]] = waiting[own[place]] = one
-            if store is not None and len(waiting) >= batch_size:
-                store.add(waiting)
-                waiting = {}
-    if store is not None and waiting:
-        store.add(waiting)
-    everywhere = {i: one for part in network.world.gathered(found) for i, one in part.items()}
-    return [everywhere[i] for i in range(len(questions))]
+        waiting = [questions[i] for i in pending]
+        for place, of_question in likelihoods(network.module, waiting, batch_size=batch_size):
+            results[pending[place]] = unsaved[pending[place]] = of_question
+            if store is not None and len(unsaved) >= batch_size:
+                store.add(unsaved)
+                unsaved = {}
+    if store is not None and unsaved:
+        store.add(unsaved)
+    of_all_ranks: dict[int, list[Likelihood]] = {}
+    for of_rank in network.world.gathered(results):
+        of_all_ranks |= of_rank
+    return [of_all_ranks[i] for i in range(len(questions))]

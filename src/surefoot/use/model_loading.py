@@ -266,7 +266,9 @@ class ModelFolders:
     @property
     def all(self) -> tuple[Path, ...]:
         """The folders of all weights."""
-        return tuple(one for one in (self.model, self.adapter, self.weights) if one is not None)
+        return tuple(
+            folder for folder in (self.model, self.adapter, self.weights) if folder is not None
+        )
 
     @property
     def is_reward(self) -> bool:
@@ -355,7 +357,7 @@ def _parts(
 
 
 def _chosen(*located: ModelLocation) -> frozenset[Path]:
-    return frozenset(one.folder for one in located if one.is_chosen)
+    return frozenset(location.folder for location in located if location.is_chosen)
 
 
 def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
@@ -365,23 +367,22 @@ def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
     return ModelFolders(base.folder, adapter.folder, tokenizer, adapter.recipe, chosen=chosen)
 
 
-def _base_of(adapter: ModelLocation, given: str | Path | None, damaged: Damaged) -> ModelLocation:
-    """The base of an adapter: the given one, or the one in its files, if these are still what the
+def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) -> ModelLocation:
+    """The base of an adapter: the base one, or the one in its files, if these are still what the
     adapter was trained on."""
-    if given is not None:
-        located = locate(given, damaged)
+    if base is not None:
+        located = locate(base, damaged)
         if located.is_adapter:
-            raise ModelError(
-                f"--base {given}: is an adapter; merge it first with `surefoot export`"
-            )
+            raise ModelError(f"--base {base}: is an adapter; merge it first with `surefoot export`")
         return located
-    found = _named_base(adapter)
-    if names := base_identity.changes_below(adapter.folder, found.folder):
+    named_base = _named_base(adapter)
+    if names := base_identity.changes_below(adapter.folder, named_base.folder):
         raise ModelError(
-            f"{adapter}: its base model {found} has changed since the adapter was trained "
-            f"({base_identity.some(names)}); restore it, or use it nevertheless with --base {found}"
+            f"{adapter}: its base model {named_base} has changed since the adapter was trained "
+            f"({base_identity.some(names)}); restore it, or use it nevertheless with "
+            f"--base {named_base}"
         )
-    return found
+    return named_base
 
 
 def _named_base(adapter: ModelLocation) -> ModelLocation:

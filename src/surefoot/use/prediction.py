@@ -46,7 +46,7 @@ DEFAULTS = AnswerOptions()
 
 
 def answer_prompts(
-    asked: Prediction,
+    prediction: Prediction,
     path: str,
     overrides: Sequence[str],
     prompts: Sequence[Prompt],
@@ -56,11 +56,11 @@ def answer_prompts(
     options: AnswerOptions = DEFAULTS,
     progress: Progress,
 ) -> list[Answer]:
-    """The answer to every prompt, in order, in every process of ``world``. ``asked`` is what
+    """The answer to every prompt, in order, in every process of ``world``. ``prediction`` is what
     ``path`` and ``overrides`` say; what they leave open of generation, the model's run says.
     Answers are stored beside ``output`` as they are made. Raises as ``open_model`` and ``predict``
     do."""
-    opened = open_model(**asdict(asked.model), world=world, parallel=asked.parallel)
+    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
     opened = with_thinking(opened, options.thinks)
     section = load(path, overrides, generate=opened.generate).generate
     with progress("answers", len(prompts)) as advance:
@@ -94,13 +94,13 @@ def predict(
     Raises ``DataError`` if a prompt leaves no room, or the model supports no conversations.
     """
     refuse_reward_model(opened)
-    asked = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
-    left = [room(opened.model, ids) for ids in asked]
-    _refuse_full(opened, prompts, asked, left)
-    store = None if output is None else open_journal(output, opened, asked, section, seed)
+    prompt_ids = [_ids(opened, prompt.with_system(system)) for prompt in prompts]
+    left = [room(opened.model, ids) for ids in prompt_ids]
+    _refuse_full(opened, prompts, prompt_ids, left)
+    store = None if output is None else open_journal(output, opened, prompt_ids, section, seed)
     decode = decoder(opened.tokenizer)
-    found = opened.network.generate(
-        asked,
+    samples = opened.network.generate(
+        prompt_ids,
         section,
         seed=seed,
         stop_token_ids=opened.stop_token_ids,
@@ -109,8 +109,8 @@ def predict(
         store=store,
     )
     return [
-        answer_of(opened, one.text(decode), finish_reason(one, space), prompt.tools)
-        for one, space, prompt in zip(found, left, prompts, strict=True)
+        answer_of(opened, sample.text(decode), finish_reason(sample, space), prompt.tools)
+        for sample, space, prompt in zip(samples, left, prompts, strict=True)
     ]
 
 
@@ -131,7 +131,7 @@ def _ids(opened: LoadedModel, prompt: Prompt) -> list[int]:
 def _refuse_full(
     opened: LoadedModel,
     prompts: Sequence[Prompt],
-    asked: Sequence[Sequence[int]],
+    prompt_ids: Sequence[Sequence[int]],
     left: Sequence[int | None],
 ) -> None:
     """Check all prompts before the first response: an error afterwards would come too late."""
@@ -141,7 +141,7 @@ def _refuse_full(
         also = f" ({more:,} more of {len(prompts):,} prompts are too long)" if more else ""
         raise DataError(
             f"{prompts[first].origin}: no room for a response: the prompt has "
-            f"{len(asked[first]):,} tokens, the model's context length is "
+            f"{len(prompt_ids[first]):,} tokens, the model's context length is "
             f"{context_length(opened.model):,}{also}"
         )
 
@@ -158,19 +158,19 @@ def read_responses(path: Path, section: DataSection | None = None) -> list[Examp
     row = next((row for row in entry.source.rows() if not isinstance(row, BrokenRow)), {})
     if section and (form := form_of(row, Catalog(section).forms())) is not None:
         entry = replace(entry, format=form, columns=(str(getattr(form, form.main)),))
-    found = [e for e in read_examples(entry) if isinstance(e, Example)]
-    for number, example in enumerate(found):
+    examples = [e for e in read_examples(entry) if isinstance(e, Example)]
+    for number, example in enumerate(examples):
         is_pair = example.chosen is not None and example.rejected is not None
         if not is_pair and (not example.messages or example.messages[-1].role != "assistant"):
             raise DataError(
                 f"{path}: row {number} (the first is 0) has no response; a reward model scores "
                 "conversations that end in one, or pairs of chosen and rejected"
             )
-    return found
+    return examples
 
 
 def score_rows(
-    asked: Prediction,
+    prediction: Prediction,
     path: str,
     overrides: Sequence[str],
     examples: Sequence[Example],
@@ -179,7 +179,7 @@ def score_rows(
     progress: Progress,
 ) -> tuple[list[dict[str, object]], list[Rewards]]:
     """The rows of ``examples`` with their rewards, and these (see ``score``), by the model that
-    ``path`` and ``overrides``, of which ``asked`` was made, name. Raises as ``open_model`` and
+    ``path`` and ``overrides``, of which ``prediction`` was made, name. Raises as ``open_model`` and
     ``score`` do."""
     for example in examples:
         if taken := [name for name in _names(example) if name in example.columns]:
@@ -187,12 +187,12 @@ def score_rows(
                 f"{example.origin}: the key {taken[0]!r} is used for the reward; give it another "
                 "name"
             )
-    opened = open_model(**asdict(asked.model), world=world, parallel=asked.parallel)
+    opened = open_model(**asdict(prediction.model), world=world, parallel=prediction.parallel)
     size = load(path, overrides, generate=opened.generate).generate.batch_size
     count = sum(len(_names(example)) for example in examples)
     with progress("rewards", count) as advance:
         rewards = score(opened, examples, batch_size=size, on_scored=advance)
-    rows = [{**e.columns, **found} for e, found in zip(examples, rewards, strict=True)]
+    rows = [{**e.columns, **scores} for e, scores in zip(examples, rewards, strict=True)]
     return rows, rewards
 
 
@@ -252,6 +252,6 @@ def _encoded(codec: Codec, examples: Sequence[Example]) -> Iterator[Features]:
 
 def _conversations(example: Example) -> list[Example]:
     if example.chosen is not None and example.rejected is not None:
-        return [answered(example, one) for one in (example.chosen, example.rejected)]
+        return [answered(example, response) for response in (example.chosen, example.rejected)]
     *before, last = example.messages
     return [answered(replace(example, messages=tuple(before)), last)]

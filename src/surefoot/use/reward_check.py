@@ -42,13 +42,13 @@ class RewardReport:
         cls, name: str, first: Sequence[float | None], again: Sequence[float | None]
     ) -> RewardReport:
         """That of two calls for the same responses."""
-        known = _known(first)
+        rewards = _known(first)
         changed = sum(a != b for a, b in zip(first, again, strict=True))
-        missing = len(first) - len(known)
-        if not known:
+        missing = len(first) - len(rewards)
+        if not rewards:
             return cls(name, None, None, None, missing, changed)
-        mean = math.fsum(known) / len(known)
-        return cls(name, min(known), mean, max(known), missing, changed)
+        mean = math.fsum(rewards) / len(rewards)
+        return cls(name, min(rewards), mean, max(rewards), missing, changed)
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ def _known(values: Sequence[float | None]) -> list[float]:
 
 def _prompts(recipe: Recipe, codec: Codec, count: int) -> list[Features]:
     """The first prompts of the training datasets that are not dropped."""
-    found: list[Features] = []
+    prompts: list[Features] = []
     for example in islice(training_examples(recipe.data), MOST_ROWS):
-        if len(found) < count:
+        if len(prompts) < count:
             (outcome,) = recipe.stage.encode([example], codec)
             if not isinstance(outcome, Dropped):
-                found += encoded(recipe.stage, [example], codec)
-    if not found:
+                prompts += encoded(recipe.stage, [example], codec)
+    if not prompts:
         raise DataError(f"data.datasets: no prompt in the first {MOST_ROWS:,} rows can be used")
-    return found[:count]
+    return prompts[:count]
 
 
 def _report(recorded: Recorded, codec: Codec, seconds: float) -> RewardCheck:

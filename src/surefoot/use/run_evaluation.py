@@ -50,16 +50,16 @@ class DatasetResult:
     @property
     def matches(self) -> int:
         """Number of responses that equal those of the data."""
-        return sum(found.is_match for found in self.answers)
+        return sum(generation.is_match for generation in self.answers)
 
     def as_data(self) -> dict[str, object]:
         """All of it except the texts; NaN and infinite values are null."""
-        found: dict[str, object] = {"examples": self.num_examples}
-        found |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
+        fields: dict[str, object] = {"examples": self.num_examples}
+        fields |= {n: v if math.isfinite(v) else None for n, v in self.metrics.items()}
         if self.answers:
-            found |= {"exact_match": self.matches / len(self.answers)}
-            found |= {"matches": self.matches, "answers": len(self.answers), **self.similarity}
-        return found
+            fields |= {"exact_match": self.matches / len(self.answers)}
+            fields |= {"matches": self.matches, "answers": len(self.answers), **self.similarity}
+        return fields
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,25 @@ class EvaluationReport:
 
     def compared(self, compare: Compare) -> EvaluationReport:
         """With the similarity of responses to those of the data, by ``compare``."""
-        results = [replace(one, similarity=_similarity(one, compare)) for one in self.results]
+        results = [
+            replace(result, similarity=_similarity(result, compare)) for result in self.results
+        ]
         return replace(self, results=results, similarity=_similarity(self, compare))
 
     @property
     def answers(self) -> Sequence[Generation]:
         """Those of all datasets."""
-        return [found for result in self.results for found in result.answers]
+        return [generation for result in self.results for generation in result.answers]
 
     @property
     def overall(self) -> DatasetResult:
         """All datasets together. As in training, loss and similar metrics are means over the
         datasets; exact match is over all responses."""
-        known = set.intersection(*(set(result.metrics) for result in self.results))
+        common = set.intersection(*(set(result.metrics) for result in self.results))
         means = {
             metric: sum(result.metrics[metric] for result in self.results) / len(self.results)
             for metric in self.results[0].metrics
-            if metric in known
+            if metric in common
         }
         count = sum(result.num_examples for result in self.results)
         return DatasetResult("", count, means, self.answers, self.similarity)
@@ -107,15 +109,15 @@ class EvaluationReport:
         lines = [
             json.dumps(
                 {
-                    "origin": found.origin,
-                    "prompt": found.prompt,
-                    "reference": found.reference,
-                    "answer": found.answer,
-                    "match": found.is_match,
+                    "origin": generation.origin,
+                    "prompt": generation.prompt,
+                    "reference": generation.reference,
+                    "answer": generation.answer,
+                    "match": generation.is_match,
                 },
                 ensure_ascii=False,
             )
-            for found in self.answers
+            for generation in self.answers
         ]
         with raising(RunError, "cannot write the generations"):
             make_folder(path.absolute().parent)
@@ -154,11 +156,11 @@ def evaluate_run(
     return EvaluationReport(BASE if folder is None else folder.name, results)
 
 
-def _similarity(found: DatasetResult | EvaluationReport, compare: Compare) -> Mapping[str, float]:
-    answers = found.answers
+def _similarity(result: DatasetResult | EvaluationReport, compare: Compare) -> Mapping[str, float]:
+    answers = result.answers
     if not answers:
         return {}
-    return compare([one.answer for one in answers], [one.reference for one in answers])
+    return compare([each.answer for each in answers], [each.reference for each in answers])
 
 
 def evaluated_path(recipe: Recipe, model: str | None, world: World) -> str | None:
@@ -197,8 +199,8 @@ def _path(run: Address | Path, model: str | None) -> str:
     if files.is_folder(run / model):
         return str(run / model)
     if model.startswith("checkpoint-") and not files.exists(Path(model)):
-        known = ", ".join(path.name for path in named(run)) or "no checkpoint"
-        raise CheckpointError(f"--model {model}: {run} has {known}")
+        checkpoints = ", ".join(path.name for path in named(run)) or "no checkpoint"
+        raise CheckpointError(f"--model {model}: {run} has {checkpoints}")
     return model
 
 
@@ -281,15 +283,15 @@ def generations(
     if full:
         prompts = counted(full, "prompt fills", "prompts fill")
         logger.warning("%s the model's context length; no response is generated", prompts)
-    asked = [question.prompt for question in questions]
+    prompt_ids = [question.prompt for question in questions]
     seed = recipe.train.seed
     store = None
     if output is not None:
-        store = open_journal(output, opened, asked, recipe.generate, seed)
+        store = open_journal(output, opened, prompt_ids, recipe.generate, seed)
     decode = decoder(opened.tokenizer)
     with autocast(choose(recipe.train.precision), opened.device):
-        found = opened.network.generate(
-            asked,
+        samples = opened.network.generate(
+            prompt_ids,
             recipe.generate,
             seed=seed,
             stop_token_ids=opened.stop_token_ids,
@@ -299,16 +301,16 @@ def generations(
         )
     read = decoder(opened.tokenizer, hides_special=hides_special)
     return [
-        Generation(one.origin, decode(one.prompt), read(one.reference), _text(said, decode, read))
-        for one, said in zip(questions, found, strict=True)
+        Generation(q.origin, decode(q.prompt), read(q.reference), _text(sample, decode, read))
+        for q, sample in zip(questions, samples, strict=True)
     ]
 
 
-def _text(said: Sample, decode: Decode, read: Decode) -> str:
+def _text(sample: Sample, decode: Decode, read: Decode) -> str:
     """The text of a response as ``read`` decodes it; stop texts were found as ``decode`` does."""
-    text_before_stop, ids = said.text_before_stop, said.ids
+    text_before_stop, ids = sample.text_before_stop, sample.ids
     if text_before_stop is None:
-        return read(said.text_ids)
+        return read(sample.text_ids)
     count = next(n for n in range(len(ids), -1, -1) if text_before_stop.startswith(decode(ids[:n])))
     return read(ids[:count]) + text_before_stop[len(decode(ids[:count])) :]
 
@@ -324,20 +326,19 @@ def _questions(opened: LoadedModel, recipe: Recipe, examples: Sequence[Example])
     )
     codec = Codec(opened.tokenizer, opened.template, section)
     stops = frozenset(opened.stop_token_ids)
-    found = []
-    expected = [one for one in examples if one.label is not False]
-    examples = [answered(e, e.chosen) if e.chosen else e for e in expected]
+    questions = []
+    examples = [answered(e, e.chosen) if e.chosen else e for e in examples if e.label is not False]
     for example, outcome in zip(examples, codec.encode_chats(examples), strict=True):
         if not isinstance(outcome, Dropped | Truncated):
             ids, labels = (list(outcome[-1][name]) for name in ("input_ids", "labels"))
             start, end = _last_span(labels)
             last = next((i for i in range(start, end) if ids[i] in stops), end)
-            found.append(_Question(example.origin, ids[:start], ids[start:last]))
-    return found
+            questions.append(_Question(example.origin, ids[:start], ids[start:last]))
+    return questions
 
 
 def _last_span(labels: Sequence[int]) -> tuple[int, int]:
     """The bounds of the last run of labels."""
-    learnt = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
-    breaks = [b for a, b in pairwise(learnt) if b > a + 1]
-    return (breaks[-1] if breaks else learnt[0]), learnt[-1] + 1
+    positions = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
+    breaks = [b for a, b in pairwise(positions) if b > a + 1]
+    return (breaks[-1] if breaks else positions[0]), positions[-1] + 1

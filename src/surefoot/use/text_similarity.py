@@ -25,8 +25,8 @@ def row_scores(response: str, reference: str) -> dict[str, float]:
     words, expected = (" ".join(jieba.cut(text)) for text in (response, reference))
     scores = dict.fromkeys(_ROUGES, 0.0)
     if words.split() and expected.split():
-        (found,) = Rouge().get_scores(words, expected)
-        scores = {name: found[name]["f"] for name in _ROUGES}
+        (rouge,) = Rouge().get_scores(words, expected)
+        scores = {name: rouge[name]["f"] for name in _ROUGES}
     smoothing = SmoothingFunction().method3
     bleu = sentence_bleu([list(reference)], list(response), smoothing_function=smoothing)
     return {name: round(100 * value, 4) for name, value in {**scores, "bleu-4": bleu}.items()}

@@ -34,7 +34,7 @@ def hashes_of(example: Example) -> tuple[int, int, int]:
         before = messages if example.chosen or not _ends(messages) else messages[:-1]
         tools = json.dumps(example.tools, sort_keys=True, default=str) if example.tools else ""
         prompt = "\0".join([tools, *map(_written, before)])
-        answers = [_written(one) if one else "" for one in (response, example.rejected)]
+        answers = [_written(answer) if answer else "" for answer in (response, example.rejected)]
         whole = "\1".join([prompt, *answers, str(example.label)])
         texts = (whole, prompt, response.content if response else "")
     of_whole, of_prompt, of_response = (
@@ -87,7 +87,7 @@ def _order(messages: Sequence[Message]) -> Iterator[str]:
         yield FIRST
     if "system" in roles[1:]:
         yield LATE
-    if any(one == other and one != "tool" for one, other in pairwise(turns)):
+    if any(role == following != "tool" for role, following in pairwise(turns)):
         yield TWICE
     if any(
         message.role == "tool" and before.role not in ("assistant", "tool")

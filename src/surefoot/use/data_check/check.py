@@ -62,8 +62,8 @@ class _Reader:
         most = entry.limit(self._recipe.data.max_samples) if chosen is None else None
         rows = read_examples(entry, max_samples=most, max_broken_rows=UNLIMITED, chosen=chosen)
         started = time.monotonic()
-        wanted = islice(rows, limit)
-        while batch := list(islice(wanted, BATCH)):
+        limited_rows = islice(rows, limit)
+        while batch := list(islice(limited_rows, BATCH)):
             self._add(reading, batch)
             if time.monotonic() - started > REPORT_SECONDS:
                 started = time.monotonic()
@@ -139,8 +139,8 @@ def preview_data(
     """The rows of each dataset of a recipe, or of one ``dataset``: the first ``limit``, and
     ``count`` of them as examples. Nothing is written to the cache. Raises ``DataError``."""
     catalog, reader = Catalog(recipe.data), _Reader(recipe, codec, num_shown=count)
-    known = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
-    names = dict.fromkeys([dataset] if dataset else known)
+    configured = map(str, (*recipe.data.datasets, *recipe.data.eval_datasets))
+    names = dict.fromkeys([dataset] if dataset else configured)
     return [reader.read(catalog.entry(name), limit=limit).figures for name in names]
 
 
@@ -151,8 +151,8 @@ def check_data(
     is written to the cache. Raises ``DataError``: a dataset cannot be read at all."""
     section, catalog = recipe.data, Catalog(recipe.data)
     names = [str(name) for name in (*section.datasets, *section.eval_datasets)]
-    wanted = dict.fromkeys([dataset] if dataset else names)
-    entries = [catalog.entry(name) for name in wanted]
+    checked_names = dict.fromkeys([dataset] if dataset else names)
+    entries = [catalog.entry(name) for name in checked_names]
     drawn: Mapping[str, DrawnRows] = {}
     if not section.streaming:
         every = [catalog.entry(name) for name in names]
@@ -218,16 +218,17 @@ class Reading:
 def _overlaps(recipe: Recipe, readings: Sequence[Reading]) -> list[Overlap]:
     """The rows of each evaluation set that occur in the training data."""
     training = [reading for reading in readings if not reading.figures.is_evaluation]
-    held = _held_out(recipe, training)
-    rest = [(reading, ~out) for reading, out in zip(training, held, strict=True)]
-    whole = np.concatenate([np.empty(0, np.uint64), *(_array(r.whole)[kept] for r, kept in rest)])
-    prompt = np.concatenate([np.empty(0, np.uint64), *(_array(r.prompt)[kept] for r, kept in rest)])
+    held_out = _held_out(recipe, training)
+    trained = [(reading, ~out) for reading, out in zip(training, held_out, strict=True)]
+    empty = np.empty(0, np.uint64)  # concatenate refuses a list without arrays
+    whole = np.concatenate([empty, *(_array(r.whole)[mask] for r, mask in trained)])
+    prompt = np.concatenate([empty, *(_array(r.prompt)[mask] for r, mask in trained)])
     if not len(whole):
         return []
     every = [(r, np.ones(len(r.numbers), np.bool_)) for r in readings if r.figures.is_evaluation]
     sets = {reading.figures.name: [(reading, mask)] for reading, mask in every}
-    if any(out.any() for out in held):
-        sets[HELD_OUT] = list(zip(training, held, strict=True))
+    if any(out.any() for out in held_out):
+        sets[HELD_OUT] = list(zip(training, held_out, strict=True))
     overlaps = []
     for name, parts in sets.items():
         overlap = Overlap(name, sum(int(mask.sum()) for _, mask in parts))
@@ -257,8 +258,8 @@ def _held_out(recipe: Recipe, training: Sequence[Reading]) -> list[Mask]:
         )
     except DataError:  # it would leave nothing to train on, which training reports
         return none
-    held = usable[is_held]
-    return [np.isin(np.array(r.numbers, np.int64) + start, held) for r, start in pairs]
+    held_out_rows = usable[is_held]
+    return [np.isin(np.array(r.numbers, np.int64) + start, held_out_rows) for r, start in pairs]
 
 
 def _array(hashes: array[int]) -> NDArray[np.uint64]:

@@ -171,14 +171,14 @@ def findings_of(
     section: DataSection, datasets: Sequence[DatasetFigures], overlaps: Sequence[Overlap]
 ) -> list[Finding]:
     """Everything to look at, problems first."""
-    found = [finding for figures in datasets for finding in findings_in(figures)]
+    findings = [finding for figures in datasets for finding in findings_in(figures)]
     for name in section.datasets:
         if name in section.eval_datasets:
             what = "datasets that are used for training and for evaluation"
             advice = "its evaluation does not measure generalization"
-            found.append(Finding("problem", str(name), what, 1, (), advice))
-    found += [finding for overlap in overlaps for finding in _of_overlap(overlap)]
-    return sorted(found, key=lambda finding: finding.level != "problem")
+            findings.append(Finding("problem", str(name), what, 1, (), advice))
+    findings += [finding for overlap in overlaps for finding in _of_overlap(overlap)]
+    return sorted(findings, key=lambda finding: finding.level != "problem")
 
 
 def findings_in(figures: DatasetFigures) -> Iterator[Finding]:
@@ -231,11 +231,13 @@ def _of_lengths(figures: DatasetFigures) -> Iterator[Finding]:
 
 def _of_responses(figures: DatasetFigures) -> Iterator[Finding]:
     name = figures.name
-    for one in figures.repeated:
-        if one.count > MOST_REPEATED * figures.rows:
-            level: Level = "problem" if len(one.text) >= LONG else "note"
-            what = f"rows with one response, {one.text!r}"
-            yield Finding(level, name, what, one.count, (one.row,), "a model learns it by heart")
+    for repeated in figures.repeated:
+        if repeated.count > MOST_REPEATED * figures.rows:
+            level: Level = "problem" if len(repeated.text) >= LONG else "note"
+            what = f"rows with one response, {repeated.text!r}"
+            yield Finding(
+                level, name, what, repeated.count, (repeated.row,), "a model learns it by heart"
+            )
     labels = figures.labels
     if labels and min(labels[True], labels[False]) < UNBALANCED * labels.total():
         what = f"rows marked good, and {labels[False]:,} marked bad"

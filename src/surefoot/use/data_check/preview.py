@@ -155,13 +155,13 @@ def length_bins(lengths: Mapping[int, int], cutoff_len: int) -> list[LengthBin]:
 
 def quantiles(lengths: Counter[int]) -> Mapping[float, int]:
     """Tokens that each of ``QUANTILES``, shares of all sequences, does not exceed."""
-    total, seen, found = lengths.total(), 0, dict[float, int]()
+    total, seen, length_at_share = lengths.total(), 0, dict[float, int]()
     for length in sorted(lengths):
         seen += lengths[length]
         for share in QUANTILES:
-            if share not in found and seen >= share * total:
-                found[share] = length
-    return found
+            if share not in length_at_share and seen >= share * total:
+                length_at_share[share] = length
+    return length_at_share
 
 
 def _edges(longest: int, cutoff_len: int) -> list[int]:

@@ -37,9 +37,9 @@ pre b { display: block; } .legend mark { background: var(--trained); color: inhe
 LEGEND = '<p class="legend"><mark>trained</mark> &nbsp; <span class="dim">masked</span></p>'
 
 
-def examples_page(found: Sequence[DatasetFigures], recipe: str, cutoff_len: int) -> str:
+def examples_page(datasets: Sequence[DatasetFigures], recipe: str, cutoff_len: int) -> str:
     """The examples of each dataset, then its statistics."""
-    parts = [LEGEND, *(_dataset(stats, cutoff_len) for stats in found)]
+    parts = [LEGEND, *(_dataset(stats, cutoff_len) for stats in datasets)]
     return _page_of(f"surefoot preview {recipe}", "\n".join(parts))
 
 

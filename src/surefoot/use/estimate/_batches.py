@@ -159,7 +159,7 @@ def heaviest(
     """[items] The micro-batch that needs the most memory: tokens, padding included, plus trained
     positions times ``logit_weight``, the cost of one relative to a token. A stage makes
     ``group_size`` examples of each item, all with ``added`` tokens, which ``lengths`` include."""
-    best, found = -1.0, np.arange(0)
+    highest_cost, heaviest_items = -1.0, np.arange(0)
     batching, tokens_of = loader.batching, loader.order.examples.lengths_of
     size, ranks, packing = (
         batching.micro_batch_size,
@@ -177,10 +177,10 @@ def heaviest(
             cost = positions(lengths[windows], groups, count, packing=packing)
             cost = cost + logit_weight * sums(trained[windows], groups, count)
             window, group = divmod(int(cost.argmax()), count)
-            if cost[window, group] > best:
-                best = float(cost[window, group])
-                found = windows[window][groups[window] == group]
-    return found
+            if cost[window, group] > highest_cost:
+                highest_cost = float(cost[window, group])
+                heaviest_items = windows[window][groups[window] == group]
+    return heaviest_items
 
 
 def _items(loader: Loader, steps: int) -> Iterator[Index]:
@@ -234,11 +234,11 @@ def _trained(store: EncodedStore) -> Index:
             continue
         for start in range(0, len(store), _ITEMS):
             bounds = offsets[start : start + _ITEMS + 1]
-            learnt = flat[bounds[0] : bounds[-1]] != IGNORE_INDEX
-            sums = np.concatenate([[0], np.cumsum(learnt, dtype=np.int64)])
+            is_trained = flat[bounds[0] : bounds[-1]] != IGNORE_INDEX
+            sums = np.concatenate([[0], np.cumsum(is_trained, dtype=np.int64)])
             begins, ends = bounds[:-1] - bounds[0], bounds[1:] - bounds[0]
             some = ends > begins
             first = np.zeros(len(begins), np.int64)
-            first[some] = learnt[begins[some]]
+            first[some] = is_trained[begins[some]]
             total[start : start + _ITEMS] += sums[ends] - sums[begins] - first
     return total

@@ -81,15 +81,15 @@ class DryRunModel:
         """Those for which most activations may be saved: no other one with as many tensors has a
         backward pass through more of the model."""
         places = {name: place for place, name in enumerate(self.network.named)}
-        found: list[frozenset[str]] = []
+        deepest: list[frozenset[str]] = []
 
         def first(turn: frozenset[str]) -> int:
             return min((places[name] for name in turn & places.keys()), default=0)
 
         for turn in sorted(self.turns, key=first):
-            if not found or len(turn) > len(found[-1]):
-                found.append(turn)
-        return found
+            if not deepest or len(turn) > len(deepest[-1]):
+                deepest.append(turn)
+        return deepest
 
     @property
     def num_at_once(self) -> int:
@@ -112,8 +112,8 @@ class DryRunModel:
 
     def copied(self, name: str) -> int:
         """The bytes of the entries of a parameter that the optimizer has instead of it."""
-        named = self.network.named
-        is_partial = name in named and self.shape_at_once(name) != tuple(named[name].shape)
+        parameter = self.network.named.get(name)
+        is_partial = parameter is not None and self.shape_at_once(name) != tuple(parameter.shape)
         return self.kept_gradient(name) if is_partial else 0
 
     def _size(self, turn: frozenset[str]) -> int:
@@ -145,29 +145,29 @@ def build(
     def opened(role: str) -> Network:
         place, model, frozen = parts_of(recipe, role)
         frozen = replace(frozen, precision=setting.precision)
-        own = FakeTensors(setting, tensors.mode)
-        return open_network(place, model, tokenizer, ALONE, frozen, own)
+        role_tensors = FakeTensors(setting, tensors.mode)
+        return open_network(place, model, tokenizer, ALONE, frozen, role_tensors)
 
     networks = open_networks(recipe, network, opened)
-    others = [one for one in networks.values() if one.module is not network.module]
-    keeps_first = any(one.around is not network.around for one in networks.values())
+    others = [other for other in networks.values() if other.module is not network.module]
+    keeps_first = any(other.around is not network.around for other in networks.values())
     return DryRunModel(networks[POLICY], tensors, recipe, steps, others, keeps_first)
 
 
 def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
     """The state of the recipe's optimizer after a step, by parameter, when it is largest, as the
     optimizer declares it; fake tensors."""
-    optim, layouts, found = skeleton.recipe.optim, skeleton.network.layouts, {}
+    optim, layouts, state = skeleton.recipe.optim, skeleton.network.layouts, {}
     turn = skeleton.largest_turn
     for name, parameter in skeleton.network.named.items():
         if name not in turn:
             continue
         shapes = shapes_of_state(optim, parameter, layouts[name], skeleton.shape_at_once(name))
         with skeleton.tensors.mode:
-            found[name] = {
+            state[name] = {
                 key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes.items()
             }
-    return found
+    return state
 
 
 def describe(skeleton: DryRunModel) -> list[Weight]:
@@ -183,31 +183,33 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
     inner = skeleton.network.inner
     head, last = inner.get_output_embeddings(), inner.get_input_embeddings()
     is_tied = head is not None and last is not None and head.weight is last.weight
-    found = []
+    weights = []
     for parameter in skeleton.network.module.parameters():
         name = names.get(id(parameter), "")
-        held = state.get(name, {}).values()
-        found.append(
+        state_tensors = state.get(name, {}).values()
+        weights.append(
             Weight(
                 tuple(parameter.shape),
                 parameter.element_size(),
                 parameter.requires_grad,
                 blocks.get(id(parameter)),
-                state=sum(t.nbytes for t in held if t.ndim) + skeleton.copied(name),
-                scalars=sum(tensor.nbytes for tensor in held if not tensor.ndim),
+                state=sum(t.nbytes for t in state_tensors if t.ndim) + skeleton.copied(name),
+                scalars=sum(tensor.nbytes for tensor in state_tensors if not tensor.ndim),
                 is_last=last is not None and parameter is last.weight and not is_tied,
                 kept=skeleton.kept_gradient(name) if parameter.requires_grad else 0,
             )
         )
-    found += [
+    weights += [
         Weight(tuple(p.shape), p.element_size(), False, layer)
         for number, other in enumerate(skeleton.others, 1)
         for p, layer in _layered(other.module, number)
     ]
     modules = [skeleton.network.module, *(other.module for other in skeleton.others)]
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
-    found += [Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers]
-    return found
+    weights += [
+        Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers
+    ]
+    return weights
 
 
 def _layered(module: nn.Module, number: int) -> Iterator[tuple[nn.Parameter, int | None]]:
@@ -226,11 +228,11 @@ def dry_run_batch(skeleton: DryRunModel, batch: Batch) -> Pass:
     model reads values, which do not exist, or uses a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        found = []
+        passes = []
         for turn in skeleton.deepest_turns:
             skeleton.train(turn)
-            found.append(_measure_pass(skeleton, batch))
-        return max(found, key=lambda one: one.at_peak.total)
+            passes.append(_measure_pass(skeleton, batch))
+        return max(passes, key=lambda measured: measured.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
         name = type(skeleton.network.inner).__name__
         raise NotRehearsedError(f"{name} cannot run on fake tensors: {first_line(error)}") from None
@@ -242,14 +244,15 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
     batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
     module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
     modules = [module, *(other.module for other in skeleton.others)]
-    own = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
-    kept_of: dict[torch.Tensor, int]
-    kept_of = {p: skeleton.kept_gradient(name) for name, p in skeleton.network.named.items()}
+    model_tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
+    kept_bytes: dict[torch.Tensor, int] = {
+        p: skeleton.kept_gradient(name) for name, p in skeleton.network.named.items()
+    }
 
     def drop(parameter: torch.Tensor) -> None:
         nonlocal grown
         assert parameter.grad is not None
-        grown += kept_of.get(parameter, parameter.grad.nbytes)
+        grown += kept_bytes.get(parameter, parameter.grad.nbytes)
         parameter.grad = None
 
     hooks = [
@@ -261,30 +264,30 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
     if _needs_no_mask(inner, batch):
         inner.set_attn_implementation(UNMASKED)
     size, vocabulary = inner.config.get_text_config().vocab_size, skeleton.tensors.vocabulary
-    live = LiveBytes(own, size if vocabulary is None else vocabulary.width, lambda: grown)
+    live = LiveBytes(model_tensors, size if vocabulary is None else vocabulary.width, lambda: grown)
     try:
-        kept = _saved(skeleton, batch, live)
+        saved = _saved(skeleton, batch, live)
     finally:
         inner.set_attn_implementation(kernel)
         for hook in hooks:
             hook.remove()
     return Pass(
-        kept=kept, at_peak=live.peak, most_activations=live.most_activations, growing=live.growing
+        kept=saved, at_peak=live.peak, most_activations=live.most_activations, growing=live.growing
     )
 
 
 def _saved(skeleton: DryRunModel, batch: Batch, live: LiveBytes) -> Snapshot:
     """Run the model forward and backward; returns what was saved in between."""
     stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
-    here = batch.located().mapped(mode.from_tensor)
+    fake_batch = batch.located().mapped(mode.from_tensor)
     with mode, live:
-        found = skeleton.network.engine.runner.run(here, stage.spec)
-        loss = with_router_loss(stage.loss(POLICY, found, here), found).total
-        del found
-        kept = live.now
+        outputs = skeleton.network.engine.runner.run(fake_batch, stage.spec)
+        loss = with_router_loss(stage.loss(POLICY, outputs, fake_batch), outputs).total
+        del outputs
+        saved = live.now
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
-    return kept
+    return saved
 
 
 def _needs_no_mask(model: PreTrainedModel, batch: Batch) -> bool:
@@ -334,14 +337,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         """Run the operation, and record the storages it has created."""
         out = _run(func, args, kwargs)
-        made = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
-        if made:  # not so for views, and for what an operation has changed in place
-            given = {_place(tensor) for tensor in _tensors((args, kwargs))}
-            made = [tensor for tensor in made if _place(tensor) not in given]
-        if made:
+        created = [tensor for tensor in _tensors(out) if _place(tensor) not in self._known]
+        if created:  # not so for views, and for what an operation has changed in place
+            input_places = {_place(tensor) for tensor in _tensors((args, kwargs))}
+            created = [tensor for tensor in created if _place(tensor) not in input_places]
+        if created:
             is_conversion = func is torch.ops.aten._to_copy.default
             is_copy = is_conversion and _place(args[0]) in self._weights
-            for tensor in made:
+            for tensor in created:
                 self._note(tensor, "copies" if is_copy else self._kind(tensor))
             self.look()
         return out

@@ -231,9 +231,9 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def _forward(shape: tuple[int, int], compute: torch.dtype | None, x: torch.Tensor) -> torch.Tensor:
-    given = x if compute is None else x.to(compute)
-    found: torch.Tensor = _Product.apply(given, shape, compute is None)  # type: ignore[no-untyped-call]
-    return found.to(x.dtype)
+    compute_input = x if compute is None else x.to(compute)
+    output: torch.Tensor = _Product.apply(compute_input, shape, compute is None)  # type: ignore[no-untyped-call]
+    return output.to(x.dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -253,6 +253,6 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        whole = gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
-        found = whole.new_empty(ctx.entering)
-        return found, None, None
+        weight = gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        input_gradient = weight.new_empty(ctx.entering)
+        return input_gradient, None, None

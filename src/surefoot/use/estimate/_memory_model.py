@@ -123,7 +123,7 @@ class Memory:
 
 def memory(
     weights: Sequence[Weight],
-    one: Pass,
+    peak_pass: Pass,
     mesh: MeshShape,
     *,
     compute_size: int,
@@ -134,7 +134,7 @@ def memory(
 
     Args:
         weights: all parameters and buffers of the model.
-        one: the peak micro-batch, on weights as they are gathered.
+        peak_pass: the peak micro-batch, on weights as they are gathered.
         mesh: the mesh of ranks.
         compute_size: bytes of an element of a gathered weight; 0 if gathered in its own dtype.
         accumulates: whether a step has several micro-batches, so that gradients of the first exist
@@ -143,27 +143,29 @@ def memory(
     """
     is_alone = mesh.num_processes == 1
     count = 1 if is_alone else mesh.dp_shard
-    held = sum(weight.share(count) * weight.item_size for weight in weights)
+    weight_bytes = sum(weight.share(count) * weight.item_size for weight in weights)
     trained = [weight for weight in weights if weight.is_trained]
     gradients = sum(weight.gradient(count) for weight in trained)
     optimizer = sum(_state(weight, count) for weight in trained)
     if is_alone:
-        buffers = one.at_peak.copies
-        most = gradients + one.at_peak.total if accumulates else max(one.growing, gradients)
+        buffers = peak_pass.at_peak.copies
+        most = max(peak_pass.growing, gradients)
+        if accumulates:
+            most = gradients + peak_pass.at_peak.total
     else:
         whole = gathered(weights, mesh, compute_size)
         buffers = max(whole.between, whole.at_work, whole.at_end)
-        between = whole.between + one.at_peak.total - one.at_peak.copies
-        most = gradients + max(between, whole.at_work + one.most_activations, whole.at_end)
+        between = whole.between + peak_pass.at_peak.total - peak_pass.at_peak.copies
+        most = gradients + max(between, whole.at_work + peak_pass.most_activations, whole.at_end)
     return Memory(
-        weights=held,
+        weights=weight_bytes,
         gradients=gradients,
         optimizer=optimizer,
-        activations=one.activations,
-        logits=one.at_peak.logits,
-        working=max(one.working, update),
+        activations=peak_pass.activations,
+        logits=peak_pass.at_peak.logits,
+        working=max(peak_pass.working, update),
         buffers=buffers,
-        peak=held + optimizer + max(most, gradients + update),
+        peak=weight_bytes + optimizer + max(most, gradients + update),
     )
 
 
@@ -194,16 +196,16 @@ def gathered(weights: Sequence[Weight], mesh: MeshShape, compute_size: int) -> G
     is_alone = mesh.dp_shard == 1
     outside, layers = _by_layer(weights)
     sizes = [_whole(layer, compute_size) for layer in layers]
-    one, every = max(sizes, default=0), sum(sizes)
+    largest, total = max(sizes, default=0), sum(sizes)
     reduced = max((_reduced(layer, compute_size, is_alone) for layer in layers), default=0)
     if mesh.reshard_after_forward:
-        at_work = one + reduced if is_alone else max(3 * one, 2 * one + reduced)
+        at_work = largest + reduced if is_alone else max(3 * largest, 2 * largest + reduced)
     else:
-        at_work = every + max(one, reduced - one)
+        at_work = total + max(largest, reduced - largest)
     whole = _whole(outside, compute_size)
     early = [weight for weight in _trained(outside) if not weight.is_last]
     return Gathered(
-        between=whole if mesh.reshard_after_forward else whole + every,
+        between=whole if mesh.reshard_after_forward else whole + total,
         at_work=whole + _whole(early, compute_size) + at_work,
         at_end=whole + _reduced(outside, compute_size, is_alone) + reduced,
     )

@@ -57,7 +57,7 @@ def size_of_checkpoint(
         0,
         {
             "model": _Held(_plain(skeleton.network.weights.state_dict())),
-            "optimizer": _Held({name: _plain(held) for name, held in state.items()}),
+            "optimizer": _Held({name: _plain(tensors) for name, tensors in state.items()}),
             "trainer": TrainerState(),
             "random": RandomState(),
         },
@@ -108,12 +108,12 @@ def saved_steps(
     *, steps: int, steps_per_epoch: int, save_steps: int | None, save_epoch: bool
 ) -> list[int]:
     """The steps at which a run saves, including the last one, without saves by time."""
-    found = {steps}
+    saved_at = {steps}
     if save_steps:
-        found |= set(range(save_steps, steps, save_steps))
+        saved_at |= set(range(save_steps, steps, save_steps))
     if save_epoch:
-        found |= set(range(steps_per_epoch, steps, steps_per_epoch))
-    return sorted(found)
+        saved_at |= set(range(steps_per_epoch, steps, steps_per_epoch))
+    return sorted(saved_at)
 
 
 def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> int:
@@ -122,12 +122,12 @@ def most_at_once(saves: Sequence[int], rule: RetentionPolicy, num_best: int) -> 
     (``keep_hours``) are not known: all count as young."""
     if rule.keep is None:
         return len(saves)
-    kept: Mapping[int, float | None] = {}
+    retained: Mapping[int, float | None] = {}
     most = 0
     for step in saves:
-        coming = {**kept, step: None}
+        coming = {**retained, step: None}
         most = max(most, len(coming))
-        kept = {v.step: None for v in decide(coming, rule, now=0.0) if v.stays}
+        retained = {v.step: None for v in decide(coming, rule, now=0.0) if v.stays}
     return min(most + num_best, len(saves))
 
 

@@ -84,8 +84,8 @@ def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
             "train.micro_batch_size: auto needs to know the free memory, which this system does "
             "not tell; set a number"
         )
-    found = largest_fit(recipe, machine, free)
-    if found is None:
+    fit = largest_fit(recipe, machine, free)
+    if fit is None:
         size = f"{free / 1e9:.3g}GB"
         raise RecipeError(
             f"train.micro_batch_size: auto: not even one example per micro-batch fits in the "
@@ -93,24 +93,24 @@ def choose_micro_batch_size(recipe: Recipe, world: World) -> int:
         )
     logger.info(
         "train.micro_batch_size: %d (auto: %.3g of %.3g GB per rank, by estimate)",
-        found.micro_batch_size,
-        found.num_bytes / 1e9,
+        fit.micro_batch_size,
+        fit.num_bytes / 1e9,
         free / 1e9,
     )
-    return found.micro_batch_size
+    return fit.micro_batch_size
 
 
 def fastest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0) -> Fit | None:
     """The first policy with which the recipe's micro-batch fits, or else the one with which the
     most examples do; with the largest micro-batch that fits. None: not even one example does.
     ``memory`` and ``taken`` are those of ``largest_fit``."""
-    wanted, fits = recipe.train.micro_batch_size, list[Fit]()
+    required_size, fits = recipe.train.micro_batch_size, list[Fit]()
     for policy in _policies(recipe, machine):  # the fastest first
         fit = _Trial.of(recipe, machine, policy).largest(_limit(machine, memory, taken), taken)
         if fit is None:
             continue
         fits.append(fit)
-        if fit.holds(1 if wanted == "auto" else wanted):
+        if fit.holds(1 if required_size == "auto" else required_size):
             break
     return max(fits, key=lambda fit: fit.micro_batch_size, default=None)
 
@@ -124,9 +124,9 @@ def largest_fit(recipe: Recipe, machine: Machine, memory: int, *, taken: int = 0
 
 def _policies(recipe: Recipe, machine: Machine) -> list[Recomputation]:
     """Those that differ on the machine and go with the recipe."""
-    found = dict.fromkeys(recomputes_on(machine, policy) for policy in POLICIES)
+    policies = dict.fromkeys(recomputes_on(machine, policy) for policy in POLICIES)
     is_whole = recipe.method.saves_base_model and not recipe.model.compile
-    return [each for each in found if each != "selective" or is_whole]
+    return [each for each in policies if each != "selective" or is_whole]
 
 
 def _limit(machine: Machine, memory: int, taken: int) -> int:
@@ -140,7 +140,7 @@ class _Trial:
     recipe: Recipe
     sizes: Sequence[int]  # that divide the examples of a rank, ascending
     ground: PlanBase
-    held: DryRunModel
+    rank_model: DryRunModel
     snapshot: int  # of a save, in the memory of a CPU
     peaks: dict[int, int] = field(default_factory=dict)  # known ones
 
@@ -152,12 +152,12 @@ class _Trial:
         per_rank = max(1, recipe.train.global_batch_size // ranks)
         sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
         ground = plan_base(recipe, machine)
-        held = first_rank(recipe, ground)
+        rank_model = first_rank(recipe, ground)
         snapshot = 0
         if not machine.on_gpu:
-            alone = whole(recipe, ground) if recipe.parallel.tp > 1 else held
+            alone = whole(recipe, ground) if recipe.parallel.tp > 1 else rank_model
             snapshot = saving_of(alone, ground).shared_memory
-        return cls(recipe, sizes, ground, held, snapshot)
+        return cls(recipe, sizes, ground, rank_model, snapshot)
 
     def peak(self, size: int) -> int:
         """The bytes of a rank with micro-batches of ``size``."""
@@ -178,13 +178,13 @@ class _Trial:
 
     def _peak(self, size: int) -> int:
         recipe, machine = changed(self.recipe, {SIZE: size}), self.ground.machine
-        found = rehearsed(recipe, self.ground, self.held)
-        if found.not_known is not None:
+        rehearsal = rehearsed(recipe, self.ground, self.rank_model)
+        if rehearsal.not_known is not None:
             raise RecipeError(
-                f"train.micro_batch_size: what fits is not known, because {found.not_known}; set "
-                "a number, 1 to begin with"
+                f"train.micro_batch_size: what fits is not known, because {rehearsal.not_known}; "
+                "set a number, 1 to begin with"
             )
-        return memory_of(recipe, machine, self.held, found.memory).peak + self.snapshot
+        return memory_of(recipe, machine, self.rank_model, rehearsal.memory).peak + self.snapshot
 
 
 def available(num_local_ranks: int = 1) -> int | None:

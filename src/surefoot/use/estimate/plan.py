@@ -110,10 +110,10 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         logger.info("%s", note)
     ground = plan_base(recipe, machine)
     examples, course = ground.examples, ground.course
-    held = first_rank(recipe, ground)
-    alone = whole(recipe, ground) if mesh.tp > 1 else held
-    found = rehearsed(recipe, ground, held)
-    batch = found.batch
+    rank_model = first_rank(recipe, ground)
+    alone = whole(recipe, ground) if mesh.tp > 1 else rank_model
+    rehearsal = rehearsed(recipe, ground, rank_model)
+    batch = rehearsal.batch
     num_rows = len(batch.input_ids) if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
     return Plan(
         machine=machine,
@@ -126,8 +126,8 @@ def make_plan(recipe: Recipe, machine: Machine, tokens_per_second: float | None 
         rows_read=examples.rows_read,
         course=course,
         heaviest=Heaviest(num_rows, batch.input_ids.numel(), batch.num_trained),
-        memory=memory_of(recipe, machine, held, found.memory),
-        not_known=found.not_known,
+        memory=memory_of(recipe, machine, rank_model, rehearsal.memory),
+        not_known=rehearsal.not_known,
         saving=saving_of(alone, ground),
         tokens_per_second=tokens_per_second or measured_speed(recipe.train.folder),
         imports=imports,
@@ -138,8 +138,8 @@ def imported() -> int:
     """The memory of this process, which has imported what training does, and has no model yet."""
     import psutil
 
-    found: int = psutil.Process().memory_info().rss
-    return found
+    resident_bytes: int = psutil.Process().memory_info().rss
+    return resident_bytes
 
 
 def saving_of(skeleton: DryRunModel, ground: PlanBase) -> Saving:
@@ -186,30 +186,30 @@ def _speed(line: str) -> float | None:
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
-def as_data(found: Plan) -> dict[str, object]:
+def as_data(plan: Plan) -> dict[str, object]:
     """All of it, as ``surefoot plan --json`` prints it."""
-    saving = found.saving
+    saving = plan.saving
     return {
         "processes": {
-            "count": found.mesh.num_processes,
-            **vars(found.mesh),
-            "device": "gpu" if found.machine.on_gpu else "cpu",
-            "precision": found.precision,
-            "capacity": found.machine.capacity,
+            "count": plan.mesh.num_processes,
+            **vars(plan.mesh),
+            "device": "gpu" if plan.machine.on_gpu else "cpu",
+            "precision": plan.precision,
+            "capacity": plan.machine.capacity,
         },
-        "parameters": found.parameters,
-        "trained_parameters": found.trained_parameters,
-        "trained_at_once": found.trained_at_once,
-        "examples": found.examples,
-        "sampled_rows": found.rows_read,
-        **vars(found.course),
-        "epochs": found.course.epochs,
-        "tokens_per_second": found.tokens_per_second,
-        "seconds": found.seconds,
-        "heaviest_pass": vars(found.heaviest),
-        "memory": vars(found.memory),
-        "process": {"imports": found.imports, "snapshot": found.snapshot, "total": found.total},
-        "not_known": found.not_known,
+        "parameters": plan.parameters,
+        "trained_parameters": plan.trained_parameters,
+        "trained_at_once": plan.trained_at_once,
+        "examples": plan.examples,
+        "sampled_rows": plan.rows_read,
+        **vars(plan.course),
+        "epochs": plan.course.epochs,
+        "tokens_per_second": plan.tokens_per_second,
+        "seconds": plan.seconds,
+        "heaviest_pass": vars(plan.heaviest),
+        "memory": vars(plan.memory),
+        "process": {"imports": plan.imports, "snapshot": plan.snapshot, "total": plan.total},
+        "not_known": plan.not_known,
         "checkpoint": {
             "total": saving.size.total,
             **vars(saving.size),

@@ -159,10 +159,10 @@ class Rehearsed:
         return at_peak.logits / max(1, self.batch.num_trained) / by_token
 
 
-def rehearsed(recipe: Recipe, ground: PlanBase, held: DryRunModel) -> Rehearsed:
-    """The memory of the peak micro-batch on a rank like ``held``, or why it is not known. Which one
-    that is depends on the cost of a trained position relative to a token; the micro-batch with the
-    most tokens is used to find it."""
+def rehearsed(recipe: Recipe, ground: PlanBase, rank_model: DryRunModel) -> Rehearsed:
+    """The memory of the peak micro-batch on a rank with ``rank_model``, or why it is not known.
+    Which micro-batch that is depends on the cost of a trained position relative to a token; the one
+    with the most tokens is used to find it."""
     batch = _batch(recipe, ground, 0.0)
     if recipe.parallel.pp > 1:
         return Rehearsed(
@@ -174,15 +174,15 @@ def rehearsed(recipe: Recipe, ground: PlanBase, held: DryRunModel) -> Rehearsed:
     try:
         if _gathers_bf16(recipe, ground.machine):
             gathered = replace(setting_of(recipe, ground.machine), gathered=torch.bfloat16)
-            held = _build(recipe, ground, gathered)
-        found = Rehearsed(batch, dry_run_batch(held, batch))
-        other = _batch(recipe, ground, found.logit_weight)
+            rank_model = _build(recipe, ground, gathered)
+        rehearsal = Rehearsed(batch, dry_run_batch(rank_model, batch))
+        other = _batch(recipe, ground, rehearsal.logit_weight)
         if not torch.equal(other.input_ids, batch.input_ids):
-            both = (found, Rehearsed(other, dry_run_batch(held, other)))
-            found = max(both, key=lambda one: one.memory.at_peak.total)
+            both = (rehearsal, Rehearsed(other, dry_run_batch(rank_model, other)))
+            rehearsal = max(both, key=lambda candidate: candidate.memory.at_peak.total)
     except NotRehearsedError as error:
         return Rehearsed(batch, NOTHING, str(error))
-    return found
+    return rehearsal
 
 
 def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
@@ -198,36 +198,40 @@ def _batch(recipe: Recipe, ground: PlanBase, logit_weight: float) -> Batch:
         added=stage.max_new_tokens,
     )
     features = [ground.dataset[int(item)] for item in items]
-    found = blank_examples(stage, ground.codec, features, collation)
-    one_of_each = found[:: stage.group_size][: len(features)]
+    examples = blank_examples(stage, ground.codec, features, collation)
+    one_of_each = examples[:: stage.group_size][: len(features)]
     return collation.for_model(PromptSharing(shares_prompts(recipe))).batch(one_of_each)
 
 
-def memory_of(recipe: Recipe, machine: Machine, held: DryRunModel, one: Pass) -> Memory:
-    """The memory of the rank ``held``."""
+def memory_of(recipe: Recipe, machine: Machine, rank_model: DryRunModel, peak_pass: Pass) -> Memory:
+    """The memory of a rank with ``rank_model``, when it runs ``peak_pass``."""
     mesh = mesh_of(recipe, machine)
     per_pass = recipe.train.fixed_micro_batch_size * mesh.num_data_ranks
     offloads = machine.on_gpu and recipe.optim.offload_state
-    found = memory(
-        [replace(each, state=0) for each in held.weights] if offloads else held.weights,
-        one,
+    estimate = memory(
+        [replace(each, state=0) for each in rank_model.weights] if offloads else rank_model.weights,
+        peak_pass,
         mesh,
         compute_size=2 if _gathers_bf16(recipe, machine) else 0,
         accumulates=recipe.train.global_batch_size > per_pass,
-        update=_update_size(recipe, held, mesh, offloads=offloads),
+        update=_update_size(recipe, rank_model, mesh, offloads=offloads),
     )
     count = 1 if mesh.num_processes == 1 else mesh.dp_shard
-    more = 0 if machine.on_gpu else initial_values_size(held, count)
-    return replace(found, weights=found.weights + more, peak=found.peak + more)
+    more = 0 if machine.on_gpu else initial_values_size(rank_model, count)
+    return replace(estimate, weights=estimate.weights + more, peak=estimate.peak + more)
 
 
 def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
     """Bytes that an update takes for a moment: bfloat16 weights in float32, and a state that rests
     in main memory."""
-    trained = [one for one in skeleton.weights if one.is_trained]
-    is_bf16 = [one.gradient(mesh.dp_shard) // 2 for one in trained if one.item_size == 2]
-    size = update_size(is_bf16, recipe.optim.bf16_weights)
-    return size + (offloaded_size([(one.size, one.state) for one in trained]) if offloads else 0)
+    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    gradients_of_bf16 = [
+        weight.gradient(mesh.dp_shard) // 2 for weight in trained if weight.item_size == 2
+    ]
+    size = update_size(gradients_of_bf16, recipe.optim.bf16_weights)
+    if offloads:
+        size += offloaded_size([(weight.size, weight.state) for weight in trained])
+    return size
 
 
 def machine_for(recipe: Recipe, device: str | None) -> Machine:
@@ -248,6 +252,6 @@ def initial_values_size(policy: DryRunModel, count: int) -> int:
     trained, which are kept in main memory if windows are prepared with them."""
     if not policy.keeps_first:
         return 0
-    named = policy.network.named.values()
-    weights = [Weight(tuple(p.shape), p.element_size(), False, None) for p in named]
+    parameters = policy.network.named.values()
+    weights = [Weight(tuple(p.shape), p.element_size(), False, None) for p in parameters]
     return sum(weight.share(count) * weight.item_size for weight in weights)

@@ -49,21 +49,20 @@ def as_sequence_classification(
     ``score`` in place of its output embeddings, and the changes of config.json. Opens with
     ``AutoModelForSequenceClassification``. Raises ``ModelError`` if transformers has none for it.
     """
-    made = sequence_classification_of(model)
-    tied = set(made.all_tied_weights_keys)
-    wanted = {name for name, _ in made.named_parameters(remove_duplicate=False)} - tied
-    stored = source.shapes()
-    wanted -= {SCORE}  # that of a base is replaced
-    kept = {name: name for name in stored if name in wanted}
-    if missing := sorted(wanted - kept.keys()):
-        raise _unknown(model, f"{type(made).__name__} has other tensors ({missing[0]})")
+    classifier = sequence_classification_of(model)
+    tied = set(classifier.all_tied_weights_keys)
+    names = {name for name, _ in classifier.named_parameters(remove_duplicate=False)}
+    expected_names = names - tied - {SCORE}  # the score of a base is replaced
+    present = {name: name for name in source.shapes() if name in expected_names}
+    if missing := sorted(expected_names - present.keys()):
+        raise _unknown(model, f"{type(classifier).__name__} has other tensors ({missing[0]})")
     score = Renamed(head, {SCORE: f"{_FILE}.weight"})
     changes: dict[str, object] = {
-        "architectures": [type(made).__name__],
+        "architectures": [type(classifier).__name__],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    return JoinedSource([("", Renamed(source, kept)), ("", score)]), changes
+    return JoinedSource([("", Renamed(source, present)), ("", score)]), changes
 
 
 def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -73,12 +72,12 @@ def sequence_classification_of(model: PreTrainedModel) -> PreTrainedModel:
     config = type(model.config).from_dict({**model.config.to_dict(), **labels})
     try:
         with torch.device("meta"):
-            made = AutoModelForSequenceClassification.from_config(config)
+            classifier = AutoModelForSequenceClassification.from_config(config)
     except ValueError:
         raise _unknown(model, "transformers has no sequence classification for it") from None
     if not _head_reads_last_hidden_states(model):
         raise _unknown(model, "it changes its last hidden states before the head")
-    return cast(PreTrainedModel, made)
+    return cast(PreTrainedModel, classifier)
 
 
 def v_head_file(head: TensorSource) -> dict[str, bytes]:
@@ -93,11 +92,11 @@ def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
     model's code on two tokens, on the meta device."""
     seen: dict[str, torch.Tensor] = {}
 
-    def entering(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        seen["head"] = given[0]
+    def entering(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen["head"] = inputs[0]
 
-    def leaving(_: nn.Module, __: object, found: Any) -> None:
-        seen["last"] = found[0]
+    def leaving(_: nn.Module, __: object, outputs: Any) -> None:
+        seen["last"] = outputs[0]
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     with ExitStack() as stack, torch.no_grad(), on_meta(model):
@@ -106,7 +105,7 @@ def _head_reads_last_hidden_states(model: PreTrainedModel) -> bool:
             stack.callback(inner.register_forward_hook(leaving).remove)
         model(input_ids=ids, attention_mask=None, use_cache=False, **one_document(model, 2))
     head, last = seen["head"], seen["last"]
-    owners = [one if one._base is None else one._base for one in (head, last)]
+    owners = [tensor if tensor._base is None else tensor._base for tensor in (head, last)]
     return owners[0] is owners[1] and head.shape == last.shape
 
 

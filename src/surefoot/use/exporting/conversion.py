@@ -143,8 +143,8 @@ def convert(
     is built, and memory does not grow with it. Raises ``CheckpointError`` or ``ModelError`` for
     damaged weights, a base that is missing, or a write that fails, ``OptionError`` for options that
     mean nothing for this folder. ``reading`` has options of the folder's layout."""
-    given = replace(to.hints, reading=reading or {})
-    return to.write(FolderToConvert(folder, given), target, progress)
+    hints = replace(to.hints, reading=reading or {})
+    return to.write(FolderToConvert(folder, hints), target, progress)
 
 
 logger = logging.getLogger(__name__)

@@ -149,17 +149,19 @@ def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]
             wrapped = attach_empty(model, adapter)
     except (ModelError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
-    own = {id(module): name.removeprefix(PREFIX) for name, module in wrapped.named_modules()}
-    found = {}
+    module_names = {
+        id(module): name.removeprefix(PREFIX) for name, module in wrapped.named_modules()
+    }
+    updated = {}
     for parameter, layer in adapted(wrapped).items():
         if parameter not in fused:  # a tied one has no name of its own
-            found[own[id(layer)]] = Updated({names.get(parameter, parameter): None})
+            updated[module_names[id(layer)]] = Updated({names.get(parameter, parameter): None})
             continue
         parts = {n: at.start for n, at in slices.items() if at.fused == parameter}
         parts = parts or {names[parameter]: (0, 0, 0)}
         at = {name: ExpertSlice(fused[parameter], start) for name, start in parts.items()}
-        found[own[id(layer)]] = _of_layer(layer, at)
-    return found
+        updated[module_names[id(layer)]] = _of_layer(layer, at)
+    return updated
 
 
 def _of_layer(layer: Any, at: dict[str, ExpertSlice]) -> Updated:

@@ -70,7 +70,8 @@ class Receipt:
         content = {"format": _FORMAT, **asdict(self)}
         content["made_from"]["manifest"] = self.made_from.manifest
         content["files"] = {
-            name: {"size": one.size, "hash": one.hash} for name, one in self.files.items()
+            name: {"size": identity.size, "hash": identity.hash}
+            for name, identity in self.files.items()
         }
         return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
@@ -85,15 +86,15 @@ def write_receipt(
 ) -> Receipt:
     """Write the receipt of ``target``, made from ``parts``: of a folder with all its files, or of a
     file, whose companions are those of ``names`` beside it."""
-    folder, found = target.parent, [target.name, *names]
+    folder, file_names = target.parent, [target.name, *names]
     if target.is_dir():
         inside = (path for path in target.rglob("*") if path.is_file())
-        folder, found = target, [str(path.relative_to(target)) for path in inside]
-        found = [name for name in found if name not in (NAME, CARD)]
+        folder, file_names = target, [str(path.relative_to(target)) for path in inside]
+        file_names = [name for name in file_names if name not in (NAME, CARD)]
     receipt = Receipt(
         artefact,
         origin_of(parts),
-        {name: identity_of(folder / name) for name in sorted(found)},
+        {name: identity_of(folder / name) for name in sorted(file_names)},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     store(target, receipt)
@@ -131,11 +132,13 @@ def read_receipt(target: Path) -> Receipt:
                 f"{path}: its format is {version}, this version reads {_FORMAT}; update surefoot"
             )
         origin = {n: v for n, v in content.pop("made_from").items() if n != "manifest"}
-        found = {n: FileIdentity(**one, stamp="") for n, one in content.pop("files").items()}
+        identities = {
+            n: FileIdentity(**fields, stamp="") for n, fields in content.pop("files").items()
+        }
         return Receipt(
             artefact=Artefact(**content.pop("artefact")),
             made_from=ExportOrigin(**origin),
-            files=found,
+            files=identities,
             **content,
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -151,14 +154,14 @@ def origin_of(parts: ModelFolders) -> ExportOrigin:
         section, parts.model, adapter=parts.adapter, has_adapter_weights=parts.adapter is not None
     )
     before = base_identity.read(parts.folder).get(base_identity.TRAINED)
-    known = {} if before is None else {_BASE: before}
-    record = base_identity.identify({_BASE: model}, known)[_BASE]
+    recorded = {} if before is None else {_BASE: before}
+    record = base_identity.identify({_BASE: model}, recorded)[_BASE]
     recipe, step = parts.folder / RUN_RECIPE, step_of(parts.folder)
     return ExportOrigin(
         str(parts.folder),
         base,
         None if step < 0 else step,
-        {name: one.hash for name, one in record.files.items()},
+        {name: identity.hash for name, identity in record.files.items()},
         identity_of(recipe).hash if recipe.is_file() else None,
     )
 
@@ -172,11 +175,11 @@ def identity_of(path: Path) -> FileIdentity:
 def changed_files(target: Path, receipt: Receipt) -> list[str]:
     """What is wrong with the files of an artefact, one sentence each."""
     folder = target if target.is_dir() else target.parent
-    found = []
+    problems = []
     for name, before in receipt.files.items():
         path = folder / name
         if not path.is_file():
-            found.append(f"{path} is missing")
+            problems.append(f"{path} is missing")
         elif identity_of(path).hash != before.hash:
-            found.append(f"{path} has changed since it was exported")
-    return found
+            problems.append(f"{path} has changed since it was exported")
+    return problems

@@ -82,11 +82,11 @@ def verify_export(
         ModelError: no receipt, files that changed, another checkpoint or base than the artefact was
             made from, or a package that is missing.
     """
-    found = Path(target).expanduser().absolute()
-    receipt = read_receipt(found)
+    artefact_path = Path(target).expanduser().absolute()
+    receipt = read_receipt(artefact_path)
     packages = _packages(receipt.artefact)
-    if problems := changed_files(found, receipt):
-        raise ModelError(f"{found}: {'; '.join(problems)}; export it again")
+    if problems := changed_files(artefact_path, receipt):
+        raise ModelError(f"{artefact_path}: {'; '.join(problems)}; export it again")
     if receipt.artefact.to == "gguf-adapter":
         raise ModelError("no package of Python opens an adapter in GGUF; try it with llama.cpp")
     parts = _parts(receipt.made_from, checkpoint, base)
@@ -101,14 +101,14 @@ def verify_export(
         logps = logps_of(opened.model, probes)
     del opened
     gc.collect()
-    model = _open_artefact(found, receipt.artefact)
+    model = _open_artefact(artefact_path, receipt.artefact)
     if parts.is_reward:
-        own = artefact_rewards(model, _v_head_of(found), probes)
-        result = compare_rewards(receipt.artefact, own, rewards)
+        actual = artefact_rewards(model, _v_head_of(artefact_path), probes)
+        result = compare_rewards(receipt.artefact, actual, rewards)
     else:
         result = compare_texts(receipt.artefact, probes, logps_of(model, probes), logps)
     readers = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    store(found, replace(receipt, verified={**result.as_data(), "readers": readers}))
+    store(artefact_path, replace(receipt, verified={**result.as_data(), "readers": readers}))
     return result
 
 
@@ -127,15 +127,15 @@ def _packages(artefact: Artefact) -> list[str]:
 def _open_artefact(target: Path, artefact: Artefact) -> Any:
     """The transformers model, in float32, opened as other programs do. Raises ``UnopenedError``."""
     folder = target if target.is_dir() else target.parent
-    given: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
-    given |= {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
+    options |= {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
     is_scored = artefact.to == "reward" and _v_head_of(target) is None
     loader = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
     try:
-        return loader.from_pretrained(folder, **given).to(device()).eval()
+        return loader.from_pretrained(folder, **options).to(device()).eval()
     except _OF_LOADERS as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UnopenedError(f"{target}: transformers cannot open it: {said}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnopenedError(f"{target}: transformers cannot open it: {reason}") from None
 
 
 def _v_head_of(target: Path) -> torch.Tensor | None:
@@ -145,22 +145,22 @@ def _v_head_of(target: Path) -> torch.Tensor | None:
 
 
 def _parts(
-    made: ExportOrigin, checkpoint: str | Path | None, base: str | Path | None
+    origin: ExportOrigin, checkpoint: str | Path | None, base: str | Path | None
 ) -> ModelFolders:
     """The folders from which the artefact was made, wherever they are now."""
-    if checkpoint is None and not files.is_folder(Path(made.checkpoint)):
+    if checkpoint is None and not files.is_folder(Path(origin.checkpoint)):
         raise ModelError(
-            f"{made.checkpoint}, from which it was exported, does not exist; if it moved, name it "
-            "with --checkpoint"
+            f"{origin.checkpoint}, from which it was exported, does not exist; if it moved, name "
+            "it with --checkpoint"
         )
-    if made.base is None:
-        return find_parts(checkpoint or made.checkpoint)
-    if base is None and not files.is_folder(Path(made.base)):
+    if origin.base is None:
+        return find_parts(checkpoint or origin.checkpoint)
+    if base is None and not files.is_folder(Path(origin.base)):
         raise ModelError(
-            f"{made.base}, the base of its adapter, does not exist; if it moved, name it with "
+            f"{origin.base}, the base of its adapter, does not exist; if it moved, name it with "
             "--base"
         )
-    return find_parts(checkpoint or made.checkpoint, base=base or made.base)
+    return find_parts(checkpoint or origin.checkpoint, base=base or origin.base)
 
 
 def _refuse_changed(before: ExportOrigin, parts: ModelFolders) -> None:
@@ -218,16 +218,19 @@ def probes_of(opened: LoadedModel) -> Sequence[Probe]:
     try:
         if opened.template is None and not opened.is_reward_model:
             raise TemplateError("it has no template")
-        outcomes = [one for one in codec.encode_chats(chats) if isinstance(one, list | tuple)]
-        found = [[int(i) for i in up_to_last_label(one[-1])["input_ids"]] for one in outcomes]
+        probes = [
+            [int(i) for i in up_to_last_label(outcome[-1])["input_ids"]]
+            for outcome in codec.encode_chats(chats)
+            if isinstance(outcome, list | tuple)  # neither dropped nor truncated
+        ]
     except TemplateError as error:
         if opened.is_reward_model:
             raise ModelError(f"{opened.folder}: no rewards can be compared: {error}") from None
         texts = [opened.continuation(" ".join(pair)) for pair in pairs]
-        found = [ids for ids in texts if len(ids) <= limit]
-    if not found:
+        probes = [ids for ids in texts if len(ids) <= limit]
+    if not probes:
         raise ModelError(f"{opened.folder}: no probe fits its context length of {limit}")
-    return found
+    return probes
 
 
 @torch.no_grad()
@@ -237,8 +240,8 @@ def logps_of(model: Any, probes: Sequence[Probe]) -> list[torch.Tensor]:
     if (largest := max(i for ids in probes for i in ids)) >= rows:
         raise ModelError(f"it has embeddings of {rows} tokens, but the probes have token {largest}")
     place = next(model.parameters()).device
-    given = [torch.tensor([ids], device=place) for ids in probes]
-    return [F.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1).cpu() for ids in given]
+    inputs = [torch.tensor([ids], device=place) for ids in probes]
+    return [F.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1).cpu() for ids in inputs]
 
 
 @dataclass(frozen=True)
@@ -263,18 +266,22 @@ class OutputComparison:
 def compare_texts(
     artefact: Artefact,
     probes: Sequence[Probe],
-    found: Sequence[torch.Tensor],
+    actual: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
 ) -> OutputComparison:
     """What both say of the next tokens. ``regret`` are the nats per token by which the checkpoint
     finds the artefact's most probable tokens less probable than its own: 0 where they are equal,
     and nearly so where it is undecided."""
-    width = min(found[0].shape[1], expected[0].shape[1])  # a file may have rows without a token
-    own, theirs = (torch.cat(list(logps))[:, :width].double() for logps in (found, expected))
+    width = min(actual[0].shape[1], expected[0].shape[1])  # a file may have rows without a token
+    artefact_logps, checkpoint_logps = (
+        torch.cat(list(logps))[:, :width].double() for logps in (actual, expected)
+    )
     targets = torch.tensor([i for ids in probes for i in ids[1:]])[:, None]
-    best, chosen = theirs.argmax(1, keepdim=True), own.argmax(1, keepdim=True)
-    loss, checkpoint_loss = (-float(logps.gather(1, targets).mean()) for logps in (own, theirs))
-    regret = float((theirs.gather(1, best) - theirs.gather(1, chosen)).mean())
+    best, chosen = checkpoint_logps.argmax(1, keepdim=True), artefact_logps.argmax(1, keepdim=True)
+    loss, checkpoint_loss = (
+        -float(logps.gather(1, targets).mean()) for logps in (artefact_logps, checkpoint_logps)
+    )
+    regret = float((checkpoint_logps.gather(1, best) - checkpoint_logps.gather(1, chosen)).mean())
     num_equal, bound = int((best == chosen).sum()), bound_of(artefact)
     figures = {
         "loss": loss,
@@ -293,45 +300,45 @@ def compare_texts(
 
 def rewards_of(opened: LoadedModel, probes: Sequence[Probe]) -> list[float]:
     """Of a checkpoint of a reward model."""
-    found = []
+    rewards = []
     with opened.network.evaluating():
         for ids in probes:
             item = {"input_ids": list(ids), "labels": list(ids)}
             batch = collate([item], packing=False).to(device())
             values = opened.network.forward(batch, SCORES).values
             assert values is not None
-            found += values.double().tolist()
-    return found
+            rewards += values.double().tolist()
+    return rewards
 
 
 @torch.no_grad()
 def artefact_rewards(model: Any, head: torch.Tensor | None, probes: Sequence[Probe]) -> list[float]:
     """Of a transformers model for sequence classification, or of the decoder of a language model
     whose last hidden states the ``head`` [1, D] reads."""
-    found = []
+    rewards = []
     for ids in probes:
         inputs = torch.tensor([ids], device=device())
         if head is None:
-            found.append(model(input_ids=inputs).logits[0, 0].item())
+            rewards.append(model(input_ids=inputs).logits[0, 0].item())
         else:
             states_TD = model.get_decoder()(input_ids=inputs).last_hidden_state[0]
-            found.append((states_TD[-1].float() @ head[0].to(states_TD.device)).item())
-    return found
+            rewards.append((states_TD[-1].float() @ head[0].to(states_TD.device)).item())
+    return rewards
 
 
 def compare_rewards(
-    artefact: Artefact, found: Sequence[float], expected: Sequence[float]
+    artefact: Artefact, actual: Sequence[float], expected: Sequence[float]
 ) -> OutputComparison:
     """The rewards of both. A reward is a logit, so its bound is that of losses; of large ones,
     relative to them."""
     largest = _largest(expected)
-    worst = _largest([own - theirs for own, theirs in zip(found, expected, strict=True)])
+    worst = _largest([a - e for a, e in zip(actual, expected, strict=True)])
     bound = bound_of(artefact) * max(1.0, largest)
     text = (
-        f"the rewards of {len(found)} fixed conversations, up to {largest:.3f}, differ by at most "
+        f"the rewards of {len(actual)} fixed conversations, up to {largest:.3f}, differ by at most "
         f"{worst:.5f} (bound {bound:g})"
     )
-    figures = {"num_probes": len(found), "largest": largest, "difference": worst}
+    figures = {"num_probes": len(actual), "largest": largest, "difference": worst}
     return OutputComparison(figures, worst, bound, text)
 
 
