@@ -329,7 +329,7 @@ def test_what_is_kept_is_found_where_it_is_sound(tmp_path, monkeypatch):
     content[-1] ^= 1
     first.write_bytes(content)
     second.write_bytes(b"")
-    assert [known is None for known in open_pairs(tmp_path, items).known] == [True, True, False]
+    assert [known is None for known in open_pairs(tmp_path, items).columns] == [True, True, False]
 
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.proof), "full"])

@@ -34,7 +34,7 @@ def opened(folder, *datasets):
 
 
 def is_known(folder, *datasets):
-    return [known is not None for known in opened(folder, *datasets).known]
+    return [known is not None for known in opened(folder, *datasets).columns]
 
 
 @pytest.fixture

@@ -58,19 +58,19 @@ class Responses:
         """The column that the settings name. Raises ``WrongError`` if the dataset has none."""
         name = self.settings["column"]
         if name not in self.columns:
-            known = ", ".join(self.columns) or "none"
-            raise FatalError(f"the dataset has no column {name!r} (its columns: {known})")
+            column_names = ", ".join(self.columns) or "none"
+            raise FatalError(f"the dataset has no column {name!r} (its columns: {column_names})")
         return self.columns[name]
 
     def arguments(self) -> dict[str, object]:
         """What a function may take, by the names of TRL. Where the column ``prompt`` of a row is a
         list of messages, prompt and completion are lists of messages, too."""
         prompts, completions = list[object](self.prompts), list[object](self.completions)
-        for i, given in enumerate(self.columns.get("prompt", ())):
-            if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-                prompts[i] = given
+        for i, prompt in enumerate(self.columns.get("prompt", ())):
+            if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+                prompts[i] = prompt
                 completions[i] = [{"role": "assistant", "content": self.completions[i]}]
-        own = {
+        by_name = {
             "prompts": prompts,
             "completions": completions,
             "completion_ids": self.ids,
@@ -78,8 +78,8 @@ class Responses:
             "log_extra": self._log_extra,
         }
         if self.environments:
-            own["environments"] = self.environments
-        return {**self.columns, **own}
+            by_name["environments"] = self.environments
+        return {**self.columns, **by_name}
 
     def _log_metric(self, name: str, value: float) -> None:
         if not math.isfinite(number := float(value)):
@@ -93,55 +93,57 @@ class Responses:
         self.extras[str(column)] = list(values)
 
 
-def function(given: Responses) -> Values:
+def function(responses: Responses) -> Values:
     """The user's, called as TRL calls it: with the columns that it names, or with all if it takes
     ``**kwargs``."""
-    called = _loaded(given.settings["path"])
-    named = given.arguments()
-    signature = inspect.signature(called)
+    user_function = _loaded(responses.settings["path"])
+    arguments = responses.arguments()
+    signature = inspect.signature(user_function)
     parameters = signature.parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        taken = {one.name for one in parameters}
-        named = {name: values for name, values in named.items() if name in taken}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        parameter_names = {parameter.name for parameter in parameters}
+        arguments = {name: values for name, values in arguments.items() if name in parameter_names}
     try:
-        signature.bind(**named)
+        signature.bind(**arguments)
     except TypeError as error:
-        own = ", ".join(sorted(given.arguments().keys() - given.columns.keys()))
-        known = ", ".join(given.columns) or "none"
-        raise FatalError(f"{error}; it may take columns ({known}) and {own}") from None
-    (found,) = _finished([called(**named)])
-    if isinstance(found, Exception):
-        raise found
-    if isinstance(found, (str, bytes, dict)) or not hasattr(found, "__iter__"):
-        raise FatalError(f"returned {found!r}; expected a list with a number for each completion")
-    return list(found)
+        columns = ", ".join(responses.columns) or "none"
+        others = ", ".join(sorted(responses.arguments().keys() - responses.columns.keys()))
+        raise FatalError(f"{error}; it may take columns ({columns}) and {others}") from None
+    (rewards,) = _finished([user_function(**arguments)])
+    if isinstance(rewards, Exception):
+        raise rewards
+    if isinstance(rewards, (str, bytes, dict)) or not hasattr(rewards, "__iter__"):
+        raise FatalError(f"returned {rewards!r}; expected a list with a number for each completion")
+    return list(rewards)
 
 
-def exact_match(given: Responses) -> Values:
+def exact_match(responses: Responses) -> Values:
     """1 if a response is the text of the column, except for space around it."""
-    pairs = zip(given.completions, given.column(), strict=True)
+    pairs = zip(responses.completions, responses.column(), strict=True)
     return [None if gold is None else float(_same(text, gold)) for text, gold in pairs]
 
 
-def regex(given: Responses) -> Values:
+def regex(responses: Responses) -> Values:
     """1 if the pattern is found; with a column, if the first group of the last match is its
     text."""
-    pattern = re.compile(given.settings["pattern"], re.DOTALL)
-    if given.settings["column"] is None:
-        return [float(pattern.search(text) is not None) for text in given.completions]
-    found = [[*pattern.finditer(text)][-1:] for text in given.completions]
-    taken = [
-        (one[0].group(1) if pattern.groups else one[0].group()) if one else None for one in found
+    pattern = re.compile(responses.settings["pattern"], re.DOTALL)
+    if responses.settings["column"] is None:
+        return [float(pattern.search(text) is not None) for text in responses.completions]
+    group = 1 if pattern.groups else 0
+    answers = [
+        matches[-1].group(group) if (matches := [*pattern.finditer(text)]) else None
+        for text in responses.completions
     ]
-    pairs = zip(taken, given.column(), strict=True)
+    pairs = zip(answers, responses.column(), strict=True)
+    # a group that took no part in its match is None, like a response without a match
     return [None if gold is None else float(t is not None and _same(t, gold)) for t, gold in pairs]
 
 
-def length(given: Responses) -> Values:
+def length(responses: Responses) -> Values:
     """DAPO's soft punishment (arXiv:2503.14476, equation 13): from 0 at ``soft_limit`` tokens down
     to -1 at ``hard_limit``."""
-    soft, hard = given.settings["soft_limit"], given.settings["hard_limit"]
-    return [-min(1.0, max(0.0, (count - soft) / (hard - soft))) for count in given.lengths]
+    soft, hard = responses.settings["soft_limit"], responses.settings["hard_limit"]
+    return [-min(1.0, max(0.0, (count - soft) / (hard - soft))) for count in responses.lengths]
 
 
 RULES: Mapping[str, Function] = {
@@ -193,12 +195,12 @@ def _loaded(path: str) -> Callable[..., Any]:
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            raise FatalError(_said(error)) from error
+            raise FatalError(_error_text(error)) from error
         _MODULES[file] = module
-    found: Callable[..., Any] | None = vars(_MODULES[file]).get(name)
-    if found is None or not callable(found):
+    user_function: Callable[..., Any] | None = vars(_MODULES[file]).get(name)
+    if user_function is None or not callable(user_function):
         raise FatalError(f"{file} defines no {name}")
-    return found
+    return user_function
 
 
 def result(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,15 +212,15 @@ def result(task: Mapping[str, Any]) -> dict[str, Any]:
             if task["rule"] == "function":
                 _loaded(task["settings"]["path"])
         except Exception as error:
-            return {"error": _said(error)}
+            return {"error": _error_text(error)}
         return {"rewards": [], "errors": {}, "metrics": {}, "extras": {}}
     try:
         return {**_computed(task, range(count)), "errors": {}}
     except FatalError as error:
-        return {"error": _said(error), "is_fatal": True}
+        return {"error": _error_text(error), "is_fatal": True}
     except Exception as error:
-        whole = _said(error)
-    return _one_by_one(task, count, whole)
+        batch_error = _error_text(error)
+    return _one_by_one(task, count, batch_error)
 
 
 _SESSIONS: dict[int, Any] = {}  # objects of the user's environment, by the conversation
@@ -228,72 +230,73 @@ def replies(task: Mapping[str, Any]) -> dict[str, Any]:
     """What the user's environment says to each response: a message, or None at the end. Without a
     response, its object is only made."""
     events = task["events"]
-    said, found = list[object](), list[dict[str, str] | None]()
+    answers, messages = list[object](), list[dict[str, str] | None]()
     try:
         for event in events:
             if event["is_first"]:
                 _SESSIONS[event["session"]] = _loaded(task["settings"]["path"])(event["row"])
             step, response = _SESSIONS[event["session"]].step, event["response"]
-            said.append(None if response is None else step(response))
-        for message in _finished(said):
-            found.append(_message(message))
+            answers.append(None if response is None else step(response))
+        for answer in _finished(answers):
+            messages.append(_message(answer))
     except Exception as error:
-        place = len(said) if len(said) < len(events) else len(found)
-        return {"error": _said(error), "place": place}
-    return {"replies": found}
+        # a step failed, or, after all of them, what the next one answered is no message
+        place = len(answers) if len(answers) < len(events) else len(messages)
+        return {"error": _error_text(error), "place": place}
+    return {"replies": messages}
 
 
-def _message(said: object) -> dict[str, str] | None:
-    if isinstance(said, Exception):
-        raise said
-    if said is None:
+def _message(answer: object) -> dict[str, str] | None:
+    if isinstance(answer, Exception):
+        raise answer
+    if answer is None:
         return None
-    if isinstance(said, str):
-        return {"role": "user", "content": said}
+    if isinstance(answer, str):
+        return {"role": "user", "content": answer}
     if (
-        isinstance(said, dict)
-        and said.get("role") in ("user", "tool")
-        and "content" in said
-        and all(isinstance(text, str) for text in said.values())
+        isinstance(answer, dict)
+        and answer.get("role") in ("user", "tool")
+        and "content" in answer
+        and all(isinstance(text, str) for text in answer.values())
     ):
-        return said
+        return answer
     raise WrongError(
         'expected text, {"role": "user" or "tool", "content": text} (and other texts that the '
-        f'chat template reads, such as "name") or None from step, got {said!r}'
+        f'chat template reads, such as "name") or None from step, got {answer!r}'
     )
 
 
-def _one_by_one(task: Mapping[str, Any], count: int, whole: str) -> dict[str, Any]:
+def _one_by_one(task: Mapping[str, Any], count: int, batch_error: str) -> dict[str, Any]:
     rewards: list[float | None] = []
     errors: dict[str, str] = {}
     metrics: dict[str, list[float]] = {}
     extras: dict[str, list[object]] = {}
     for i in range(count):
         try:
-            one = _computed(task, [i])
+            computed = _computed(task, [i])
         except Exception as error:
             rewards.append(None)
-            errors[str(i)] = _said(error)
+            errors[str(i)] = _error_text(error)
             continue
-        rewards += one["rewards"]
-        for name, values in one["metrics"].items():
+        rewards += computed["rewards"]
+        for name, values in computed["metrics"].items():
             metrics.setdefault(name, []).extend(values)
-        for name, (value,) in one["extras"].items():
+        for name, (value,) in computed["extras"].items():
             extras.setdefault(name, [None] * count)[i] = value
     is_general = len(errors) == count > 1 and len({*errors.values()}) == 1
     if not errors or is_general:  # no row is at fault
-        return {"error": whole}
+        return {"error": batch_error}
     return {"rewards": rewards, "errors": errors, "metrics": metrics, "extras": extras}
 
 
 def _computed(task: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
-    given = Responses(task, at)
-    found = RULES[task["rule"]](given)
-    if len(found) != len(at):
-        rewards, responses = _counted(len(found), "reward"), _counted(len(at), "completion")
-        raise FatalError(f"gave {rewards} for {responses}")
-    values = [_checked(value) for value in found]
-    return {"rewards": values, "metrics": given.metrics, "extras": given.extras}
+    responses = Responses(task, at)
+    rewards = RULES[task["rule"]](responses)
+    if len(rewards) != len(at):
+        counts = f"{_counted(len(rewards), 'reward')} for {_counted(len(at), 'completion')}"
+        raise FatalError(f"gave {counts}")
+    numbers = [_checked(reward) for reward in rewards]
+    return {"rewards": numbers, "metrics": responses.metrics, "extras": responses.extras}
 
 
 def _counted(count: int, word: str) -> str:
@@ -312,7 +315,7 @@ def _checked(value: object) -> float | None:
     return number
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """``error`` with the line of the user's file that raised it, or that called what did."""
     if isinstance(error, WrongError):
         return str(error)
@@ -341,11 +344,11 @@ def main() -> None:
     for line in tasks:
         task = json.loads(line)
         try:
-            made = replies(task) if "events" in task else result(task)
+            reply = replies(task) if "events" in task else result(task)
         except SystemExit as error:  # Python would print its text as it is
-            made = {"error": _said(error)}
+            reply = {"error": _error_text(error)}
         try:
-            results.write(f"{json.dumps(made, default=str)}\n")
+            results.write(f"{json.dumps(reply, default=str)}\n")
             results.flush()
         except BrokenPipeError:  # the process that trains was killed
             os._exit(1)

@@ -49,12 +49,12 @@ def dr_grpo(groups: Sequence[Rewards], _lengths: Sequence[int]) -> list[float]:
 def rloo(groups: Sequence[Rewards], _lengths: Sequence[int]) -> list[float]:
     """RLOO (arXiv:2402.14740): the baseline of a response is the mean of the *others* of its group,
     so that it is independent of the response."""
-    found = []
+    advantages = []
     for rewards_G in groups:
         count = _count(rewards_G)
         factor = count / (count - 1) if count > 1 else 0.0
-        found += [value * factor for value in _centered(rewards_G)]
-    return found
+        advantages += [value * factor for value in _centered(rewards_G)]
+    return advantages
 
 
 def reinforce_plus_plus(groups: Sequence[Rewards], lengths: Sequence[int]) -> list[float]:
@@ -65,8 +65,8 @@ def reinforce_plus_plus(groups: Sequence[Rewards], lengths: Sequence[int]) -> li
 def reinforce_plus_plus_baseline(groups: Sequence[Rewards], lengths: Sequence[int]) -> list[float]:
     """REINFORCE++-baseline of the same paper: less the mean of the group, then whitened."""
     centered = chain(*map(_centered, groups))
-    known = zip(chain(*groups), centered, strict=True)
-    return _whitened([None if reward is None else value for reward, value in known], lengths)
+    pairs = zip(chain(*groups), centered, strict=True)
+    return _whitened([None if reward is None else value for reward, value in pairs], lengths)
 
 
 ADVANTAGES: Mapping[str, Callable[[Sequence[Rewards], Sequence[int]], list[float]]] = {
@@ -100,18 +100,18 @@ def _centered(rewards_G: Rewards) -> list[float]:
 
 
 def _spread(rewards_G: Rewards) -> float:
-    mean, known = _mean(rewards_G), [reward for reward in rewards_G if reward is not None]
-    return math.sqrt(math.fsum((r - mean) ** 2 for r in known) / max(1, len(known) - 1))
+    mean, rewards = _mean(rewards_G), [reward for reward in rewards_G if reward is not None]
+    return math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1))
 
 
 def _whitened(rewards: Rewards, lengths: Sequence[int]) -> list[float]:
     """With mean 0 and variance 1 over the tokens of all responses with a reward."""
     if is_flat(rewards):
         return [0.0] * len(rewards)
-    known = [(r, n) for r, n in zip(rewards, lengths, strict=True) if r is not None]
-    count = sum(n for _, n in known)
-    mean = math.fsum(r * n for r, n in known) / max(1, count)
-    variance = math.fsum((r - mean) ** 2 * n for r, n in known) / max(1, count)
+    pairs = [(r, n) for r, n in zip(rewards, lengths, strict=True) if r is not None]
+    count = sum(n for _, n in pairs)
+    mean = math.fsum(r * n for r, n in pairs) / max(1, count)
+    variance = math.fsum((r - mean) ** 2 * n for r, n in pairs) / max(1, count)
     scale = math.sqrt(max(variance, LEAST_VARIANCE))
     return [0.0 if reward is None else (reward - mean) / scale for reward in rewards]
 
@@ -130,36 +130,36 @@ def generalized_advantages(
     lambda A_t+1`` with ``delta_t = r_t + gamma V_t+1 - V_t``."""
     import numpy as np
 
-    found = np.zeros(len(values_T))
+    advantages_T = np.zeros(len(values_T))
     advantage = value_after = 0.0
     for t in reversed(range(len(values_T))):
         delta = float(rewards_T[t]) + gamma * value_after - float(values_T[t])
         advantage = delta + gamma * gae_lambda * advantage
-        found[t], value_after = advantage, float(values_T[t])
-    return found
+        advantages_T[t], value_after = advantage, float(values_T[t])
+    return advantages_T
 
 
-def whitened(each: Sequence[Floats], *, shift_mean: bool = True) -> list[Floats]:
+def whitened(arrays: Sequence[Floats], *, shift_mean: bool = True) -> list[Floats]:
     """The numbers of all lists, divided by their standard deviation, around 0 or around the mean
     that they have."""
     import numpy as np
 
-    values = np.concatenate(each)
+    values = np.concatenate(arrays)
     if len(values) < 2:
-        return list(each)
+        return list(arrays)
     mean = values.mean()
-    found = (values - mean) / np.sqrt(values.var(ddof=1) + 1e-8)
-    ends = np.cumsum([len(one) for one in each])[:-1]
-    return np.split(found if shift_mean else found + mean, ends)
+    standardized = (values - mean) / np.sqrt(values.var(ddof=1) + 1e-8)
+    ends = np.cumsum([len(array) for array in arrays])[:-1]
+    return np.split(standardized if shift_mean else standardized + mean, ends)
 
 
 def explained_variance(values: Sequence[Floats], returns: Sequence[Floats]) -> float:
     """The share of the variance of returns that the values explain; 0 if there is none."""
     import numpy as np
 
-    known, found = np.concatenate(returns), np.concatenate(values)
-    variance = float(known.var())
-    return 1 - float((known - found).var()) / variance if variance else 0.0
+    all_returns, all_values = np.concatenate(returns), np.concatenate(values)
+    variance = float(all_returns.var())
+    return 1 - float((all_returns - all_values).var()) / variance if variance else 0.0
 
 
 def clipped_value_losses(

@@ -36,9 +36,10 @@ class Kernels:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Read ``kernels`` of a saved TrainerState. What it does not have was not chosen."""
-        saved = state.get("kernels")
-        for one in fields(self):
-            setattr(self, one.name, saved.get(one.name) if isinstance(saved, Mapping) else None)
+        kernels = state.get("kernels")
+        saved = kernels if isinstance(kernels, Mapping) else {}
+        for choice in fields(self):
+            setattr(self, choice.name, saved.get(choice.name))
 
 
 @dataclass
@@ -129,11 +130,12 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore ``state``, but keep the length of this run and the rank of this process."""
-        kept = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
-        kept |= {"is_local_process_zero", "is_world_process_zero"}  # rank 0 has saved its own
-        for known in fields(self):
-            if known.name in state and known.name not in kept:
-                setattr(self, known.name, state[known.name])
+        not_restored = {"max_steps", "num_train_epochs", "train_batch_size", "kernels", "fitted"}
+        # Rank 0 has saved its own.
+        not_restored |= {"is_local_process_zero", "is_world_process_zero"}
+        for attribute in fields(self):
+            if attribute.name in state and attribute.name not in not_restored:
+                setattr(self, attribute.name, state[attribute.name])
         self.skipped_windows = [(epoch, index) for epoch, index in self.skipped_windows]
         self.kernels.load_state_dict(state)
         fitted = state.get("fitted")
@@ -145,8 +147,9 @@ class TrainerState:
         """The content of ``trainer_state.json``: only the fields of the Hugging Face Trainer.
         ``best`` is the path of the best checkpoint, ``steps`` are the recipe's ``log_steps``,
         ``eval_steps`` and ``save_steps``."""
-        ours = {known.name for known in fields(self) if known.metadata == _OURS}
-        return {name: value for name, value in asdict(self).items() if name not in ours} | {
+        names = [attribute.name for attribute in fields(self) if attribute.metadata != _OURS]
+        values = asdict(self)
+        return {name: values[name] for name in names} | {
             "best_model_checkpoint": best,
             "logging_steps": steps[0] or 0,
             "eval_steps": steps[1] or 0,
@@ -276,14 +279,14 @@ class Callbacks:
                 member.load_state_dict(state[name])  # type: ignore[attr-defined]
 
     def _stateful(self) -> dict[str, TrainerCallback]:
-        found: dict[str, TrainerCallback] = {}
+        by_name: dict[str, TrainerCallback] = {}
         for member in self.members:
             if hasattr(member, "state_dict"):
                 name, count = type(member).__name__, 2
-                while name in found:
+                while name in by_name:
                     name, count = f"{type(member).__name__}-{count}", count + 1
-                found[name] = member
-        return found
+                by_name[name] = member
+        return by_name
 
     def emit_saved(self, step: int) -> None:
         """``on_save`` for the checkpoint of ``step``, which is committed now."""

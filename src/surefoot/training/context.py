@@ -80,18 +80,19 @@ class NetworkContext:
         spec = spec_of(self.stage, role)
         counts = [num_trained(item) for item in examples]
         ends = np.cumsum([0, *counts])
-        found = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
+        all_values = torch.zeros(len(spec.outputs), int(ends[-1]), dtype=torch.float64)
         dtype = torch.float32
         with closing(self._batches(role, examples, size)) as batches:
             for items, outputs, _ in batches:
                 spans = [np.arange(ends[i], ends[i + 1]) for i in items]
-                at = np.concatenate([np.empty(0, np.int64), *spans])
+                # a rank without examples runs a batch without spans, too
+                positions = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *spans]))
                 for row, name in enumerate(spec.outputs):
                     values: torch.Tensor = getattr(outputs, name)
                     dtype = values.dtype
-                    found[row, torch.from_numpy(at)] = values[: len(at)].double().cpu()
-        found = self.world.summed(found).to(dtype)
-        rows = torch.split(found, counts, dim=1)
+                    all_values[row, positions] = values[: len(positions)].double().cpu()
+        all_values = self.world.summed(all_values).to(dtype)
+        rows = torch.split(all_values, counts, dim=1)
         return [Outputs(**dict(zip(spec.outputs, row, strict=True))) for row in rows]
 
     def reduce(
@@ -103,15 +104,15 @@ class NetworkContext:
     def _reduce(
         self, role: str, examples: Sequence[Features], function: Reduction, size: int
     ) -> NDArray[np.float64]:
-        found: torch.Tensor | None = None
+        results: torch.Tensor | None = None
         with closing(self._batches(role, examples, size)) as batches:
             for items, outputs, batch in batches:
                 rows = function(outputs, batch).double().cpu()
-                if found is None:
-                    found = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
-                found[torch.from_numpy(items)] += rows[: len(items)]
-        assert found is not None
-        return self.world.summed(found).numpy()
+                if results is None:
+                    results = torch.zeros(len(examples), *rows.shape[1:], dtype=torch.float64)
+                results[torch.from_numpy(items)] += rows[: len(items)]
+        assert results is not None
+        return self.world.summed(results).numpy()
 
     def generate(
         self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0
@@ -120,14 +121,14 @@ class NetworkContext:
         network, stops = self.networks[POLICY], self.codec.stop_token_ids
         if self.served is not None:
             steps = self.version or 0
-            asked = WindowRequest(self.place, steps, prompts, settings, turn, stops)
-            return self.served.generate(asked)
+            request = WindowRequest(self.place, steps, prompts, settings, turn, stops)
+            return self.served.generate(request)
         seed = derive(self.seed, turn) if turn else self.seed
-        found = self.memory.generate(
+        samples = self.memory.generate(
             settings,
             lambda fitted: network.generate(prompts, fitted, seed=seed, stop_token_ids=stops),
         )
-        return [replace(one, version=self.version) for one in found]
+        return [replace(sample, version=self.version) for sample in samples]
 
     def environment(self, path: FunctionPath, events: Events, seconds: float) -> Replies:
         """What each object of the user's class says, on rank 0. Raises ``RunError``."""
@@ -137,9 +138,11 @@ class NetworkContext:
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        every = [self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
-        self.recorded.append(Recorded(rollouts, rewards, every))
-        return every[0]
+        repetitions = [
+            self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)
+        ]
+        self.recorded.append(Recorded(rollouts, rewards, repetitions))
+        return repetitions[0]
 
     def _rewarded(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
@@ -147,14 +150,14 @@ class NetworkContext:
         def computed_here(task: RewardTask) -> RewardResult:
             return computed(self.process, task, texts_of(rollouts, self.codec), seconds, on_error)
 
-        found = list[RewardResult]()
+        results = list[RewardResult]()
         for role, reward in rewards.items():
             if reward.task is not None:
-                found.append(self.world.on_main(partial(computed_here, reward.task)))
+                results.append(self.world.on_main(partial(computed_here, reward.task)))
             else:
                 items = [rollout.features(0.0) for rollout in rollouts]
-                found.append(RewardResult(self.reduce(role, items, _scores).tolist()))
-        return rewarded(found)
+                results.append(RewardResult(self.reduce(role, items, _scores).tolist()))
+        return rewarded(results)
 
     @torch.no_grad()
     def _batches(
@@ -190,8 +193,8 @@ class BlankContext:
     ) -> NDArray[np.float64]:
         """The result of ``function`` for zeros."""
         batch = self.collation.batch(examples)
-        found = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
-        return found.double().numpy()
+        result = function(zeros(batch.num_trained, spec_of(self.stage, role)), batch)
+        return result.double().numpy()
 
     def generate(
         self, prompts: Prompts, settings: GenerateSection, *, turn: int = 0

@@ -49,6 +49,7 @@ class UserEnvironment:
 class _Conversation:
     """One of a window."""
 
+    number: int  # in the window
     row: DatasetRow
     group: int
     prompt: Sequence[int]
@@ -59,18 +60,21 @@ class _Conversation:
     version: int | None = None
     is_over: bool = False
 
-    def add_response(self, sample: Sample, left: int) -> Sample:
+    def add_response(self, sample: Sample, tokens_left: int) -> Sample:
         """Add a response, or as much of it as there are tokens left; what was added."""
-        kept = sample
-        if len(sample.ids) > left:
-            kept = replace(
-                sample, ids=sample.ids[:left], logps=sample.logps[:left], finish_reason="length"
+        added = sample
+        if len(sample.ids) > tokens_left:
+            added = replace(
+                sample,
+                ids=sample.ids[:tokens_left],
+                logps=sample.logps[:tokens_left],
+                finish_reason="length",
             )
-        self.ids += kept.ids
-        self.logps.extend(map(float, kept.logps))
-        self.is_sampled += [True] * len(kept.ids)
-        self.reason, self.version = kept.finish_reason, kept.version
-        return kept
+        self.ids += added.ids
+        self.logps.extend(map(float, added.logps))
+        self.is_sampled += [True] * len(added.ids)
+        self.reason, self.version = added.finish_reason, added.version
+        return added
 
     def add_reply(self, ids: Sequence[int]) -> None:
         """Add what the environment says."""
@@ -103,28 +107,35 @@ def converse(
 ) -> list[Rollout]:
     """One conversation for each prompt, which has a row and a group, of at most
     ``settings.max_new_tokens`` tokens after the prompt; without an environment it has one turn."""
-    every = [_Conversation(row, group, prompt) for prompt, row, group in prompts]
-    most = settings.max_new_tokens
+    conversations = [
+        _Conversation(number, row, group, prompt)
+        for number, (prompt, row, group) in enumerate(prompts)
+    ]
+    max_tokens = settings.max_new_tokens
     for turn in range(max_turns):
-        open_ones = [(n, one) for n, one in enumerate(every) if not one.is_over]
-        if not open_ones:
+        ongoing = [each for each in conversations if not each.is_over]
+        if not ongoing:
             break
-        left = [most - len(one.ids) for _, one in open_ones]
-        given = [[*one.prompt, *one.ids] for _, one in open_ones]
-        samples = context.generate(given, replace(settings, max_new_tokens=max(left)), turn=turn)
-        heard = zip(open_ones, samples, left, strict=True)
-        said = [(n, one, one.add_response(sample, count)) for (n, one), sample, count in heard]
+        histories = [[*each.prompt, *each.ids] for each in ongoing]
+        tokens_left = [max_tokens - len(each.ids) for each in ongoing]
+        # one limit for the batch: a response to a longer history is cut when it is added
+        limited = replace(settings, max_new_tokens=max(tokens_left))
+        samples = context.generate(histories, limited, turn=turn)
+        responses = [
+            (conversation, conversation.add_response(sample, count))
+            for conversation, sample, count in zip(ongoing, samples, tokens_left, strict=True)
+        ]
         is_last = turn + 1 == max_turns
         if environment is not None:
-            _answer(context, said, environment, most, is_first=not turn, is_last=is_last)
-    return [one.rollout(settings.temperature) for one in every]
+            _answer(context, responses, environment, max_tokens, is_first=not turn, is_last=is_last)
+    return [each.rollout(settings.temperature) for each in conversations]
 
 
 def _answer(
     context: StageContext,
-    said: Sequence[tuple[int, _Conversation, Sample]],
+    responses: Sequence[tuple[_Conversation, Sample]],
     environment: Environment,
-    most: int,
+    max_tokens: int,
     *,
     is_first: bool,
     is_last: bool,
@@ -132,22 +143,23 @@ def _answer(
     """Add what the environment says to each conversation, or end it."""
     codec, decode = context.codec, context.codec.tokenizer.decode
     events = []
-    for n, one, sample in said:
-        one.is_over = True
+    for conversation, sample in responses:
+        conversation.is_over = True
         is_complete = sample.finish_reason == "stop"
         if is_complete or is_first:
             text = decode(list(sample.text_ids)) if is_complete else None
-            events.append((one, sample, Event(n, one.row, text, is_first)))
+            event = Event(conversation.number, conversation.row, text, is_first)
+            events.append((conversation, sample, event))
     replies = environment.step(context, [event for _, _, event in events])
-    for (one, sample, _), message in zip(events, replies, strict=True):
+    for (conversation, sample, _), message in zip(events, replies, strict=True):
         if message is None or is_last:
             continue
         next_turn = _next(codec, sample, message)
-        if next_turn is None or len(one.ids) + len(next_turn) >= most:
-            one.reason = "length" if next_turn is not None else one.reason
+        if next_turn is None or len(conversation.ids) + len(next_turn) >= max_tokens:
+            conversation.reason = "length" if next_turn is not None else conversation.reason
             continue
-        one.add_reply(next_turn)
-        one.is_over = False
+        conversation.add_reply(next_turn)
+        conversation.is_over = False
 
 
 def _next(codec: Codec, sample: Sample, message: Message) -> list[int] | None:
@@ -168,10 +180,11 @@ def sampling_figures(
 ) -> Mapping[str, float]:
     """How far the log-probabilities as sampled are from those of the model of role ``policy``, for
     metrics. Logs a warning where they differ by more than rounding."""
-    known = [one for one in rollouts if one.num_sampled]
-    chosen = known[:: -(-len(known) // _MOST)] if known else []
-    outputs = context.compute(policy, [one.features(0.0) for one in chosen]) if chosen else []
-    trained = [logp for one in outputs if one.logps is not None for logp in one.logps.tolist()]
+    answered = [rollout for rollout in rollouts if rollout.num_sampled]
+    chosen = answered[:: -(-len(answered) // _MOST)] if answered else []
+    examples = [rollout.features(0.0) for rollout in chosen]
+    outputs = context.compute(policy, examples) if chosen else []
+    trained = [logp for each in outputs if each.logps is not None for logp in each.logps.tolist()]
     return gap_figures(chosen, trained, sampler)
 
 
@@ -181,11 +194,11 @@ def gap_figures(
     """The same of rollouts whose log-probabilities are ``trained``, one after the other."""
     if not rollouts:
         return {}
-    found = mismatch([logp for one in rollouts for logp in one.sampled_logps], trained)
+    gap = mismatch([logp for rollout in rollouts for logp in rollout.sampled_logps], trained)
     server, is_scaled = sampler.server, rollouts[0].temperature != 1
     cure = server.on_other_temperature if server is not None and is_scaled else ""
-    warn_of(found, cure)
-    return found.figures
+    warn_of(gap, cure)
+    return gap.figures
 
 
 @dataclass(frozen=True)
@@ -229,13 +242,14 @@ class Mismatch:
 
 def mismatch(sampled: Sequence[float], trained: Sequence[float]) -> Mismatch:
     """Of log-probabilities of the same tokens, as sampled and as trained, at least one."""
-    return Mismatch([one - other for one, other in zip(sampled, trained, strict=True)])
+    pairs = zip(sampled, trained, strict=True)
+    return Mismatch([sampled_logp - trained_logp for sampled_logp, trained_logp in pairs])
 
 
-def warn_of(found: Mismatch, cure: str = "") -> None:
+def warn_of(gap: Mismatch, cure: str = "") -> None:
     """Log a warning, and perhaps what to do, if the responses may not be the policy's own."""
-    if (cause := found.cause) is not None:
-        figures = found.figures
+    if (cause := gap.cause) is not None:
+        figures = gap.figures
         logger.warning(
             "the log-probabilities of the responses as sampled and as trained differ by %.3g nats "
             "on average (at most %.3g): %s. Gradients are those of other responses than the "
@@ -257,6 +271,6 @@ def window_figures(
         "reward": mean,
         "reward_std": math.sqrt(spread),
         **more,
-        "completion_length": sum(one.num_sampled for one in rollouts) / len(rollouts),
-        "completions_clipped": sum(one.is_cut for one in rollouts) / len(rollouts),
+        "completion_length": sum(rollout.num_sampled for rollout in rollouts) / len(rollouts),
+        "completions_clipped": sum(rollout.is_cut for rollout in rollouts) / len(rollouts),
     }

@@ -115,13 +115,17 @@ def prefixed(parts: Mapping[str, Mapping[str, float]], prefix: str) -> dict[str,
     ``eval_loss``."""
     if list(parts) == [""]:
         return {f"{prefix}_{name}": value for name, value in parts[""].items()}
-    named = {f"{prefix}_{part}_{name}": v for part, m in parts.items() for name, v in m.items()}
+    by_dataset = {
+        f"{prefix}_{dataset}_{name}": value
+        for dataset, metrics in parts.items()
+        for name, value in metrics.items()
+    }
     common = set.intersection(*(set(metrics) for metrics in parts.values()))
     means = {
         f"{prefix}_{name}": sum(m[name] for m in parts.values()) / len(parts)
         for name in sorted(common)
     }
-    return named | means
+    return by_dataset | means
 
 
 def record_evaluation(

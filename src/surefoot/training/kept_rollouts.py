@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,24 @@ class Recorded:
     """The rollouts of a window, and what rewards said of them."""
 
     rollouts: Sequence[Rollout]
-    named: Mapping[str, Reward]
-    every: Sequence[Rewarded]  # of each time that they were rewarded
+    rewards_by_name: Mapping[str, Reward]
+    repetitions: Sequence[Rewarded]  # of each time that they were rewarded
 
     @property
     def by_reward(self) -> Sequence[Mapping[str, Sequence[float | None]]]:
         """The rewards by name, of each time."""
-        return [dict(zip(self.named, one.by_reward, strict=True)) for one in self.every]
+        return [
+            dict(zip(self.rewards_by_name, rewarded.by_reward, strict=True))
+            for rewarded in self.repetitions
+        ]
 
     @property
     def rewards(self) -> list[float | None]:
         """The sum for each rollout, as it is trained on."""
-        return total(self.every[0].by_reward, [one.weight for one in self.named.values()])
+        return total(
+            self.repetitions[0].by_reward,
+            [reward.weight for reward in self.rewards_by_name.values()],
+        )
 
 
 @dataclass(frozen=True)
@@ -88,26 +95,25 @@ class KeptRollouts:
     ) -> None:
         """Those of a window's first prompts, and the ``examples`` that they became. A collective
         call."""
-        known = {(one.origin, one.group) for one in self._current}
-        for one in recorded if self.folder is not None else ():
-            missing = NUM_PROMPTS - len(known)
-            chosen = [i for i, rollout in enumerate(one.rollouts) if rollout.group < missing]
-            self._current += _kept(context, one, chosen, advantages(one.rollouts, examples))
+        prompts = {(rollout.origin, rollout.group) for rollout in self._current}
+        num_missing = NUM_PROMPTS - len(prompts)
+        for record in recorded if self.folder is not None else ():
+            chosen = [i for i, rollout in enumerate(record.rollouts) if rollout.group < num_missing]
+            self._current += _kept(context, record, chosen, advantages(record.rollouts, examples))
 
     def end(self, dataset: str) -> None:
         """It was the dataset of this name."""
         if self._current:
-            named = [{**vars(one), "dataset": dataset} for one in self._current]
-            self._by_dataset[dataset] = [KeptRollout(**values) for values in named]
+            self._by_dataset[dataset] = [replace(row, dataset=dataset) for row in self._current]
 
     def write(self, step: int) -> None:
         """Write those of all datasets. If an earlier start wrote others, its files of later steps
         are deleted. Raises ``RunError``."""
-        found, self._by_dataset = self._by_dataset, {}
-        if not found or self.folder is None:
+        by_dataset, self._by_dataset = self._by_dataset, {}
+        if not by_dataset or self.folder is None:
             return
-        rollouts = (one for each in found.values() for one in each)
-        lines = [json.dumps(asdict(one), ensure_ascii=False) for one in rollouts]
+        rollouts = chain.from_iterable(by_dataset.values())
+        lines = [json.dumps(asdict(rollout), ensure_ascii=False) for rollout in rollouts]
         data = ("\n".join(lines) + "\n").encode(errors="replace")
         path = self.folder / name_of(step)
         with files.raising(RunError, "cannot write the rollouts"):
@@ -125,8 +131,8 @@ def name_of(step: int) -> str:
 
 def steps_of(folder: Path) -> list[int]:
     """The steps whose rollouts are in the folder of a run."""
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
-    return [int(match[1]) for match in found if match]
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return [int(match[1]) for match in matches if match]
 
 
 def read(path: Path) -> list[KeptRollout]:
@@ -135,7 +141,7 @@ def read(path: Path) -> list[KeptRollout]:
         lines = _content(path).split(b"\n")[:-1]  # text has line breaks that JSON does not escape
         rows: list[dict[str, Any]] = [files.parse_json(line) for line in lines]
         return [
-            KeptRollout(**{**row, "tokens": [KeptToken(**one) for one in row["tokens"]]})
+            KeptRollout(**{**row, "tokens": [KeptToken(**token) for token in row["tokens"]]})
             for row in rows
         ]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -154,13 +160,13 @@ def _content(path: Path) -> bytes:
 
 def advantages(rollouts: Sequence[Rollout], examples: Sequence[Features]) -> list[float | None]:
     """The advantage of the first token of each rollout: ``examples`` are some of them, in order."""
-    rest, found = list(reversed(examples)), list[float | None]()
+    remaining, by_rollout = list(reversed(examples)), list[float | None]()
     for rollout in rollouts:
-        if rest and list(rest[-1]["input_ids"]) == list(rollout.ids):
-            found.append(float(rest.pop()["advantages"][0]))
+        if remaining and list(remaining[-1]["input_ids"]) == list(rollout.ids):
+            by_rollout.append(float(remaining.pop()["advantages"][0]))
         else:
-            found.append(None)
-    return found
+            by_rollout.append(None)
+    return by_rollout
 
 
 def _kept(
@@ -171,7 +177,7 @@ def _kept(
 ) -> list[KeptRollout]:
     """The chosen ones, as the trained model computes them."""
     rollouts = [recorded.rollouts[i] for i in chosen]
-    outputs = context.compute(POLICY, [one.features(0.0) for one in rollouts])
+    outputs = context.compute(POLICY, [rollout.features(0.0) for rollout in rollouts])
     decode, totals = context.codec.tokenizer.decode, recorded.rewards
     return [
         KeptRollout(
@@ -186,7 +192,7 @@ def _kept(
             reward=totals[i],
             advantage=by_rollout[i],
             tokens=_tokens(rollout, computed, decode),
-            extras={name: values[i] for name, values in recorded.every[0].extras.items()},
+            extras={name: values[i] for name, values in recorded.repetitions[0].extras.items()},
         )
         for i, rollout, computed in zip(chosen, rollouts, outputs, strict=True)
     ]
@@ -196,11 +202,12 @@ def _tokens(
     rollout: Rollout, computed: Outputs, decode: Callable[[list[int]], str]
 ) -> list[KeptToken]:
     assert computed.logps is not None
-    trained = iter(computed.logps.tolist())
-    found = []
+    trained_logps = iter(computed.logps.tolist())  # of sampled tokens only
+    tokens = []
     for n in range(rollout.num_prompt, len(rollout.ids)):
-        known = (rollout.ids[n], decode([rollout.ids[n]]))
-        is_own = rollout.is_sampled[n]
-        both = (rollout.logps[n], next(trained)) if is_own else (None, None)
-        found.append(KeptToken(*known, *both))
-    return found
+        token_id = rollout.ids[n]
+        token = KeptToken(token_id, decode([token_id]), sampled=None)
+        if rollout.is_sampled[n]:
+            token = replace(token, sampled=rollout.logps[n], trained=next(trained_logps))
+        tokens.append(token)
+    return tokens

@@ -121,8 +121,8 @@ def robust(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torc
 
     logits_P = beta * margins_P
     right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
-    kept = (1 - label_smoothing) * right_P - label_smoothing * wrong_P
-    return kept / (1 - 2 * label_smoothing)
+    losses_P = (1 - label_smoothing) * right_P - label_smoothing * wrong_P
+    return losses_P / (1 - 2 * label_smoothing)
 
 
 def exo_pair(margins_P: torch.Tensor, beta: float, label_smoothing: float) -> torch.Tensor:

@@ -82,8 +82,8 @@ class MemoryGuard:
         """Examples per micro-batch of the step that is being trained."""
         if not self.can_split:
             return self.recipe_size
-        known = [size for first, size, _ in self.sizes.micro_batch_size if first <= self.step]
-        return fitting_micro_batch(self.num_examples, known[-1]) if known else self.recipe_size
+        lowered = [size for first, size, _ in self.sizes.micro_batch_size if first <= self.step]
+        return fitting_micro_batch(self.num_examples, lowered[-1]) if lowered else self.recipe_size
 
     @property
     def forward_size(self) -> int:
@@ -113,26 +113,26 @@ class MemoryGuard:
         """
         if not self.can_split:
             return work()
-        found = run_or_shortage(work)
-        while isinstance(found, Shortage):
+        result = run_or_shortage(work)
+        while isinstance(result, Shortage):
             clean()
             free()
-            self._lower_training(found, place)
-            found = run_or_shortage(again)
-        return found
+            self._lower_training(result, place)
+            result = run_or_shortage(again)
+        return result
 
     def forward(self, work: Callable[[int], T]) -> T:
         """The result of ``work``, forward passes without gradients of so many examples each; from
         the start with fewer, while it runs out of memory."""
         if not self.can_split:
             return work(self.forward_size)
-        while isinstance(found := run_or_shortage(lambda: work(self.forward_size)), Shortage):
+        while isinstance(result := run_or_shortage(lambda: work(self.forward_size)), Shortage):
             free()
-            size = self._smaller(self.forward_size, found, "an evaluation or a reference model")
+            size = self._smaller(self.forward_size, result, "an evaluation or a reference model")
             self.sizes.forward = size
             what = f"forward passes without gradients have {counted(size, 'example')} from now on"
-            self._continue(found, what, f"train.micro_batch_size={size}")
-        return found
+            self._continue(result, what, f"train.micro_batch_size={size}")
+        return result
 
     def generate(self, section: GenerateSection, work: Callable[[GenerateSection], T]) -> T:
         """The result of ``work`` with ``section``; with a smaller ``batch_size``, while it runs out
@@ -142,22 +142,22 @@ class MemoryGuard:
         while True:
             size = min(section.batch_size, self.sizes.generate or section.batch_size)
             fitted = replace(section, batch_size=size)
-            found = run_or_shortage(lambda fitted=fitted: work(fitted))  # type: ignore[misc]
-            if not isinstance(found, Shortage):
-                return found
+            result = run_or_shortage(lambda fitted=fitted: work(fitted))  # type: ignore[misc]
+            if not isinstance(result, Shortage):
+                return result
             free()
-            self.sizes.generate = self._smaller(size, found, "sampling")
-            told = f"generate.batch_size={self.sizes.generate}"
-            self._continue(found, f"sampling continues with {told}", told)
+            self.sizes.generate = self._smaller(size, result, "sampling")
+            setting = f"generate.batch_size={self.sizes.generate}"
+            self._continue(result, f"sampling continues with {setting}", setting)
 
     def recall(self, step: int) -> None:
         """Read the sizes of earlier launches, after the state of a checkpoint at ``step``. From
         there on, a size of the recipe that is another one since takes their place. A collective
         call."""
         self.step = step
-        noted = self.world.from_main(_read(self.folder) if self.world.is_main else None)
-        if noted is not None and noted.num_changes >= self.sizes.num_changes:
-            self.sizes.load_state_dict(noted.state_dict())
+        earlier = self.world.from_main(_read(self.folder) if self.world.is_main else None)
+        if earlier is not None and earlier.num_changes >= self.sizes.num_changes:
+            self.sizes.load_state_dict(earlier.state_dict())
         changes = self.sizes.micro_batch_size
         is_kept = self.can_split and (not changes or changes[-1][2] == self.recipe_size)
         if changes and not is_kept:
@@ -239,9 +239,9 @@ def _read(folder: Path | None) -> FittedSizes | None:
         return None
     try:
         with files.open_file(folder / FILE) as file:
-            told = json.loads(files.read_all(file, _LIMIT))
+            state = json.loads(files.read_all(file, _LIMIT))
     except (OSError, ValueError):  # none, or cut off by a crash: the step fails again
         return None
-    found = FittedSizes()
-    found.load_state_dict(told)
-    return found
+    sizes = FittedSizes()
+    sizes.load_state_dict(state)
+    return sizes

@@ -73,8 +73,8 @@ class KeptPiece:
         added: list[Features] = []
         for group in self.groups:
             examples = [self.items[int(item)] for item in group]
-            found = stage.precompute(context, examples)
-            pairs = zip(found, examples, strict=True)
+            extended = stage.precompute(context, examples)
+            pairs = zip(extended, examples, strict=True)
             added += [{n: v for n, v in new.items() if n not in old} for new, old in pairs]
         columns = {name: _ragged([item[name] for item in added]) for name in added[0]}
         for name, (values, _) in columns.items():
@@ -90,26 +90,26 @@ class KeptPiece:
         with files.raising(DataError, "data.cache_dir"):
             try:
                 with files.open_file(self.path) as file:
-                    found = load(files.read_all(file, 1 << 30))
+                    arrays = load(files.read_all(file, 1 << 30))
             except (FileNotFoundError, SafetensorError):
                 return None
-        check = found.pop("check", None)
-        if check is None or check.tobytes() != _check(found):
+        check = arrays.pop("check", None)
+        if check is None or check.tobytes() != _check(arrays):
             return None
-        names = [name.removesuffix(".values") for name in found if name.endswith(".values")]
-        columns = {name: _from_lengths(found[f"{name}.values"], found[name]) for name in names}
-        is_whole = all(len(one.offsets) == self.num_items + 1 for one in columns.values())
-        return columns if columns and is_whole else None
+        names = [name.removesuffix(".values") for name in arrays if name.endswith(".values")]
+        columns = {name: _from_lengths(arrays[f"{name}.values"], arrays[name]) for name in names}
+        is_complete = all(len(column.offsets) == self.num_items + 1 for column in columns.values())
+        return columns if columns and is_complete else None
 
     def write(self, columns: Columns) -> None:
         """Store the columns. Raises ``DataError``."""
-        found: dict[str, NDArray[np.generic]] = {}
+        arrays: dict[str, NDArray[np.generic]] = {}
         for name, (values, offsets) in columns.items():
-            found |= {f"{name}.values": np.ascontiguousarray(values[:]), name: np.diff(offsets)}
-        found["check"] = np.frombuffer(_check(found), np.uint8)
+            arrays |= {f"{name}.values": np.ascontiguousarray(values[:]), name: np.diff(offsets)}
+        arrays["check"] = np.frombuffer(_check(arrays), np.uint8)
         with files.raising(DataError, "data.cache_dir"):
             files.make_folder(self.folder)
-            files.write_aside(self.path, save(found))
+            files.write_aside(self.path, save(arrays))
 
 
 @dataclass
@@ -119,14 +119,14 @@ class Precomputation:
     stage: Stage
     identity: str  # of the models, and of how they compute
     pieces: Sequence[KeptPiece]
-    known: list[Columns | None]
+    columns: list[Columns | None]  # of each piece; None: to be computed
     world: World
     _reported: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing to compute."""
-        return all(columns is not None for columns in self.known)
+        return all(columns is not None for columns in self.columns)
 
     def run(self, context: StageContext) -> None:
         """Compute what is missing. A collective call. Raises ``ModelError`` if a value is NaN or
@@ -137,42 +137,42 @@ class Precomputation:
             return
         started = time.monotonic()
         for number, piece in enumerate(self.pieces):
-            if self.known[number] is None:
-                columns = self.known[number] = piece.compute(self.stage, context)
+            if self.columns[number] is None:
+                columns = self.columns[number] = piece.compute(self.stage, context)
                 if self.world.is_main:
                     piece.write(columns)
                 self._report(started)
         seconds = time.monotonic() - started
         logger.info(
             "reference log-probabilities: computed for %s examples in %.1f s",
-            f"{self._num_known:,}",
+            f"{self._num_done:,}",
             seconds,
         )
 
     def blank(self, context: StageContext) -> None:
         """Compute with ``context`` without storing: for measurements of speed."""
-        self.known = [piece.compute(self.stage, context) for piece in self.pieces]
+        self.columns = [piece.compute(self.stage, context) for piece in self.pieces]
 
     def columns_of(self, content: str) -> Columns:
         """The columns of a store, or of the windows in an order, concatenated."""
         folder = _key(self.identity, content)
-        pairs = zip(self.pieces, self.known, strict=True)
-        found = [known for piece, known in pairs if known and piece.folder.name == folder]
-        return {name: _joined([columns[name] for columns in found]) for name in found[0]}
+        pairs = zip(self.pieces, self.columns, strict=True)
+        parts = [columns for piece, columns in pairs if columns and piece.folder.name == folder]
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
     @property
-    def _num_known(self) -> int:
-        pairs = zip(self.pieces, self.known, strict=True)
+    def _num_done(self) -> int:
+        pairs = zip(self.pieces, self.columns, strict=True)
         return sum(piece.num_items for piece, columns in pairs if columns is not None)
 
     def _report(self, started: float) -> None:
         if time.monotonic() - self._reported > REPORT_SECONDS:
             self._reported = time.monotonic()
-            known, total = self._num_known, sum(piece.num_items for piece in self.pieces)
-            speed = known / (self._reported - started)
+            num_done, total = self._num_done, sum(piece.num_items for piece in self.pieces)
+            speed = num_done / (self._reported - started)
             logger.info(
                 "reference log-probabilities: %d of %d examples, %.0f examples/s",
-                known,
+                num_done,
                 total,
                 speed,
             )
@@ -220,12 +220,12 @@ def precomputation(
     cut = {"item": _by_item, "window": _by_window}[stage.kept_by]
     is_needed = bool(auxiliary_models(stage, "ahead"))
     pieces = list(cut(root / FOLDER, identity, sets)) if is_needed else []
-    known = [piece.read() for piece in pieces] if world.is_main else None
-    return Precomputation(stage, identity, pieces, world.from_main(known), world)
+    columns = [piece.read() for piece in pieces] if world.is_main else None
+    return Precomputation(stage, identity, pieces, world.from_main(columns), world)
 
 
 def _by_item(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[KeptPiece]:
-    stores = {store.content: store for one in sets for store in one.items.stores}
+    stores = {store.content: store for window_set in sets for store in window_set.items.stores}
     for content, store in stores.items():
         for start in range(0, len(store), PIECE):
             group = np.arange(start, min(start + PIECE, len(store)))
@@ -233,34 +233,37 @@ def _by_item(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[K
 
 
 def _by_window(root: Path, identity: str, sets: Sequence[WindowSet]) -> Iterator[KeptPiece]:
-    for one in sets:
-        folder, start, groups = root / _key(identity, one.order), 0, list[Index]()
-        for group in one.windows.values():
+    for window_set in sets:
+        folder, start, groups = root / _key(identity, window_set.order), 0, list[Index]()
+        for group in window_set.windows.values():
             groups.append(group)
             if (count := sum(map(len, groups))) >= PIECE:
-                yield KeptPiece(folder, start, one.items, tuple(groups))
+                yield KeptPiece(folder, start, window_set.items, tuple(groups))
                 start, groups = start + count, []
         if groups:
-            yield KeptPiece(folder, start, one.items, tuple(groups))
+            yield KeptPiece(folder, start, window_set.items, tuple(groups))
 
 
-def with_items(dataset: EncodedDataset, found: Precomputation) -> EncodedDataset:
+def with_items(dataset: EncodedDataset, precomputed: Precomputation) -> EncodedDataset:
     """The same items, with their columns that are cached by item."""
-    if found.stage.kept_by != "item" or not found.pieces:
+    if precomputed.stage.kept_by != "item" or not precomputed.pieces:
         return dataset
     stores = tuple(
-        replace(store, features={**store.features, **found.columns_of(store.content)})
+        replace(store, features={**store.features, **precomputed.columns_of(store.content)})
         for store in dataset.stores
     )
     return replace(dataset, stores=stores)
 
 
-def with_windows(one: WindowSet, found: Precomputation) -> KeptWindows:
+def with_windows(window_set: WindowSet, precomputed: Precomputation) -> KeptWindows:
     """The columns of a set's windows that are cached by window."""
-    if found.stage.kept_by != "window" or not found.pieces:
+    if precomputed.stage.kept_by != "window" or not precomputed.pieces:
         return NOTHING
-    starts = np.cumsum([0, *map(len, one.windows.values())]).tolist()
-    return KeptWindows(found.columns_of(one.order), dict(zip(one.windows, starts, strict=False)))
+    starts = np.cumsum([0, *map(len, window_set.windows.values())]).tolist()
+    return KeptWindows(
+        precomputed.columns_of(window_set.order),
+        dict(zip(window_set.windows, starts, strict=False)),
+    )
 
 
 def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
@@ -268,9 +271,9 @@ def model_of(auxiliary: AuxiliaryModel, policy: ModelSection) -> ModelSection:
     if auxiliary.model is None:
         return policy
     changes = {"revision": None, "adapter": None, "frozen_adapters": (), "quantization_bit": None}
-    made = replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
+    section = replace(policy, path=auxiliary.model, **changes)  # type: ignore[arg-type]
     base = _base_of(Path(auxiliary.model))
-    return made if base is None else replace(made, path=base, adapter=Path(auxiliary.model))
+    return section if base is None else replace(section, path=base, adapter=Path(auxiliary.model))
 
 
 def _base_of(folder: Path) -> str | None:
@@ -306,8 +309,8 @@ def _model_identity(role: str, model: ModelSection, base: Path) -> list[object]:
 def _trace(folder: Path) -> list[str]:
     """Names, sizes and times of the files of a model; no weight is read for it."""
     kinds = ("config.json", "adapter_config.json", *(f"{place}{WEIGHTS}" for place in PLACES))
-    found = {path for kind in kinds for path in folder.glob(kind)}
-    stats = [(path.relative_to(folder), path.stat()) for path in sorted(found)]
+    paths = {path for kind in kinds for path in folder.glob(kind)}
+    stats = [(path.relative_to(folder), path.stat()) for path in sorted(paths)]
     return [f"{path}:{s.st_size}:{s.st_mtime_ns}" for path, s in stats]
 
 
@@ -315,8 +318,8 @@ def _key(identity: str, content: str) -> str:
     return xxhash.xxh3_128_hexdigest(f"{identity} {content}".encode())
 
 
-def _check(found: Mapping[str, NDArray[np.generic]]) -> bytes:
-    values = {name: np.ascontiguousarray(found[name]).data.cast("B") for name in sorted(found)}
+def _check(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
+    values = {name: np.ascontiguousarray(arrays[name]).data.cast("B") for name in sorted(arrays)}
     parts = [f"{name} {files.digest(data)}" for name, data in values.items()]
     return files.digest(" ".join(parts).encode()).encode()
 

@@ -45,10 +45,10 @@ class Texts:
 
     def at(self, place: int) -> Texts:
         """The response at ``place`` alone."""
-        one = slice(place, place + 1)
-        parts = self.prompts[one], self.completions[one], self.lengths[one]
-        columns = {name: values[one] for name, values in self.columns.items()}
-        return Texts(*parts, columns, self.origins[one], self.ids[one], [place])
+        span = slice(place, place + 1)
+        parts = self.prompts[span], self.completions[span], self.lengths[span]
+        columns = {name: values[span] for name, values in self.columns.items()}
+        return Texts(*parts, columns, self.origins[span], self.ids[span], [place])
 
     def name(self, place: int) -> str:
         """A response, for messages."""
@@ -105,9 +105,9 @@ class RewardProcess:
     def check(self, task: RewardTask, seconds: float) -> None:
         """Raise ``RunError`` unless ``task`` can be computed: its file is run."""
         empty = Texts((), (), (), {})
-        found = self.compute(task, empty, seconds)
-        if found.failures:
-            raise RunError(f"{task.name}: {found.failures[0].why}")
+        result = self.compute(task, empty, seconds)
+        if result.failures:
+            raise RunError(f"{task.name}: {result.failures[0].why}")
 
     def compute(
         self, task: RewardTask, texts: Texts, seconds: float, *, is_one_enough: bool = True
@@ -152,19 +152,19 @@ class RewardProcess:
     ) -> dict[str, Any]:
         """``replies`` of a user's environment to responses, or an ``error``, perhaps with the
         ``place`` of its response."""
-        given = {"settings": {"path": path}, "events": list(events)}
+        request = {"settings": {"path": path}, "events": list(events)}
         if any(event["is_first"] for event in events):
             self._steps = []
         try:
-            reply = self._send(given, seconds)
+            reply = self._send(request, seconds)
         except LateError:
             return {"error": f"took more than {seconds:g} seconds (reward_timeout)"}
-        self._steps.append((given, reply))
+        self._steps.append((request, reply))
         return reply
 
     def _ask(self, task: RewardTask, texts: Texts, seconds: float) -> dict[str, Any]:
         """The rewards of ``texts``. Raises ``LateError``."""
-        given = {
+        request = {
             "rule": task.rule,
             "settings": dict(task.settings),
             "prompts": list(texts.prompts),
@@ -174,18 +174,18 @@ class RewardProcess:
             "sessions": list(texts.sessions or range(len(texts.completions))),
             "columns": {name: list(values) for name, values in texts.columns.items()},
         }
-        return self._send(given, seconds)
+        return self._send(request, seconds)
 
-    def _send(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+    def _send(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The process's answer. Raises ``LateError``, and ends the process then."""
-        reply = self._answer(given, seconds)
+        reply = self._answer(request, seconds)
         if "killed_by" in reply:
             by = reply["killed_by"]
             logger.warning("the process of rewards was killed by %s; it is started again", by)
-            reply = self._answer(given, seconds)
+            reply = self._answer(request, seconds)
         return reply
 
-    def _answer(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+    def _answer(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """The same of one attempt."""
         if self._child is None or self._child.code is not None:
             self._child = Child([str(WORKER)], talks=True, patience=0)
@@ -193,23 +193,23 @@ class RewardProcess:
                 if (now := self._exchange(earlier, seconds)) != answer:
                     why = now.get("error", "it answers the same responses in another way")
                     return {"error": f"the environment's process ended, and a new one: {why}"}
-        return self._exchange(given, seconds)
+        return self._exchange(request, seconds)
 
-    def _exchange(self, given: Mapping[str, object], seconds: float) -> dict[str, Any]:
+    def _exchange(self, request: Mapping[str, object], seconds: float) -> dict[str, Any]:
         """What the running process answers; how it has ended, if a function has ended it."""
         assert self._child is not None
         with contextlib.suppress(EOFError):
-            if self._child.send(given):
+            if self._child.send(request):
                 answer = self._child.answer(seconds)
                 if answer is None:
                     self.end()
                     raise LateError
                 return answer
-        found = {"error": f"ended its process {self._child.ending}"}
+        failure = {"error": f"ended its process {self._child.ending}"}
         if (by := self._child.killed_by) is not None:
-            found["killed_by"] = by
+            failure["killed_by"] = by
         self.end()
-        return found
+        return failure
 
     def end(self) -> None:
         """End the process, with all that it has started."""
@@ -269,11 +269,11 @@ class Reward(Protocol):
 
 def names_of(rewards: Sequence[Reward]) -> list[str]:
     """The name of each, with a number where it occurs again."""
-    found: list[str] = []
+    names: list[str] = []
     for reward in rewards:
-        before = sum(other.name == reward.name for other in rewards[: len(found)])
-        found.append(f"{reward.name}_{before + 1}" if before else reward.name)
-    return found
+        before = sum(other.name == reward.name for other in rewards[: len(names)])
+        names.append(f"{reward.name}_{before + 1}" if before else reward.name)
+    return names
 
 
 def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
@@ -283,8 +283,8 @@ def by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
 
 def models_of(rewards: Sequence[Reward]) -> dict[str, AuxiliaryModel]:
     """The models that compute rewards, by role."""
-    found = ((name, reward.model) for name, reward in by_name(rewards).items())
-    return {name: model for name, model in found if model is not None}
+    pairs = ((name, reward.model) for name, reward in by_name(rewards).items())
+    return {name: model for name, model in pairs if model is not None}
 
 
 def computed(
@@ -294,16 +294,18 @@ def computed(
     response; if ``on_error`` is skip, those that failed have none. What is wrong for every response
     is always raised."""
     is_one_enough = on_error == "stop"
-    found = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
-    if not found.failures:
-        return found
-    said = _said(task, found, texts)
-    if found.failures[0].is_fatal:
-        raise RunError(said)
+    result = process.compute(task, texts, seconds, is_one_enough=is_one_enough)
+    if not result.failures:
+        return result
+    message = _failure_message(task, result, texts)
+    if result.failures[0].is_fatal:
+        raise RunError(message)
     if is_one_enough:
-        raise RunError(f"{said}; mend it, or set on_reward_error: skip, which drops such responses")
-    logger.warning("%s; skipped", said)
-    return found
+        raise RunError(
+            f"{message}; mend it, or set on_reward_error: skip, which drops such responses"
+        )
+    logger.warning("%s; skipped", message)
+    return result
 
 
 def rewarded(results: Sequence[RewardResult]) -> Rewarded:
@@ -317,11 +319,11 @@ def rewarded(results: Sequence[RewardResult]) -> Rewarded:
     return Rewarded([result.rewards for result in results], metrics, extras)
 
 
-def _said(task: RewardTask, found: RewardResult, texts: Texts) -> str:
-    first = found.failures[0]
+def _failure_message(task: RewardTask, result: RewardResult, texts: Texts) -> str:
+    first = result.failures[0]
     if first.place is None:
         return f"{task.name}: {first.why}"
-    more = len(found.failures) - 1
+    more = len(result.failures) - 1
     rest = f" (and for {counted(more, 'other response')})" if more else ""
     return f"{task.name}: {texts.name(first.place)}: {first.why}{rest}"
 
@@ -330,34 +332,34 @@ def total(
     by_reward: Sequence[Sequence[float | None]], weights: Sequence[float]
 ) -> list[float | None]:
     """The weighted sum of the rewards of each response; None if it has none of them."""
-    found: list[float | None] = []
+    totals: list[float | None] = []
     for values in zip(*by_reward, strict=True):
-        known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
-        found.append(sum(known) if known else None)
-    return found
+        weighted = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+        totals.append(sum(weighted) if weighted else None)
+    return totals
 
 
 def means(names: Sequence[str], by_reward: Sequence[Sequence[float | None]]) -> Mapping[str, float]:
     """The mean of each reward over the responses that have it, if there are several."""
-    found = {}
+    by_metric = {}
     for name, values in zip(names, by_reward, strict=True) if len(names) > 1 else ():
-        known = [value for value in values if value is not None]
-        if known:
-            found[f"rewards/{name}"] = sum(known) / len(known)
-    return found
+        present = [value for value in values if value is not None]
+        if present:
+            by_metric[f"rewards/{name}"] = sum(present) / len(present)
+    return by_metric
 
 
 def texts_of(rollouts: Sequence[Rollout], codec: Codec) -> Texts:
     """The responses of a window as rewards read them."""
     decode = codec.tokenizer.decode
-    names = dict.fromkeys(name for one in rollouts for name in one.row.columns)
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.row.columns)
     return Texts(
-        [decode(list(one.prompt)) for one in rollouts],
-        [decode(list(one.completion), skip_special_tokens=True) for one in rollouts],
-        [one.num_sampled for one in rollouts],
-        {name: [one.row.columns.get(name) for one in rollouts] for name in names},
-        [one.row.origin for one in rollouts] if all(r.row.origin for r in rollouts) else (),
-        [one.completion for one in rollouts],
+        [decode(list(rollout.prompt)) for rollout in rollouts],
+        [decode(list(rollout.completion), skip_special_tokens=True) for rollout in rollouts],
+        [rollout.num_sampled for rollout in rollouts],
+        {name: [rollout.row.columns.get(name) for rollout in rollouts] for name in names},
+        [rollout.row.origin for rollout in rollouts] if all(r.row.origin for r in rollouts) else (),
+        [rollout.completion for rollout in rollouts],
     )
 
 
@@ -365,7 +367,7 @@ def stepped(
     process: RewardProcess, path: FunctionPath, events: Sequence[Event], seconds: float
 ) -> list[Message | None]:
     """What the environment says to each response. Raises ``RunError``, which names the row."""
-    given = [
+    event_rows = [
         {
             "session": event.session,
             "row": dict(event.row.columns) if event.is_first else None,
@@ -374,13 +376,13 @@ def stepped(
         }
         for event in events
     ]
-    found = process.step(str(path), given, seconds)
-    if "error" not in found:
-        return [None if one is None else _message(**one) for one in found["replies"]]
+    reply = process.step(str(path), event_rows, seconds)
+    if "error" not in reply:
+        return [None if message is None else _message(**message) for message in reply["replies"]]
     where = ""
-    if (at := found.get("place")) is not None:
+    if (at := reply.get("place")) is not None:
         where = f" {events[at].row.origin} (response {short(events[at].response or '')}):"
-    raise RunError(f"{path}:{where} {found['error']}")
+    raise RunError(f"{path}:{where} {reply['error']}")
 
 
 def _message(role: Literal["user", "tool"], content: str, **fields: str) -> Message:

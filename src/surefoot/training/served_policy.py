@@ -64,20 +64,20 @@ class ServedPolicy:
     _loaded: ServedWeights | None = field(default=None, init=False)
     _version: int | None = field(default=None, init=False)  # of ``_loaded``
 
-    def generate(self, asked: WindowRequest) -> list[Sample]:
+    def generate(self, request: WindowRequest) -> list[Sample]:
         """One sample for each prompt. Raises ``RunError``."""
-        if self._version is not None and asked.version < self._version:
+        if self._version is not None and request.version < self._version:
             self._version = None  # after a rollback, later steps have other weights than before
-        journal = ResponseJournal(self.run, asked.place, asked.version)
-        is_kept = asked.place[0] >= 0
-        settings = {**asdict(asked.settings), "batch_size": None}
-        key = key_of(self.lineage, asked.prompts, settings, asked.turn)
-        found = self.world.on_main(lambda: journal.read(key) if is_kept else {})
-        if len(found) < len(asked.prompts):
-            self._hand_over(asked.version)
-            keep = journal if is_kept else None
-            found |= self.world.on_main(lambda: self._sampled(asked, found, keep, key))
-        return [found[index] for index in range(len(asked.prompts))]
+        journal = None
+        if request.place[0] >= 0:  # not an evaluation, which is sampled anew after a restart
+            journal = ResponseJournal(self.run, request.place, request.version)
+        settings = {**asdict(request.settings), "batch_size": None}
+        key = key_of(self.lineage, request.prompts, settings, request.turn)
+        samples = self.world.on_main(lambda: {} if journal is None else journal.read(key))
+        if len(samples) < len(request.prompts):
+            self._hand_over(request.version)
+            samples |= self.world.on_main(lambda: self._sampled(request, samples, journal, key))
+        return [samples[index] for index in range(len(request.prompts))]
 
     def _hand_over(self, version: int) -> None:
         """Make the server read the weights of now, unless it has them."""
@@ -114,71 +114,75 @@ class ServedPolicy:
 
     def _sampled(
         self,
-        asked: WindowRequest,
-        known: dict[int, Sample],
+        request: WindowRequest,
+        existing: dict[int, Sample],
         journal: ResponseJournal | None,
         key: str,
     ) -> dict[int, Sample]:
-        """The samples that are not known, in order of the prompts' first; each is in the journal as
-        soon as it is there. The first error is raised once nothing more can arrive."""
-        found, problem, stop = dict[int, Sample](), None, Event()
+        """The samples that are not in ``existing``, requested in the order of the prompts; each is
+        in the journal as soon as it arrives. The first error is raised once nothing more can."""
+        samples, problem, stop = dict[int, Sample](), None, Event()
         if journal is not None:
             journal.forget_older()
-        groups = _groups(asked.prompts, known)
+        groups = _groups(request.prompts, existing)
         with ThreadPoolExecutor(self.server.concurrency) as pool:
-            futures = {pool.submit(self._ask, asked, one, stop): at for one, at in groups.items()}
+            futures = {
+                pool.submit(self._ask, request, group, stop): at for group, at in groups.items()
+            }
             for future in as_completed(futures):
                 try:
-                    samples = dict(zip(futures[future], future.result(), strict=True))
+                    arrived = dict(zip(futures[future], future.result(), strict=True))
                     if journal is not None:
-                        journal.add(key, samples)
+                        journal.add(key, arrived)
                 except SurefootError as error:
                     problem = problem or error
                     stop.set()
                     continue
-                found |= samples
+                samples |= arrived
         if problem is not None:
-            raise RunError(self._said(problem, len(known) + len(found), asked, journal))
-        return found
+            raise RunError(
+                self._failure_message(problem, len(existing) + len(samples), request, journal)
+            )
+        return samples
 
     def _ask(
-        self, asked: WindowRequest, one: tuple[tuple[int, ...], int], stop: Event
+        self, request: WindowRequest, group: tuple[tuple[int, ...], int], stop: Event
     ) -> list[Sample]:
         """The samples for a prompt. Raises ``RunError``."""
-        prompt, count = one
+        prompt, count = group
         if stop.is_set():
             raise RunError("not sent, as another request has failed")
-        space, most = room(self.network.module, prompt), asked.settings.max_new_tokens
+        space, most = room(self.network.module, prompt), request.settings.max_new_tokens
         if space == 0:
-            return [Sample((), (), "context", version=asked.version)] * count
+            return [Sample((), (), "context", version=request.version)] * count
         allowed = most if space is None else min(space, most)
         assert self._loaded is not None
-        request = SamplingRequest(
-            prompt, count, allowed, asked.settings.temperature, self._stops(asked.stops)
+        sampling_request = SamplingRequest(
+            prompt, count, allowed, request.settings.temperature, self._stops(request.stops)
         )
         vocabulary = self.network.inner.config.get_text_config().vocab_size
         expected = Expected(
             self.server.url,
-            request,
+            sampling_request,
             self._loaded,
             vocabulary,
-            asked.version,
+            request.version,
             "length" if allowed == most else "context",
         )
-        return expected.samples(self.server.sample(request, self._loaded))
+        return expected.samples(self.server.sample(sampling_request, self._loaded))
 
     def _stops(self, stops: Sequence[int]) -> list[int]:
         return list(dict.fromkeys([*stops, *self.network.own_stops]))
 
-    def _said(
-        self, error: Exception, count: int, asked: WindowRequest, journal: ResponseJournal | None
+    def _failure_message(
+        self, error: Exception, count: int, request: WindowRequest, journal: ResponseJournal | None
     ) -> str:
         """What is lost by ``error``, and what to do."""
         cure = "start or mend the server, then run the same command to resume"
         if journal is None or not count:
             return f"{error}; {cure}"
-        kept = f"{counted(count, 'response')} of {len(asked.prompts)}"
-        return f"{error}; the {kept} that the window has so far are in {journal.path}: {cure}"
+        progress = f"{counted(count, 'response')} of {len(request.prompts)}"
+        return f"{error}; the {progress} that the window has so far are in {journal.path}: {cure}"
 
 
 def _clear(root: Path) -> None:
@@ -189,12 +193,12 @@ def _clear(root: Path) -> None:
 
 
 def _groups(
-    prompts: Sequence[Ids], known: dict[int, Sample]
+    prompts: Sequence[Ids], existing: dict[int, Sample]
 ) -> dict[tuple[tuple[int, ...], int], list[int]]:
     """The places without a sample of each prompt, by it and their number."""
     places = dict[tuple[int, ...], list[int]]()
     for index, prompt in enumerate(prompts):
-        if index not in known:
+        if index not in existing:
             places.setdefault(tuple(prompt), []).append(index)
     return {(prompt, len(at)): at for prompt, at in places.items()}
 
@@ -225,9 +229,9 @@ class ResponseJournal:
                 text = files.read_all(file, _LIMIT).decode(errors="replace")
         return {row["index"]: _sample(row) for row in _rows(text) if row["key"] == key}
 
-    def add(self, key: str, found: Mapping[int, Sample]) -> None:
+    def add(self, key: str, samples: Mapping[int, Sample]) -> None:
         """Append responses, and flush them. Raises ``RunError``."""
-        lines = [json.dumps({"key": key, "index": i, **asdict(s)}) for i, s in found.items()]
+        lines = [json.dumps({"key": key, "index": i, **asdict(s)}) for i, s in samples.items()]
         with files.raising(RunError, "cannot write the responses of a window"):
             files.make_folder(self.path.parent)
             # a line break first, which ends a line that a crash has cut short
@@ -247,8 +251,8 @@ class ResponseJournal:
 
 def key_of(lineage: str, prompts: Sequence[Sequence[int]], settings: object, turn: int) -> str:
     """What responses depend on besides the weights of a run with these settings (``lineage``)."""
-    told = [lineage, [list(map(int, prompt)) for prompt in prompts], settings, turn]
-    return files.digest(json.dumps(told).encode())
+    inputs = [lineage, [list(map(int, prompt)) for prompt in prompts], settings, turn]
+    return files.digest(json.dumps(inputs).encode())
 
 
 def _rows(text: str) -> Iterator[dict[str, Any]]:

@@ -190,7 +190,7 @@ class Stage(ABC):
 
 def auxiliary_models(stage: Stage, when: Literal["ahead", "window"]) -> dict[str, AuxiliaryModel]:
     """The auxiliary models of a stage that compute ``when``, by role."""
-    return {role: one for role, one in stage.auxiliary.items() if one.when == when}
+    return {role: model for role, model in stage.auxiliary.items() if model.when == when}
 
 
 def longest_row(stage: Stage, encoded: int, cutoff_len: int) -> int:

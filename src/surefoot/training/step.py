@@ -80,8 +80,8 @@ class PendingMetrics:
         if self.sent is not None:
             self.sent.synchronize()
         loss, weight, tokens, *metrics, norm = self.values.tolist()
-        named = dict(zip(self.names, metrics, strict=True))
-        return StepMetrics(loss, weight, norm, self.learning_rate, named, int(tokens), self.scale)
+        by_name = dict(zip(self.names, metrics, strict=True))
+        return StepMetrics(loss, weight, norm, self.learning_rate, by_name, int(tokens), self.scale)
 
 
 def all_or_none(steps: Sequence[PendingMetrics]) -> list[PendingMetrics]:
@@ -123,8 +123,8 @@ class Step:
         total = total / factor
         is_bad = ~(total.isfinite() & norm.isfinite())
         values = torch.stack([total, weight, *rest, norm])
-        found = PendingMetrics(values, names, is_bad.float(), learning_rate, scale)
-        return _on_its_way(found)
+        pending = PendingMetrics(values, names, is_bad.float(), learning_rate, scale)
+        return _on_its_way(pending)
 
     def update(self, unread: PendingMetrics) -> None:
         """Update the weights, unless loss or gradient are NaN or infinite; update fp16's scale."""
@@ -173,9 +173,9 @@ def _added(losses: Sequence[Loss], names: Sequence[str], tokens: int) -> torch.T
         [loss.total, loss.weight, none, *(loss.metrics.get(name, none) for name in names)]
         for loss in losses
     ]
-    found = torch.stack([torch.stack([x.double() for x in row]) for row in rows]).sum(0)
-    found[2] += tokens
-    return found
+    totals = torch.stack([torch.stack([x.double() for x in row]) for row in rows]).sum(0)
+    totals[2] += tokens
+    return totals
 
 
 def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -188,13 +188,13 @@ def _multiply(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
             gradient.copy_(gradient.float() * factor.float())
 
 
-def _on_its_way(found: PendingMetrics) -> PendingMetrics:
+def _on_its_way(pending: PendingMetrics) -> PendingMetrics:
     """Send the values to the host."""
-    if found.values.device.type != "cuda":
-        return replace(found, values=found.values.cpu())
-    values, sent = found.values.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    if pending.values.device.type != "cuda":
+        return replace(pending, values=pending.values.cpu())
+    values, sent = pending.values.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
     sent.record()
-    return replace(found, values=values, sent=sent)
+    return replace(pending, values=values, sent=sent)
 
 
 def _scaled(loss_of: LossFunction, factor: float, outputs: Outputs, batch: Batch) -> Loss:
@@ -256,7 +256,7 @@ def check_gradient(figures: StepMetrics, step: int, num_zero: int, *, samples: b
 
 def give_up(what: str, section: TrainSection, newest: Path | None, *, skipped: int) -> RunError:
     """The error of a run that cannot continue as ``on_nan`` says; ``skipped`` counts its steps."""
-    found = newest or "no checkpoint has been saved yet"
+    latest = newest or "no checkpoint has been saved yet"
     reasons = {
         "stop": "",
         "skip": f", and {counted(skipped, 'step')} skipped is more than train.max_skipped_steps "
@@ -272,7 +272,7 @@ def give_up(what: str, section: TrainSection, newest: Path | None, *, skipped: i
     }
     return RunError(
         f"training stopped: {what} is NaN or infinite{reasons[section.on_nan]}. Latest checkpoint: "
-        f"{found}. Lower the learning rate (optim), inspect the data of that step, or "
+        f"{latest}. Lower the learning rate (optim), inspect the data of that step, or "
         f"{ways[section.on_nan]}"
     )
 
@@ -291,21 +291,22 @@ class Learner:
     # What a checkpoint contains of the optimizer; the ranks of a pipeline make it together, once,
     # as only rank 0 loads the best weights at the end of a run.
     optimizer_state: ShardedState = field(init=False)
-    _told: int | None = field(init=False, default=None)  # the step of the last line about blocks
+    # The step of the last line of the log about blocks.
+    _last_logged: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.optimizer_state = self.network.engine.optimizer_state(self.trained)
 
     def optimizer_at(self, step: int) -> torch.optim.Optimizer:
         """The optimizer for update ``step``; the log tells when it trains another block."""
-        blocks, told = self.network.blocks, self._told
-        if blocks.switch and (told is None or step - told >= _SELDOM):
-            labels, before = blocks.labels(step), None if told is None else blocks.labels(step - 1)
-            if labels != before:
+        blocks, last_logged = self.network.blocks, self._last_logged
+        if blocks.switch and (last_logged is None or step - last_logged >= _SELDOM):
+            labels = blocks.labels(step)
+            if last_logged is None or labels != blocks.labels(step - 1):
                 last = (step // blocks.interval + 1) * blocks.interval
                 what = " and ".join(labels)
                 logger.info("steps %d to %d train %s", step + 1, last, what)
-                self._told = step
+                self._last_logged = step
         return self.trained.at(step)
 
     @property
@@ -317,11 +318,13 @@ class Learner:
     def num_saved_bytes(self) -> int:
         """About the bytes of this rank's part of a checkpoint, once the optimizer has a state."""
         is_full = self.weights.kind == "full"
-        named = self.module.named_parameters()
-        kept = [p for name, p in named if is_full or p.requires_grad or is_added(name)]
+        named_parameters = self.module.named_parameters()
+        weights = [
+            p for name, p in named_parameters if is_full or p.requires_grad or is_added(name)
+        ]
         states = self.step.optimizer.state.values()
-        held = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-        return sum(local(tensor).nbytes for tensor in [*kept, *held])
+        moments = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        return sum(local(tensor).nbytes for tensor in [*weights, *moments])
 
     def drop_gradients(self) -> None:
         """Free what a forward or backward pass that failed has left."""
@@ -344,8 +347,8 @@ class InitialValues:
     _is_in_place: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        named = self.network.named.items()
-        self._values = {name: _local(p).cpu().clone() for name, p in named}
+        parameters = self.network.named.items()
+        self._values = {name: _local(p).cpu().clone() for name, p in parameters}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -364,10 +367,10 @@ class InitialValues:
         """Swap them, one tensor at a time; nothing stays gathered of other values."""
         gather_nothing(self.network.module)
         for name, parameter in self.network.named.items():
-            here, kept = _local(parameter), self._values[name]
-            current = here.cpu().clone()
-            here.copy_(kept)
-            kept.copy_(current)
+            live, stored = _local(parameter), self._values[name]
+            current = live.cpu().clone()
+            live.copy_(stored)
+            stored.copy_(current)
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

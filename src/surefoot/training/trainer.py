@@ -190,15 +190,15 @@ class Trainer:
         started = time.monotonic()
         state, steps = self.state, [learner.step for learner in self.learners.values()]
         self.callbacks.emit("on_step_begin")
-        found = self.windows.memory.train(
+        pending = self.windows.memory.train(
             lambda: self._all_gradients(turn.window),
             self._repeated,
             clean=self._drop_gradients,
             place=self._rows,
         )
         self.callbacks.emit("on_pre_optimizer_step")
-        found = all_or_none(found)
-        for step, figures in zip(steps, found, strict=True):
+        pending = all_or_none(pending)
+        for step, figures in zip(steps, pending, strict=True):
             step.update(figures)
         self.callbacks.emit("on_optimizer_step")
         for step in steps:
@@ -209,7 +209,7 @@ class Trainer:
         if not self._progress.is_room_checked:  # the optimizer has its state now
             self._progress.is_room_checked = True
             self.saver.check_room(sum(each.num_saved_bytes for each in self.learners.values()))
-        self._progress.unread = _Taken(state.global_step, turn.place, found[0])
+        self._progress.unread = _Taken(state.global_step, turn.place, pending[0])
         state.epoch = self.windows.loader.progress
         self.interval.spend(time.monotonic() - started)
         self.callbacks.emit("on_step_end")
@@ -351,8 +351,8 @@ class Trainer:
         """If any flag is set, wait for the last step's metrics; False if they led back to the
         latest checkpoint, where no flag is set yet."""
         control, started = self.control, time.monotonic()
-        asked = control.should_log or control.should_evaluate or control.should_save
-        if not asked and not self._is_done():
+        is_any_set = control.should_log or control.should_evaluate or control.should_save
+        if not is_any_set and not self._is_done():
             return True
         is_usable = self._read()
         self.interval.spend(time.monotonic() - started)
@@ -371,9 +371,9 @@ class Trainer:
         if self.world.size == 1:
             self._progress.agreed = self.stop.received
             return
-        names = [known.name for known in fields(self.control)]
-        asked = [float(getattr(self.control, name)) for name in names]
-        *flags, number = self.world.largest([*asked, float(self.stop.received or 0)])
+        names = [attribute.name for attribute in fields(self.control)]
+        local_flags = [float(getattr(self.control, name)) for name in names]
+        *flags, number = self.world.largest([*local_flags, float(self.stop.received or 0)])
         for name, flag in zip(names, flags, strict=True):
             setattr(self.control, name, bool(flag))
         self._progress.agreed = Signals(int(number)) if number else None

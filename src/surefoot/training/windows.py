@@ -182,10 +182,10 @@ class Windows:
     def _count(self, part: Sequence[Features], figures: Mapping[str, float]) -> None:
         self._num_empty = 0 if len(part) else self._num_empty + 1
         if self._num_empty > (self.loader.steps_per_epoch or MAX_EMPTY):
-            found = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            summary = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
             raise RunError(
                 f"there was nothing to train on in {self._num_empty} windows in a row (in the "
-                f"last one: {found}); make the reward distinguish responses, or train with sft "
+                f"last one: {summary}); make the reward distinguish responses, or train with sft "
                 "first"
             )
 
@@ -206,8 +206,8 @@ class Windows:
         """The data position, the position inside a window if there is one, and what the stage
         keeps if there is any."""
         state: dict[str, Any] = dict(self.loader.state_dict())
-        own = {"inside": self.inside.state_dict(), "stage": dict(self.stage_state.values)}
-        return {**state, **{name: value for name, value in own.items() if value}}
+        additions = {"inside": self.inside.state_dict(), "stage": dict(self.stage_state.values)}
+        return {**state, **{name: value for name, value in additions.items() if value}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position; raises DataError if it belongs to other data or another order."""
@@ -250,19 +250,19 @@ def inner_steps(count: int, passes: int, mini_batches: int, seed: int) -> list[I
 
 def columns(examples: Sequence[Features]) -> dict[str, dict[str, torch.Tensor]]:
     """Every column of examples as one tensor, and the lengths of its lists."""
-    found = {}
+    by_name = {}
     for name in examples[0]:
         arrays = [np.asarray(item[name]) for item in examples]
         lengths = torch.tensor([len(values) for values in arrays])
-        found[name] = {"values": torch.from_numpy(np.concatenate(arrays)), "lengths": lengths}
-    return found
+        by_name[name] = {"values": torch.from_numpy(np.concatenate(arrays)), "lengths": lengths}
+    return by_name
 
 
-def examples_of(found: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:
+def examples_of(by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Features]:
     """The examples that ``columns`` was made of."""
     parts = {
         name: [part.numpy() for part in torch.split(column["values"], column["lengths"].tolist())]
-        for name, column in found.items()
+        for name, column in by_name.items()
     }
     count = len(next(iter(parts.values())))
     return [{name: column[i] for name, column in parts.items()} for i in range(count)]  # type: ignore[misc]

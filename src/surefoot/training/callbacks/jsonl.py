@@ -80,18 +80,18 @@ def _records(content: bytes) -> Iterator[Record]:
         yield record
 
 
-def _restored(found: Sequence[Record], history: Sequence[Metrics]) -> list[Record]:
-    """The records of the run's log so far, and those of ``found`` that it does not have. Of equal
-    ones the found one stays: the clock's figures are those of the first time."""
-    known = {_key(record): record for record in found}
+def _restored(from_file: Sequence[Record], history: Sequence[Metrics]) -> list[Record]:
+    """The records of the run's log so far, and those ``from_file`` that it does not have. Of equal
+    ones that of the file stays: the clock's figures are those of the first time."""
+    unlogged = {_key(record): record for record in from_file}
     logged = [_strict(record) for record in history if "step" in record]
-    records = [_first(known.pop(_key(record), None), record) for record in logged]
-    return sorted([*records, *known.values()], key=_key)
+    records = [_first(unlogged.pop(_key(record), None), record) for record in logged]
+    return sorted([*records, *unlogged.values()], key=_key)
 
 
-def _first(found: Record | None, logged: Record) -> Record:
-    is_same = found is not None and _repeatable(found) == _repeatable(logged)
-    return found if found is not None and is_same else logged
+def _first(from_file: Record | None, logged: Record) -> Record:
+    is_same = from_file is not None and _repeatable(from_file) == _repeatable(logged)
+    return from_file if from_file is not None and is_same else logged
 
 
 def _strict(record: Metrics) -> Record:

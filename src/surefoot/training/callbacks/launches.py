@@ -58,11 +58,11 @@ class LaunchFiles:
         if not is_due and 0 <= now - self._beat < INTERVAL:
             return
         self._beat = now
-        found = {"time": now, "began": self.began, "step": step, "max_steps": max_steps}
+        heartbeat = {"time": now, "began": self.began, "step": step, "max_steps": max_steps}
         path = self.folder / HEARTBEAT
         aside = path.with_name(f"{HEARTBEAT}.{os.getpid()}")
         with suppress(OSError):
-            aside.write_text(json.dumps({**found, **process(), **facts}))
+            aside.write_text(json.dumps({**heartbeat, **process(), **facts}))
             aside.replace(path)
 
     def log(self, **facts: object) -> None:
@@ -97,10 +97,10 @@ def started(pid: int) -> str | None:
     return f"{boot}/{fields[19]}" if fields[0] not in ("Z", "X") else None
 
 
-def is_alive(found: Mapping[str, object]) -> bool | None:
+def is_alive(heartbeat: Mapping[str, object]) -> bool | None:
     """Whether the process in a heartbeat or launch still runs; None if that is not known here."""
-    pid, since = found.get("pid"), found.get("pid_started")
-    if found.get("host") != socket.gethostname() or not isinstance(pid, int) or since is None:
+    pid, since = heartbeat.get("pid"), heartbeat.get("pid_started")
+    if heartbeat.get("host") != socket.gethostname() or not isinstance(pid, int) or since is None:
         return None
     return started(pid) == since
 

@@ -64,12 +64,12 @@ class Plot(TrainerCallback):
 
 def curves(state: TrainerState) -> dict[str, tuple[list[float], list[float]]]:
     """Steps and losses by the name of the curve: those of ``metrics.jsonl``."""
-    found = {}
+    by_label = {}
     for name, label in (("loss", "training"), ("eval_loss", "evaluation")):
         points = [(record["step"], record[name]) for record in state.log_history if name in record]
         if points:
-            found[label] = ([step for step, _ in points], [loss for _, loss in points])
-    return found
+            by_label[label] = ([step for step, _ in points], [loss for _, loss in points])
+    return by_label
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

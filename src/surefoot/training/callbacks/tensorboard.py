@@ -94,6 +94,6 @@ class TensorBoard(TrainerCallback):
         try:
             yield
         except (OSError, RuntimeError, RunError) as error:  # the package's thread passes on any
-            said = explain(error) if isinstance(error, OSError) else str(error)
-            logger.warning("tensorboard: dropped: %s; metrics.jsonl has all figures", said)
+            reason = explain(error) if isinstance(error, OSError) else str(error)
+            logger.warning("tensorboard: dropped: %s; metrics.jsonl has all figures", reason)
             self._writer = None

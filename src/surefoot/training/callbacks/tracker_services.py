@@ -291,9 +291,9 @@ def mlflow(tracked: TrackedRun) -> MLflow:
 def _address(tracked: TrackedRun) -> tuple[str, bool]:
     """The store, and whether nobody has named it. MLflow's own default is a database in the
     current folder; mlflow-skinny has no package for it, so there it is a folder."""
-    named = os.environ.get("MLFLOW_TRACKING_URI")
-    if named and not (tracked.is_offline and named.startswith(("http", "databricks"))):
-        return named, False
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri and not (tracked.is_offline and uri.startswith(("http", "databricks"))):
+        return uri, False
     here = Path.cwd()
     if find_spec("sqlalchemy") and find_spec("alembic"):
         return f"sqlite:///{here / 'mlflow.db'}", True
@@ -302,13 +302,13 @@ def _address(tracked: TrackedRun) -> tuple[str, bool]:
 
 def flat(config: Facts, before: str = "") -> dict[str, object]:
     """The settings of a recipe by their dotted paths."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{before}{name}.")
+            settings |= flat(value, f"{before}{name}.")
         else:
-            found[f"{before}{name}"] = value
-    return found
+            settings[f"{before}{name}"] = value
+    return settings
 
 
 TRIES, PAUSE, SECONDS = 3, 1.0, 8.0  # all within the time that a launch waits for its trackers
@@ -383,14 +383,14 @@ def payload_of(name: str, tracked: TrackedRun, facts: Facts) -> Payload:
     if "step" in facts:
         text += f", step {facts['step']}"
     losses = [f"{n} {v:.4g}" for n, v in facts.items() if isinstance(v, float) and "loss" in n]
-    text += "".join(f", {one}" for one in losses[:2])
+    text += "".join(f", {loss}" for loss in losses[:2])
     if facts.get("error"):
         text += f": {facts['error']}"
     where = {"run": tracked.name, "folder": str(tracked.folder), "host": socket.gethostname()}
-    known = {
+    json_facts = {
         n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in facts.items()
     }
-    return {"event": name, **where, "time": time.time(), **known, "text": text}
+    return {"event": name, **where, "time": time.time(), **json_facts, "text": text}
 
 
 def post(url: str, payload: Payload) -> None:
@@ -574,8 +574,11 @@ class Feeder:
             self.sent = Sent(self.sent.path)
             self.say("a run from scratch is another curve: a new one begins", False)
         elif last is not None and key_of(last) < (self.sent.step, self.sent.is_eval):
-            said = f"steps up to {self.sent.step} are repeated with other values"
-            self.say(f"{said}; it keeps those that it got first, {METRICS} has the last", False)
+            self.say(
+                f"steps up to {self.sent.step} are repeated with other values; it keeps those that "
+                f"it got first, {METRICS} has the last",
+                False,
+            )
 
 
 def main() -> None:
@@ -594,8 +597,8 @@ def main() -> None:
             feeder.open()
         feeder.follow(events)
     except (Exception, SystemExit) as error:  # whatever the package raises
-        said = redacted(str(error).strip() or type(error).__name__)
-        say(f"dropped: {said[:600]}; {METRICS} has all figures", True)
+        reason = redacted(str(error).strip() or type(error).__name__)
+        say(f"dropped: {reason[:600]}; {METRICS} has all figures", True)
         os._exit(1)
     os._exit(0)  # the package's own hooks at exit may wait for a network
 
@@ -640,8 +643,8 @@ def _watch(feeder: Feeder, patience: float) -> None:
         since = feeder.busy_since
         if since is not None and time.monotonic() - since > patience:
             waited = counted(round(patience), "second")
-            said = f"dropped: it has not answered for {waited}"
-            feeder.say(f"{said}; {METRICS} has all figures", True)
+            text = f"dropped: it has not answered for {waited}; {METRICS} has all figures"
+            feeder.say(text, True)
             os._exit(1)
 
 
@@ -672,11 +675,11 @@ class Sent:
     def read(cls, path: Path) -> Sent:
         """The file, or that of a run that the tracker does not have yet."""
         try:
-            found = read_json(path)
-            known = cls(path, **{name: found[name] for name in _FIELDS})
+            content = read_json(path)
+            sent = cls(path, **{name: content[name] for name in _FIELDS})
         except (OSError, ValueError, TypeError, KeyError):
             return cls(path)
-        return known if known.lines else cls(path, known.id)
+        return sent if sent.lines else cls(path, sent.id)
 
     def write(self) -> None:
         """Write the file. Raises ``OSError``."""

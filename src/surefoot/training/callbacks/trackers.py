@@ -48,9 +48,9 @@ class TrackerProcess:
     def log_messages(self) -> None:
         """Log what it has said."""
         with contextlib.suppress(EOFError):
-            for said in self.child.messages() if self.child is not None else ():
-                level = logging.WARNING if said["is_warning"] else logging.INFO
-                logger.log(level, "%s: %s", self.name, said["text"])
+            for message in self.child.messages() if self.child is not None else ():
+                level = logging.WARNING if message["is_warning"] else logging.INFO
+                logger.log(level, "%s: %s", self.name, message["text"])
 
     def is_ended(self) -> bool:
         """Whether it has done its work, all it said is logged, and nothing remains of it."""
@@ -81,15 +81,15 @@ class TrackerProcess:
 
 def finish(processes: list[TrackerProcess], **end: object) -> None:
     """Let all of them finish, for a bounded time together."""
-    for one in processes:
-        one.tell(event="end", **end)
+    for process in processes:
+        process.tell(event="end", **end)
     deadline = time.monotonic() + FINISH
     try:
-        while not all(one.is_ended() for one in processes) and time.monotonic() < deadline:
+        while not all(process.is_ended() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:  # also if the user does not wait
-        for one in processes:
-            one.give_up()
+        for process in processes:
+            process.give_up()
 
 
 @dataclass
@@ -112,13 +112,13 @@ class Reports(TrainerCallback):
     ) -> None:
         """Log what trackers have said, each thing once."""
         self._note_skipped(state)
-        for one in self.processes:
-            one.log_messages()
+        for process in self.processes:
+            process.log_messages()
 
     def _note_skipped(self, state: TrainerState) -> None:
         """A step or batch that was skipped has the first NaN or infinity of this launch."""
         if self._num_skipped is None or state.num_skipped <= self._num_skipped:
             return
         self._num_skipped = None
-        for one in self.processes:
-            one.tell(event="nan", step=state.global_step)
+        for process in self.processes:
+            process.tell(event="nan", step=state.global_step)
