@@ -22,15 +22,15 @@ def with_batch_sizes(recipe: Recipe, num_data_ranks: int) -> tuple[Recipe, str |
     size = _global_batch(train, num_data_ranks)
     micro = _micro_batch(train, size, num_data_ranks)
     chosen = {"global_batch_size": size, "micro_batch_size": micro}
-    said = [
+    changed_sizes = [
         f"train.{name}: {value}" for name, value in chosen.items() if value != getattr(train, name)
     ]
-    if not said:
+    if not changed_sizes:
         return recipe, None
     changed = replace(train, global_batch_size=size, micro_batch_size=micro)
     return (
         replace(recipe, train=changed),
-        f"{', '.join(said)} (not set; chosen for {num_data_ranks} data-parallel ranks)",
+        f"{', '.join(changed_sizes)} (not set; chosen for {num_data_ranks} data-parallel ranks)",
     )
 
 

@@ -51,10 +51,10 @@ def read_adapter(folder: Path) -> Mapping[str, object] | None:
     """The settings of the adapter in ``folder``; None if they cannot be read, which is an error
     when the adapter is."""
     try:
-        found = files.read_json(folder / ADAPTER)
+        adapter_config = files.read_json(folder / ADAPTER)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return adapter_config if isinstance(adapter_config, dict) else None
 
 
 def recipe_in(path: Path) -> tuple[Path, Path | None]:
@@ -97,15 +97,17 @@ def _recipes(folder: Path) -> list[str]:
 
 
 def _inside(folder: Path) -> str:
-    found = [name for name in _recipes(folder) if not name.endswith(".json")][:3]
-    found = found or _of_newest_checkpoint(folder)
-    return f" such as {', '.join(str(folder / name) for name in found)}" if found else ""
+    names = [name for name in _recipes(folder) if not name.endswith(".json")][:3]
+    names = names or _of_newest_checkpoint(folder)
+    return f" such as {', '.join(str(folder / name) for name in names)}" if names else ""
 
 
 def _of_newest_checkpoint(run: Path) -> list[str]:
     """The recipe in a run's latest checkpoint."""
-    found = [path.relative_to(run) for path in run.glob("checkpoint-*/recipe.yaml")]
-    return [str(max(found, key=lambda path: (len(path.parts[0]), path.parts[0])))] if found else []
+    recipes = {path.parent.name: path for path in run.glob("checkpoint-*/recipe.yaml")}
+    # checkpoint-900 is before checkpoint-1000, so the length of the name counts first.
+    latest = max(recipes, key=lambda name: (len(name), name), default=None)
+    return [] if latest is None else [str(recipes[latest].relative_to(run))]
 
 
 def _near(path: Path) -> str:

@@ -24,8 +24,8 @@ def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile |
         return None
     document = parse(read_text(path), words[0])
     if program is not None and program not in IMPORTERS:
-        known = ", ".join(name for name, importer in IMPORTERS.items() if importer.title)
-        raise RecipeError(f"--from {program}: expected one of {known}")
+        program_names = ", ".join(name for name, importer in IMPORTERS.items() if importer.title)
+        raise RecipeError(f"--from {program}: expected one of {program_names}")
     importer = IMPORTERS[program] if program is not None else importer_of(document)
     return None if importer is None else importer.convert(document, words[1:])
 

@@ -43,24 +43,24 @@ def override(cls: type, document: Document, overrides: Overrides) -> Document:
 def _refuse_two_variants(cls: type, changes: Sequence[tuple[Keys, object, str]]) -> None:
     """Raise ``RecipeError`` if settings of one variant meet another one: ``method=full
     method.lora.rank=8`` can mean either. Of variants alone, the last one wins."""
-    named: dict[Keys, tuple[str, bool, str]] = {}
+    variants: dict[Keys, tuple[str, bool, str]] = {}
     for path, value, origin in changes:
         for place, name, has_settings in _variants(cls, expand(cls, _patch(path, value)), ()):
-            before, had_settings, other = named.get(place, (name, False, ""))
+            before, had_settings, other = variants.get(place, (name, False, ""))
             if name != before and (has_settings or had_settings):
                 where = ".".join(map(str, place))
                 raise RecipeError(
                     f"{origin}: {where} would be {name}, but {other.partition(': ')[2]} makes it "
                     f"{before}; leave one of the two out"
                 )
-            named[place] = name, has_settings or (had_settings and name == before), origin
+            variants[place] = name, has_settings or (had_settings and name == before), origin
 
 
 def _variants(cls: type, patch: object, path: Keys) -> Iterator[tuple[Keys, str, bool]]:
     """The variants that ``patch`` names: their setting, the name, and whether it has settings."""
-    known = settings(cls) if isinstance(patch, Mapping) else {}
+    section_settings = settings(cls) if isinstance(patch, Mapping) else {}
     for key, value in patch.items() if isinstance(patch, Mapping) else ():
-        setting, here = known.get(str(key)), (*path, key)
+        setting, here = section_settings.get(str(key)), (*path, key)
         if setting is not None and setting.section is not None:
             yield from _variants(setting.section, value, here)
         elif setting is not None and setting.choices is not None and isinstance(value, Mapping):
@@ -132,8 +132,10 @@ def _value(setting: Setting | None, text: str, place: str) -> object:
 def _merge_section(cls: type, old: object, new: object) -> object:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return old if isinstance(new, Mapping) else new  # what is wrong in the file stays seen
-    known = settings(cls)
-    merged = {key: _merge(known.get(key), old.get(key), value) for key, value in new.items()}
+    section_settings = settings(cls)
+    merged = {
+        key: _merge(section_settings.get(key), old.get(key), value) for key, value in new.items()
+    }
     return {**old, **merged}
 
 

@@ -69,17 +69,18 @@ def load(
     Raises ``RecipeError``: with all validation errors.
     """
     document = override(Prediction, _document(path, generate), overrides)
-    found = schema.read(Prediction, document.data, fail=document.error)
-    if problems := list(_problems(found)):
+    prediction = schema.read(Prediction, document.data, fail=document.error)
+    if problems := list(_problems(prediction)):
         raise document.error(problems)
     base_of = bases(document, Path(path).parent if _is_file(path) else Path())
     names = ("path", "weights", "adapter", "base")
-    told = {name: getattr(found.model, name) for name in names}
-    places = {
-        n: ModelPath(value).located(base_of(("model", n))) for n, value in told.items() if value
+    locations = {
+        name: ModelPath(location).located(base_of(("model", name)))
+        for name in names
+        if (location := getattr(prediction.model, name))
     }
-    model: PredictModel = replace(found.model, **places)  # type: ignore[arg-type]
-    return replace(found, model=model)
+    model: PredictModel = replace(prediction.model, **locations)  # type: ignore[arg-type]
+    return replace(prediction, model=model)
 
 
 def is_reward_model(path: Path) -> bool:
@@ -106,8 +107,12 @@ def parallel_of(overrides: Sequence[str]) -> tuple[ParallelSection, list[str]]:
     """The mesh of ranks for generation, whatever the model was trained on, as some of the
     ``overrides`` of its recipe set it; and the other overrides. Raises ``RecipeError`` as
     ``load`` does."""
-    named = [told for told in overrides if told.partition("=")[0].split(".")[0] == "parallel"]
-    return load("", named).parallel, [told for told in overrides if told not in named]
+    of_mesh: list[str] = []
+    others: list[str] = []
+    for setting in overrides:
+        section = setting.partition("=")[0].partition(".")[0]
+        (of_mesh if section == "parallel" else others).append(setting)
+    return load("", of_mesh).parallel, others
 
 
 def _is_file(path: str) -> bool:
@@ -122,21 +127,21 @@ def _document(path: str, generate: GenerateSection | None) -> Document:
         by_hand = frozenset({("model", "path")})  # on the command line, not by a file
         document = Document({"model": {"path": path}}, overridden=by_hand)
     if generate is not None and isinstance(document.data, Mapping):
-        told = document.data.get("generate") or {}
-        if isinstance(told, Mapping):
-            data = {**document.data, "generate": {**schema.write(generate), **told}}
+        generate_settings = document.data.get("generate") or {}
+        if isinstance(generate_settings, Mapping):
+            data = {**document.data, "generate": {**schema.write(generate), **generate_settings}}
             document = replace(document, data=data)
     return document
 
 
-def _problems(found: Prediction) -> Iterator[Problem]:
-    parallel = found.parallel
+def _problems(prediction: Prediction) -> Iterator[Problem]:
+    parallel = prediction.parallel
     if parallel.pp > 1:
         message = "responses are generated token by token, and a pipeline would idle; use tp"
         yield Problem(("parallel", "pp"), message)
     if parallel.sequence_parallel:
         message = "has no effect on responses, which are generated token by token; remove it"
         yield Problem(("parallel", "sequence_parallel"), message)
-    if found.model.weights is not None and found.model.base is not None:
+    if prediction.model.weights is not None and prediction.model.base is not None:
         message = "cannot be used with model.weights: path is the base"
         yield Problem(("model", "base"), message)

@@ -231,7 +231,7 @@ def _with_places(recipe: Recipe, base_of: BaseOf) -> Recipe:
     path = ModelPath(model.path).located(base_of(("model", "path")))
     adapter = model.adapter and locate(model.adapter, base_of(("model", "adapter")))
     below = base_of(("model", "frozen_adapters"))
-    frozen = tuple(locate(one, below) for one in model.frozen_adapters)
+    frozen = tuple(locate(folder, below) for folder in model.frozen_adapters)
     datasets = locate(data.dataset_dir, base_of(("data", "dataset_dir")))
     run, caches = train.output_dir, (data.cache_dir, train.cache_dir)
     data_cache, run_cache = (path.expanduser().absolute() if path else None for path in caches)
@@ -408,9 +408,9 @@ def with_locations(section: Any, base_of: BaseOf, path: Keys = ()) -> Any:
         value, here = getattr(section, name), (*path, name)
         if setting.choices is not None:
             here = (*here, schema.variant_name(setting.choices, value))
-        found = _located(value, base_of, here)
-        if found is not value:
-            changed[name] = found
+        located = _located(value, base_of, here)
+        if located is not value:
+            changed[name] = located
     return replace(section, **changed) if changed else section
 
 

@@ -46,8 +46,10 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
         folder = resolve(recipe.model, weights=weights)
     except ModelError as error:
         problems.append(str(error))
-    own = [] if recipe.model.adapter is None else [("adapter", recipe.model.adapter)]
-    for name, path in [*own, *(("frozen_adapters", path) for path in recipe.model.frozen_adapters)]:
+    adapters = [("frozen_adapters", path) for path in recipe.model.frozen_adapters]
+    if recipe.model.adapter is not None:
+        adapters.insert(0, ("adapter", recipe.model.adapter))
+    for name, path in adapters:
         try:
             adapter_files.check(path, weights=weights)
         except ModelError as error:
@@ -60,8 +62,8 @@ def find_base(recipe: Recipe, *, weights: bool = True) -> Path:
 def tokenizer_folder(model: ModelSection, base: Path) -> Path:
     """The folder with the tokenizer and the chat template that the model was trained with so far:
     of its adapter if it has a tokenizer, else ``base``."""
-    own = model.adapter
-    return base if own is None or not (own / TOKENIZER_CONFIG).is_file() else own
+    adapter = model.adapter
+    return base if adapter is None or not (adapter / TOKENIZER_CONFIG).is_file() else adapter
 
 
 def open_codec(recipe: Recipe, base: Path) -> Codec:
@@ -78,8 +80,8 @@ def open_codec(recipe: Recipe, base: Path) -> Codec:
         folder, trust_remote_code=is_trusted, new_special_tokens=recipe.model.new_special_tokens
     )
     if folder != base and tokenizer.chat_template is None:  # then the base's is in use
-        own = load_tokenizer(base, trust_remote_code=is_trusted)
-        tokenizer.chat_template = own.chat_template
+        base_tokenizer = load_tokenizer(base, trust_remote_code=is_trusted)
+        tokenizer.chat_template = base_tokenizer.chat_template
     uses_template = recipe.stage.uses_template
     try:
         template = section_template(recipe.data, tokenizer) if uses_template else None

@@ -300,16 +300,16 @@ def _syntax(error: YAMLError, name: str, text: str) -> str:
         return f"{name}: not YAML: {error}"
     mark = error.problem_mark or error.context_mark
     place = f"{name}:{mark.line + 1}:{mark.column + 1} " if mark else f"{name}: "
-    said = ": ".join(part for part in (error.context, error.problem) if part)
-    return f"{place}not YAML: {said}{_advice(said)}"
+    message = ": ".join(part for part in (error.context, error.problem) if part)
+    return f"{place}not YAML: {message}{_advice(message)}"
 
 
-def _advice(said: str) -> str:
+def _advice(message: str) -> str:
     """The usual cause of an error of the parser."""
-    if "'\\t'" in said:
+    if "'\\t'" in message:
         return " (indent with spaces, not with tabs)"
-    if "mapping values are not allowed" in said:
+    if "mapping values are not allowed" in message:
         return " (quote a text that contains ': ', or check the indentation of this line)"
-    if "cannot start any token" in said:
+    if "cannot start any token" in message:
         return " (quote a text that starts with a special character)"
     return ""

@@ -92,7 +92,7 @@ class Catalog:
     def _written(self, reference: DatasetReference) -> tuple[object, str] | None:
         """The entry of a dataset, in the recipe or in ``dataset_info.json``, and where it stands;
         None if there is none."""
-        source, entries = reference.source, self._known or {}
+        source, entries = reference.source, self._registry or {}
         if not isinstance(source, str):
             return {k: v for k, v in source.items() if k != "name"}, f"data.datasets: {reference}"
         return (entries[source], f"{self._path}: {source}") if source in entries else None
@@ -102,7 +102,7 @@ class Catalog:
         return self._section.dataset_dir / FILE
 
     @cached_property
-    def _known(self) -> JSON | None:
+    def _registry(self) -> JSON | None:
         """The entries of the ``dataset_info.json`` of the section, if there is one."""
         return read_registry(self._path) if self._path.exists() else None
 
@@ -130,14 +130,16 @@ class Catalog:
             return DataError(
                 f"dataset {source!r}: no such file or folder{hint}; looked in {looked}"
             )
-        if self._known is None:
+        if self._registry is None:
             return DataError(
                 f"dataset {source!r}: no {FILE} in {folder.absolute()}; set data.dataset_dir to "
                 "the folder that contains it, or name a file such as rows.jsonl or a hub id such "
                 "as tatsu-lab/alpaca"
             )
-        listed = ", ".join(list(self._known)[:10]) + (", ..." if len(self._known) > 10 else "")
-        hint = nearest(source, self._known) or f" (it has {listed})"
+        listed = ", ".join(list(self._registry)[:10]) + (
+            ", ..." if len(self._registry) > 10 else ""
+        )
+        hint = nearest(source, self._registry) or f" (it has {listed})"
         return DataError(f"dataset {source!r} is not in {self._path}{hint}")
 
 
