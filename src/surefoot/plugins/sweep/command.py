@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,10 @@ from ...storage.folder_lock import lock
 from ...terminal_text import visible
 
 if TYPE_CHECKING:
+    from signal import Signals
+
     from .space import Space
     from .study import Results
-    from .sweep import Sweep
 
 _TRIALS = 20
 _STYLES = {"failed": "red", "pruned": "dim", "half-run": "yellow"}
@@ -84,7 +86,7 @@ def sweep(
     output: Path | None,
     jobs: int,
     as_json: bool,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Train RECIPE with other settings, several times, and find the best ones.
 
@@ -116,32 +118,32 @@ def sweep(
         )
     space = open_space(recipe, ranges)
     keys = [key.key for key in space.keys]
-    objective = choose_objective(space.base, keys, given.pop("metric"), given.pop("direction"))
-    if given["pruner"] != "none" and not objective.metric.startswith("eval_"):
+    objective = choose_objective(space.base, keys, options.pop("metric"), options.pop("direction"))
+    if options["pruner"] != "none" and not objective.metric.startswith("eval_"):
         raise RunError(
             f"--pruner compares evaluations, and {objective.metric} is of training; set "
             "data.val_size and train.eval_steps, or leave it out"
         )
-    given["num_trials"] = _num_trials(space, given.pop("trials"), given["sampler"])
+    options["num_trials"] = _num_trials(space, options.pop("trials"), options["sampler"])
     output = (output or _default_output(space)).absolute()
     taken = f"{output}: another process runs this sweep; wait for it, or choose another --output"
     with lock(output, RunError, doing="sweep", taken=taken, name=LOCK):
-        search, is_resumed = SearchSettings(**given), (output / STUDY).exists()
-        made = Sweep(output, space, objective, search, _environments(jobs), _tell)
+        settings, is_resumed = SearchSettings(**options), (output / STUDY).exists()
+        search = Sweep(output, space, objective, settings, _environments(jobs), _tell)
         with contextlib.suppress(OSError):
             facts = {key.key: key.text for key in space.keys} | {
                 "objective": objective,
-                "sampler": f"{search.sampler}, seed {search.seed}",
-                "trials": f"{search.num_trials}{', resumed' if is_resumed else ''}",
+                "sampler": f"{settings.sampler}, seed {settings.seed}",
+                "trials": f"{settings.num_trials}{', resumed' if is_resumed else ''}",
                 "output": output,
             }
             Console(stderr=True, highlight=False).print(frame(recipe, facts.items()))
-        results = made.run()
+        results = search.run()
     if as_json:
         print_json({"output": str(output), **results.as_data()})
     else:
         _show(results, output)
-    _exit(made, results)
+    _exit(search.signals, results)
 
 
 def _default_output(space: Space) -> Path:
@@ -172,20 +174,20 @@ def _environments(jobs: int) -> list[dict[str, str]]:
     if jobs == 1:
         return [{}]
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        devices = [one.strip() for one in visible.split(",") if one.strip()]
+        devices = [device for name in visible.split(",") if (device := name.strip())]
     else:
         import torch
 
         devices = [str(number) for number in range(torch.cuda.device_count())]
     size, cores = len(devices) // jobs, max(1, len(os.sched_getaffinity(0)) // jobs)
-    found: list[dict[str, str]] = [{} for _ in range(jobs)]
-    for job, one in enumerate(found):
+    environments: list[dict[str, str]] = [{} for _ in range(jobs)]
+    for job, environment in enumerate(environments):
         if devices:
-            mine = devices[job * size : (job + 1) * size] or [devices[job % len(devices)]]
-            one["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+            job_devices = devices[job * size : (job + 1) * size] or [devices[job % len(devices)]]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(job_devices)
         if "OMP_NUM_THREADS" not in os.environ:
-            one["OMP_NUM_THREADS"] = str(cores)
-    return found
+            environment["OMP_NUM_THREADS"] = str(cores)
+    return environments
 
 
 def _tell(line: str) -> None:
@@ -199,17 +201,17 @@ def _show(results: Results, output: Path) -> None:
     if results.trials:
         keys = list(results.trials[0].values)
         numbers = ["trial", results.metric, "step", *keys]
-        made = table("trial", results.metric, "step", *keys, "state", numbers=numbers)
-        for one in results.ranked:
-            made.add_row(
-                str(one.number),
-                number(one.value),
-                "" if one.step is None else f"{one.step:,}",
-                *(cell(f"{v:.4g}" if isinstance(v, float) else v) for v in one.values.values()),
-                cell(f"{one.state}: {one.reason}" if one.reason else one.state),
-                style="bold" if one == results.best else _STYLES.get(one.state, ""),
+        trial_table = table("trial", results.metric, "step", *keys, "state", numbers=numbers)
+        for trial in results.ranked:
+            trial_table.add_row(
+                str(trial.number),
+                number(trial.value),
+                "" if trial.step is None else f"{trial.step:,}",
+                *(cell(f"{v:.4g}" if isinstance(v, float) else v) for v in trial.values.values()),
+                cell(f"{trial.state}: {trial.reason}" if trial.reason else trial.state),
+                style="bold" if trial == results.best else _STYLES.get(trial.state, ""),
             )
-        screen.print(made)
+        screen.print(trial_table)
     if (best := results.best) is not None:
         line = (
             f"best: trial {best.number}, {results.metric} {number(best.value)} at step {best.step}"
@@ -219,14 +221,14 @@ def _show(results: Results, output: Path) -> None:
         screen.print(cell(following), soft_wrap=True)
 
 
-def _exit(made: Sweep, results: Results) -> None:
+def _exit(signals: Sequence[Signals], results: Results) -> None:
     """Exit as a run does: 128 + a signal's number; 2 if no trial has a result."""
-    if made.signals:
-        _tell(f"stopped by {made.signals[0].name}; run the same command to resume")
-        raise SystemExit(128 + made.signals[0])
-    if left := [str(one.number) for one in results.trials if one.state == "half-run"]:
+    if signals:
+        _tell(f"stopped by {signals[0].name}; run the same command to resume")
+        raise SystemExit(128 + signals[0])
+    if left := [str(trial.number) for trial in results.trials if trial.state == "half-run"]:
         half = counted(len(left), "trial is", "trials are")
         raise RunError(f"{half} half-run ({', '.join(left)}); run the same command to resume")
     if results.best is None:
-        first = next((one.reason for one in results.trials if one.reason), "")
+        first = next((trial.reason for trial in results.trials if trial.reason), "")
         raise RunError(f"no trial has a result; the first failed: {first}")

@@ -39,8 +39,11 @@ class Objective:
         """The metric at each evaluation so far; none of a metric of training."""
         if self.which == "tenth":
             return []
-        found = [record for record in records if self.metric in record and "loss" not in record]
-        return [(_step(record), _mean([record[self.metric]])) for record in found]
+        return [
+            (_step(record), _mean([record[self.metric]]))
+            for record in records
+            if self.metric in record and "loss" not in record
+        ]
 
     def outcome(self, records: Sequence[Record]) -> Evaluation | None:
         """What counts of a run that has ended; None if it has no such metric."""

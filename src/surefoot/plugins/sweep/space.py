@@ -89,7 +89,7 @@ class Space:
     def size(self) -> int | None:
         """The number of combinations; None if it has no end."""
         values = [key.values() for key in self.keys]
-        return None if None in values else math.prod(len(one or ()) for one in values)
+        return None if None in values else math.prod(len(choices or ()) for choices in values)
 
     def combinations(self) -> Iterator[dict[str, object]]:
         """All of them, the last setting varying fastest."""
@@ -99,8 +99,8 @@ class Space:
     def recipe(self, values: Values, folder: Path) -> Recipe:
         """The recipe of a trial in ``folder``. Raises ``RecipeError`` if values contradict each
         other."""
-        made = read(self.base, [f"{key}={as_text(value)}" for key, value in values.items()])
-        return replace(made, train=replace(made.train, output_dir=folder))
+        trial_recipe = read(self.base, [f"{key}={as_text(value)}" for key, value in values.items()])
+        return replace(trial_recipe, train=replace(trial_recipe.train, output_dir=folder))
 
 
 def plain(recipe: Recipe) -> object:
@@ -162,9 +162,9 @@ def _key(base: Recipe, key: str, text: str) -> SweptKey:
         if len(set(texts)) < len(texts):
             raise RecipeError(f"{place}: a value is given twice; keep one")
         return SweptKey(key, text, CategoricalDistribution(texts))
-    if (found := _RANGE.fullmatch(text)) is None:
+    if (range_match := _RANGE.fullmatch(text)) is None:
         raise RecipeError(f"{place}: expected {FORMS}")
-    low, high, scale = found.groups()
+    low, high, scale = range_match.groups()
     setting = setting_at(Recipe, key.split("."))
     is_plain = setting is not None and setting.choices is None and setting.section is None
     hint = setting.hint if setting is not None and is_plain else None
@@ -172,17 +172,17 @@ def _key(base: Recipe, key: str, text: str) -> SweptKey:
     if not types & {int, float}:
         _read_one(base, key, float(low))  # which explains an unknown key
         raise RecipeError(f"{place}: this setting has no range; list its values: a,b,c")
-    made: BaseDistribution
+    distribution: BaseDistribution
     try:
         if float in types:
-            made = FloatDistribution(float(low), float(high), scale == "log")
+            distribution = FloatDistribution(float(low), float(high), scale == "log")
         else:
-            made = IntDistribution(int(low), int(high), scale == "log")
+            distribution = IntDistribution(int(low), int(high), scale == "log")
     except ValueError as error:  # no integers, or ends in the wrong order
         raise RecipeError(f"{place}: expected {FORMS}: {error}") from None
-    if made.single():
+    if distribution.single():
         raise RecipeError(f"{place}: {low} must be below {high}")
-    return SweptKey(key, text, made)
+    return SweptKey(key, text, distribution)
 
 
 def _check(base: Recipe, key: SweptKey, names: Sequence[str]) -> None:

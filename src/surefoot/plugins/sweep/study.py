@@ -64,12 +64,12 @@ def values_of(space: Space, trial: FrozenTrial) -> dict[str, object]:
 
 def add(study: optuna.Study, space: Space, values: Values) -> int:
     """A new trial; its number. In the journal, it is one line."""
-    made = create_trial(
+    trial = create_trial(
         state=TrialState.RUNNING,
         params={key.key: key.param(values[key.key]) for key in space.keys},
         distributions={key.key: key.distribution for key in space.keys},
     )
-    study.add_trial(made)
+    study.add_trial(trial)
     return study.get_trials(deepcopy=False)[-1].number
 
 
@@ -88,8 +88,8 @@ def next_values(space: Space, study: optuna.Study, sampler: str, seed: int) -> V
     # One that began with the same seed after a restart would draw the first trials again.
     text = f"{seed}/{len(trials)}".encode()
     trial_seed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")
-    made = TPESampler(seed=trial_seed) if sampler == "tpe" else RandomSampler(seed=trial_seed)
-    copy = _in_memory(study, trials, made)
+    sampler_class = TPESampler if sampler == "tpe" else RandomSampler
+    copy = _in_memory(study, trials, sampler_class(seed=trial_seed))
     distributions = {key.key: key.distribution for key in space.keys}
     tried = {as_text(values_of(space, trial)) for trial in trials}
     for _ in range(_DRAWS):
@@ -107,8 +107,8 @@ def should_prune(study: optuna.Study, number: int, startup: int) -> bool:
     trial, total = trials[number], trials[number].user_attrs.get("total_steps")
     if total is None or trial.last_step is None or trial.last_step * _WARMUP < total:
         return False
-    complete = [one for one in trials if one.state is TrialState.COMPLETE]
-    alike = [one for one in complete if one.user_attrs.get("total_steps") == total]
+    complete = [other for other in trials if other.state is TrialState.COMPLETE]
+    alike = [other for other in complete if other.user_attrs.get("total_steps") == total]
     pruner = MedianPruner(n_startup_trials=startup, n_min_trials=startup)
     return pruner.prune(_in_memory(study, [*alike, trial]), trial)
 
@@ -117,9 +117,9 @@ def _in_memory(
     study: optuna.Study, trials: Sequence[FrozenTrial], sampler: BaseSampler | None = None
 ) -> optuna.Study:
     """A study in memory with these trials."""
-    made = optuna.create_study(direction=study.direction, sampler=sampler)
-    made.add_trials(trials)
-    return made
+    copy = optuna.create_study(direction=study.direction, sampler=sampler)
+    copy.add_trials(trials)
+    return copy
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,14 @@ class Results:
         """The complete trials from the best, of equal ones the first one before, then the others
         by number."""
         sign = 1 if self.direction == "minimize" else -1
-        complete = [one for one in self.trials if one.state == "complete"]
-        others = [one for one in self.trials if one.state != "complete"]
-        return [*sorted(complete, key=lambda one: sign * (one.value or 0.0)), *others]
+        complete = [trial for trial in self.trials if trial.state == "complete"]
+        others = [trial for trial in self.trials if trial.state != "complete"]
+        return [*sorted(complete, key=lambda trial: sign * (trial.value or 0.0)), *others]
 
     @property
     def best(self) -> TrialResult | None:
         """The best complete trial."""
-        return next((one for one in self.ranked if one.state == "complete"), None)
+        return next((trial for trial in self.ranked if trial.state == "complete"), None)
 
     def as_data(self) -> dict[str, object]:
         """For a file."""

@@ -289,15 +289,15 @@ class Sweep:
 
     def _write(self) -> Results:
         """Write results and the best recipe, as they are now."""
-        found = gather(self.study, self.space, self.objective.metric)
-        text = json.dumps(found.as_data(), indent=1, allow_nan=False)
+        results = gather(self.study, self.space, self.objective.metric)
+        text = json.dumps(results.as_data(), indent=1, allow_nan=False)
         write_text(self.output / RESULTS, f"{text}\n")
-        if (best := found.best) is not None:
+        if (best := results.best) is not None:
             text = text_of(self.space.recipe(best.values, self.output / f"best-{best.folder}"))
             head = f"# {best.folder}: {self.objective}: {best.value:.6g} at step {best.step}\n"
             head += "# Written by surefoot sweep. Copy this file before you change it.\n"
             write_text(self.output / BEST, head + text)
-        return found
+        return results
 
 
 def write_text(path: Path, text: str) -> None:
