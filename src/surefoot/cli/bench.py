@@ -53,30 +53,30 @@ def bench(recipe: Path, overrides: tuple[str, ...], steps: int, as_json: bool) -
     loaded = resolved_recipe(recipe, overrides)
     from ..use.bench import alone, measure
 
-    one = alone(loaded)
+    rank_recipe = alone(loaded)
     with Console(stderr=True).status("measuring the recipe"):
-        figures = measure(one.recipe, steps)
+        figures = measure(rank_recipe.recipe, steps)
     if as_json:
-        print_json(figures.as_data(one))
+        print_json(figures.as_data(rank_recipe))
     else:
-        show(figures, one)
+        show(figures, rank_recipe)
 
 
-def show(figures: BenchResult, one: SingleRankRecipe) -> None:
+def show(figures: BenchResult, rank_recipe: SingleRankRecipe) -> None:
     """Print facts, and where the time goes."""
     screen = console()
-    screen.print(frame(one.recipe.model.path, _lines(figures, one)))
+    screen.print(frame(rank_recipe.recipe.model.path, _lines(figures, rank_recipe)))
     screen.print(_time_table(figures))
 
 
-def _lines(figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, str]]:
+def _lines(figures: BenchResult, rank_recipe: SingleRankRecipe) -> Iterator[tuple[str, str]]:
     yield "device", f"{figures.device}, {figures.precision}"
-    if one.num_processes > 1:
-        examples = counted(one.recipe.train.global_batch_size, "example")
+    if rank_recipe.num_processes > 1:
+        examples = counted(rank_recipe.recipe.train.global_batch_size, "example")
         share = f"its {examples} per step on the full model"
-        rank = f"measured as one rank of {one.num_processes:,}"
+        rank = f"measured as one rank of {rank_recipe.num_processes:,}"
         yield "processes", f"{rank}: {share}, without communication"
-    train = one.recipe.train
+    train = rank_recipe.recipe.train
     examples = counted(train.fixed_micro_batch_size, "example")
     passes = f"{train.gradient_accumulation_steps:,} × {examples}"
     yield "step", f"{figures.step_seconds:.3g} s for {passes} (mean of {figures.steps:,})"
@@ -93,8 +93,10 @@ def _lines(figures: BenchResult, one: SingleRankRecipe) -> Iterator[tuple[str, s
 
 
 def _time_table(figures: BenchResult) -> Table:
-    made = table("where the time goes", "of a step", "seconds", "what it is", numbers=_NUMBERS)
+    rich_table = table(
+        "where the time goes", "of a step", "seconds", "what it is", numbers=_NUMBERS
+    )
     for name, share in figures.shares.items():
         seconds = f"{figures.phases[name] / figures.steps:.3g}"
-        made.add_row(name, f"{100 * share:.1f} %", seconds, Text(PHASES[name], style="dim"))
-    return made
+        rich_table.add_row(name, f"{100 * share:.1f} %", seconds, Text(PHASES[name], style="dim"))
+    return rich_table

@@ -224,8 +224,8 @@ def _reply(conversation: Conversation, console: Console, line: str) -> bool:
     def show(piece: str) -> None:
         console.print(Text(visible(piece)), end="", soft_wrap=True)
 
-    found = _COMMAND.fullmatch(line.strip())
-    command, text = (found[1], (found[2] or "").strip()) if found else (None, line)
+    match = _COMMAND.fullmatch(line.strip())
+    command, text = (match[1], (match[2] or "").strip()) if match else (None, line)
     answer = None
     if command in ("exit", "quit"):
         return False

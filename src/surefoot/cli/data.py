@@ -79,18 +79,20 @@ def preview(
         from ..use.data_check.preview_page import examples_page, write_page
 
     limit, cutoff_len = None if all_rows else ROWS, codec.section.longest
-    found = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
+    datasets = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
     if page is not None:
-        write_page(page, examples_page(found, str(recipe), cutoff_len))
+        write_page(page, examples_page(datasets, str(recipe), cutoff_len))
         click.echo(f"written to {page}", err=True)
     if as_json:
-        _print_json({"cutoff_len": cutoff_len, "datasets": [one.as_data() for one in found]})
+        _print_json(
+            {"cutoff_len": cutoff_len, "datasets": [figures.as_data() for figures in datasets]}
+        )
     if page is not None or as_json:
         return
     console = Console(soft_wrap=True, highlight=False)
-    for figures in found:
+    for figures in datasets:
         show(console, figures, cutoff_len)
-    if empty := [figures.name for figures in found if figures.rows and not figures.items]:
+    if empty := [figures.name for figures in datasets if figures.rows and not figures.items]:
         raise DataError(f"{', '.join(empty)}: none of the rows above has trained tokens")
 
 
@@ -127,12 +129,12 @@ def check(
     with loading():
         from ..use.data_check.check import check_data
 
-    found = check_data(loaded, codec, dataset=dataset, limit=rows)
+    report = check_data(loaded, codec, dataset=dataset, limit=rows)
     if as_json:
-        _print_json(found.as_data())
+        _print_json(report.as_data())
     else:
-        _show_check(Console(soft_wrap=True, highlight=False), found)
-    if found.has_problems:
+        _show_check(Console(soft_wrap=True, highlight=False), report)
+    if report.has_problems:
         raise click.exceptions.Exit(1)
 
 
@@ -245,18 +247,18 @@ def histogram(lengths: Iterable[int], cutoff_len: int) -> Iterator[str]:
         yield f"no sequence is longer than data.cutoff_len {cutoff_len:,}"
 
 
-def _show_check(console: Console, found: DataCheck) -> None:
-    for figures in found.datasets:
-        _show_lines(console, figures, _checked(figures), found.cutoff_len)
-    for overlap in found.overlaps:
+def _show_check(console: Console, report: DataCheck) -> None:
+    for figures in report.datasets:
+        _show_lines(console, figures, _checked(figures), report.cutoff_len)
+    for overlap in report.overlaps:
         console.print(Text(one_line(f"evaluation data: {overlap.evaluation}"), style="bold"))
         of = f"of {counted(overlap.rows, 'row')}"
         console.print(f"  {overlap.same.count:,} {of} are in the training data", markup=False)
         console.print(f"  {overlap.prompt.count:,} have a prompt of it\n", markup=False)
-    for finding in found.findings:
+    for finding in report.findings:
         mark = ("✗ ", "bold red") if finding.level == "problem" else ("· ", "dim")
         console.print(Text.assemble(mark, one_line(f"{finding.dataset}: {finding}")))
-    problems = sum(finding.level == "problem" for finding in found.findings)
+    problems = sum(finding.level == "problem" for finding in report.findings)
     console.print(counted(problems, "problem") if problems else "no problems", style="bold")
 
 

@@ -50,9 +50,9 @@ def copy_files(folder: Path) -> None:
 def files_of_demo() -> Path:
     """The folder with the files: in the installed package, or in a clone."""
     package = Path(__file__).resolve().parent.parent
-    for found in (package / "demo", package.parent.parent / "examples"):
-        if (found / RECIPE).is_file():
-            return found
+    for folder in (package / "demo", package.parent.parent / "examples"):
+        if (folder / RECIPE).is_file():
+            return folder
     raise RunError(f"{package / 'demo'} is missing; install surefoot again")
 
 

@@ -43,20 +43,20 @@ def plugins(as_json: bool) -> None:
     A package adds a plugin by an entry point of the group surefoot.plugins. The documentation has a
     page for it: docs/how-to/your-own-stage.md.
     """
-    own: dict[str, Collection[str]] = {"commands": COMMANDS, "layouts": LAYOUTS.own}
-    own |= {"stages": STAGES.own, "methods": METHODS.own, "optimizers": OPTIMIZERS.own}
-    missing = problems({**own, "targets": TARGETS.own})
+    built_in: dict[str, Collection[str]] = {"commands": COMMANDS, "layouts": LAYOUTS.own}
+    built_in |= {"stages": STAGES.own, "methods": METHODS.own, "optimizers": OPTIMIZERS.own}
+    missing = problems({**built_in, "targets": TARGETS.own})
     rows: list[tuple[str | None, ...]] = []
     for each in installed():
         rows += [(each.name, each.source, "", "", each.problem)] if each.problem else []
-        for kind, named in each.plugin.lists().items():
-            keys = [(each.name, kind, name) for name in named]
+        for kind, names in each.plugin.lists().items():
+            keys = [(each.name, kind, name) for name in names]
             rows += [(each.name, each.source, *key[1:], missing.get(key)) for key in keys]
     columns = ("plugin", "from", "list", "name", "problem")
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return
-    shown = table(*columns)
+    rich_table = table(*columns)
     for row in rows:
-        shown.add_row(*(cell or "" for cell in row))
-    console().print(shown)
+        rich_table.add_row(*(cell or "" for cell in row))
+    console().print(rich_table)

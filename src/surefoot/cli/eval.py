@@ -92,8 +92,10 @@ def eval_(
     if output is None and not as_json and _as_its_program(recipe, overrides, options):
         return
     compare = comparison() if options["similarity"] else None
-    held = {name: options[name] for name in ("model", "base", "dataset", "limit")}
-    _of_recipe(recipe, overrides, output=output, as_json=as_json, compare=compare, options=held)
+    run_options = {name: options[name] for name in ("model", "base", "dataset", "limit")}
+    _of_recipe(
+        recipe, overrides, output=output, as_json=as_json, compare=compare, options=run_options
+    )
 
 
 def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
@@ -209,7 +211,7 @@ def _show(report: EvaluationReport, written: Path | None, *, as_json: bool) -> N
 
 def match_line(answers: Sequence[Generation]) -> str:
     """The line with the exact match."""
-    matches = sum(found.is_match for found in answers)
+    matches = sum(answer.is_match for answer in answers)
     return f"exact match {100 * matches / len(answers):.1f} % ({matches}/{len(answers)})"
 
 
@@ -273,13 +275,14 @@ def run_tasks(
         _show_tasks(results, output, as_json=as_json)
 
 
-def _show_tasks(found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
+def _show_tasks(task_results: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
     if as_json:
-        kept = {name: found[name] for name in ("results", "groups", "versions") if name in found}
-        click.echo(json.dumps({**kept, "samples": str(path)}, indent=2, default=str))
+        keys = [key for key in ("results", "groups", "versions") if key in task_results]
+        summary = {key: task_results[key] for key in keys}
+        click.echo(json.dumps({**summary, "samples": str(path)}, indent=2, default=str))
         return
-    shown = table("task", "metric", "value", "error", numbers=("value", "error"))
-    for task, metrics in found["results"].items():
+    rich_table = table("task", "metric", "value", "error", numbers=("value", "error"))
+    for task, metrics in task_results["results"].items():
         for key, value in metrics.items():
             name, _, kind = key.partition(",")
             if not isinstance(value, float) or name.endswith("_stderr"):
@@ -287,6 +290,6 @@ def _show_tasks(found: Mapping[str, Any], path: Path, *, as_json: bool) -> None:
             error = metrics.get(f"{name}_stderr,{kind}")
             spread = f"{error:.4f}" if isinstance(error, float) else ""
             label = name if kind in ("", "none") else f"{name} ({kind})"
-            shown.add_row(cell(task), cell(label), f"{value:.4f}", spread)
-    console().print(shown)
+            rich_table.add_row(cell(task), cell(label), f"{value:.4f}", spread)
+    console().print(rich_table)
     click.echo(f"results: {path}")

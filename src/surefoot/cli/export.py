@@ -81,7 +81,7 @@ def export(path: str, out: Path, verify: bool, kind: str | None, **options: Any)
     from ..use.exporting.receipt import receipt_path
 
     kind = kind or "huggingface"
-    files = [name for name, one in TARGETS.items() if one.suffix == out.suffix.lower()]
+    files = [name for name, target in TARGETS.items() if target.suffix == out.suffix.lower()]
     if out.suffix and files and TARGETS[kind].suffix != out.suffix.lower():
         raise click.UsageError(
             f"{out} is the name of a file of --to {files[0]}, and --to {kind} writes a folder; add "

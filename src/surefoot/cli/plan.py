@@ -99,15 +99,15 @@ def plan(
 
     machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
-        loaded, machine, said = _fitted(loaded, machine, memory)
-        found = make_plan(loaded, machine, tokens_per_second)
+        loaded, machine, fitted_settings = _fitted(loaded, machine, memory)
+        run_plan = make_plan(loaded, machine, tokens_per_second)
     if as_json:
-        print_json(as_data(found) | ({"fitted": said} if said else {}))
+        print_json(as_data(run_plan) | ({"fitted": fitted_settings} if fitted_settings else {}))
         return
-    if said:
-        words = " ".join(f"{name}={_value(value)}" for name, value in said.items())
+    if fitted_settings:
+        words = " ".join(f"{name}={_value(value)}" for name, value in fitted_settings.items())
         console().print(f"fits in memory: {words}", soft_wrap=True)
-    show(loaded, found, is_given=tokens_per_second is not None)
+    show(loaded, run_plan, is_given=tokens_per_second is not None)
 
 
 def _fitted(
@@ -143,55 +143,54 @@ def _fitted(
     return changed(recipe, chosen), machine, dict(chosen)
 
 
-def show(recipe: Recipe, found: Plan, *, is_given: bool) -> None:
+def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
     """Print facts, memory and checkpoints."""
     from ..recipe.batch_sizes import with_batch_sizes
 
-    recipe, _ = with_batch_sizes(recipe, found.mesh.num_data_ranks)
+    recipe, _ = with_batch_sizes(recipe, run_plan.mesh.num_data_ranks)
     screen = console()
-    screen.print(frame(recipe.model.path, _lines(recipe, found, is_given=is_given)))
-    screen.print(_memory_table(found))
-    for line in _verdict(found):
+    screen.print(frame(recipe.model.path, _lines(recipe, run_plan, is_given=is_given)))
+    screen.print(_memory_table(run_plan))
+    for line in _verdict(run_plan):
         screen.print(line, soft_wrap=True)
     screen.print()
-    screen.print(_saving_table(recipe, found))
+    screen.print(_saving_table(recipe, run_plan))
 
 
-def _lines(recipe: Recipe, found: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
-    course, mesh, share = found.course, found.mesh, found.trained_parameters / found.parameters
-    parameters = f"{found.parameters:,}, {100 * share:.3g} % of them trainable"
-    if found.trained_at_once < found.trained_parameters:
-        parameters += f", {100 * found.trained_at_once / found.parameters:.3g} % at once"
+def _lines(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> Iterator[tuple[str, str]]:
+    course, mesh = run_plan.course, run_plan.mesh
+    share = run_plan.trained_parameters / run_plan.parameters
+    parameters = f"{run_plan.parameters:,}, {100 * share:.3g} % of them trainable"
+    if run_plan.trained_at_once < run_plan.trained_parameters:
+        parameters += f", {100 * run_plan.trained_at_once / run_plan.parameters:.3g} % at once"
     yield "parameters", parameters
-    where = "on GPUs" if found.machine.on_gpu else "on CPUs"
+    where = "on GPUs" if run_plan.machine.on_gpu else "on CPUs"
     layout = f" = dp_replicate {mesh.dp_replicate} × dp_shard {mesh.dp_shard}"
     layout += f" × tp {mesh.tp}" if mesh.tp > 1 else ""
     layout += f" × pp {mesh.pp}" if mesh.pp > 1 else ""
     layout = layout if mesh.num_processes > 1 else ""
-    yield "processes", f"{mesh.num_processes:,}{layout}, {found.precision}, {where}"
-    source = (
-        "all, from the cache"
-        if found.rows_read is None
-        else f"from a sample of {counted(found.rows_read, 'row')}"
-    )
-    yield "examples", f"{'' if found.rows_read is None else 'about '}{found.examples:,} ({source})"
+    yield "processes", f"{mesh.num_processes:,}{layout}, {run_plan.precision}, {where}"
+    about, source = "", "all, from the cache"
+    if run_plan.rows_read is not None:  # the datasets are not encoded yet
+        about, source = "about ", f"from a sample of {counted(run_plan.rows_read, 'row')}"
+    yield "examples", f"{about}{run_plan.examples:,} ({source})"
     examples = counted(recipe.train.fixed_micro_batch_size, "example")
     passes = f"{course.gradient_accumulation_steps:,} × {examples} per rank"
     yield "steps", f"{course.steps:,} ({course.epochs:.3g} epochs), each of {passes}"
     longest = recipe.stage.max_new_tokens
     most = f" (all responses of max_new_tokens, {longest:,})" if longest else ""
     yield "tokens", f"{course.tokens:,}, {course.trained_tokens:,} trained{most}"
-    heavy = found.heaviest
+    heavy = run_plan.heaviest
     several = f"{heavy.examples:,} examples, {heavy.tokens:,} tokens, {heavy.trained:,} trained"
     yield "peak micro-batch", several
-    yield "time", _time(recipe, found, is_given=is_given)
+    yield "time", _time(recipe, run_plan, is_given=is_given)
 
 
-def _time(recipe: Recipe, found: Plan, *, is_given: bool) -> str:
-    if found.seconds is None or found.tokens_per_second is None:
+def _time(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> str:
+    if run_plan.seconds is None or run_plan.tokens_per_second is None:
         return "not known; set --tokens-per-second, or train a few steps first"
     source = "as given" if is_given else f"as in {recipe.train.folder / 'metrics.jsonl'}"
-    return f"{duration(found.seconds)} at {found.tokens_per_second:,.0f} tokens/s ({source})"
+    return f"{duration(run_plan.seconds)} at {run_plan.tokens_per_second:,.0f} tokens/s ({source})"
 
 
 def duration(seconds: float) -> str:
@@ -206,58 +205,60 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {whole} s" if minutes else f"{whole} s"
 
 
-def _memory_table(found: Plan) -> Table:
-    made = table("memory of a process", "size", "what it is", numbers=_NUMBERS)
-    for name, size in found.memory.parts().items():
+def _memory_table(run_plan: Plan) -> Table:
+    rich_table = table("memory of a process", "size", "what it is", numbers=_NUMBERS)
+    for name, size in run_plan.memory.parts().items():
         if size or name in ("weights", "gradients", "optimizer"):
-            made.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
-    unknown = Text("without activations and logits", style="red") if found.not_known else None
-    if found.total == found.memory.peak:
-        note = unknown or _capacity_note(found)
-        made.add_row("at its peak", in_bytes(found.memory.peak), note, style="bold")
-        return made
-    made.add_row("at its peak", in_bytes(found.memory.peak), unknown, style="bold")
-    made.add_row("imports", in_bytes(found.imports), Text("Python and packages", style="dim"))
-    made.add_row("snapshot", in_bytes(found.snapshot), Text(SNAPSHOT, style="dim"))
-    made.add_row("in total", in_bytes(found.total), _capacity_note(found), style="bold")
-    return made
+            rich_table.add_row(name, in_bytes(size), Text(PARTS[name], style="dim"))
+    unknown = Text("without activations and logits", style="red") if run_plan.not_known else None
+    if run_plan.total == run_plan.memory.peak:
+        note = unknown or _capacity_note(run_plan)
+        rich_table.add_row("at its peak", in_bytes(run_plan.memory.peak), note, style="bold")
+        return rich_table
+    rich_table.add_row("at its peak", in_bytes(run_plan.memory.peak), unknown, style="bold")
+    rich_table.add_row(
+        "imports", in_bytes(run_plan.imports), Text("Python and packages", style="dim")
+    )
+    rich_table.add_row("snapshot", in_bytes(run_plan.snapshot), Text(SNAPSHOT, style="dim"))
+    rich_table.add_row("in total", in_bytes(run_plan.total), _capacity_note(run_plan), style="bold")
+    return rich_table
 
 
-def _capacity_note(found: Plan) -> Text:
-    capacity = found.machine.capacity
-    if capacity is not None and found.total > capacity:
+def _capacity_note(run_plan: Plan) -> Text:
+    capacity = run_plan.machine.capacity
+    if capacity is not None and run_plan.total > capacity:
         return Text(f"more than the available {in_bytes(capacity)}", style="red")
     return Text("" if capacity is None else f"of {in_bytes(capacity)}", style="dim")
 
 
-def _verdict(found: Plan) -> Iterator[Text]:
-    capacity = found.machine.capacity
-    if capacity is not None and found.total > capacity:
+def _verdict(run_plan: Plan) -> Iterator[Text]:
+    capacity = run_plan.machine.capacity
+    if capacity is not None and run_plan.total > capacity:
         yield Text(f"add --memory {capacity / 1e9:.3g}GB to look for settings that fit")
-    if found.not_known is not None:
-        yield Text(f"activations are not known: {found.not_known}", style="red")
-    if found.rows_read is not None:
+    if run_plan.not_known is not None:
+        yield Text(f"activations are not known: {run_plan.not_known}", style="red")
+    if run_plan.rows_read is not None:
         yield Text(
-            f"lengths are those of {counted(found.rows_read, 'row')}, because the datasets are not "
-            "encoded yet: a longer micro-batch may occur",
+            f"lengths are those of {counted(run_plan.rows_read, 'row')}, because the datasets are "
+            "not encoded yet: a longer micro-batch may occur",
             style="dim",
         )
 
 
-def _saving_table(recipe: Recipe, found: Plan) -> Table:
-    saving, size = found.saving, found.saving.size
-    made = table("checkpoints", "size", "what it is", numbers=_NUMBERS)
+def _saving_table(recipe: Recipe, run_plan: Plan) -> Table:
+    saving, size = run_plan.saving, run_plan.saving.size
+    rich_table = table("checkpoints", "size", "what it is", numbers=_NUMBERS)
     shared = f", {in_bytes(size.unchanging)} shared by several" if size.unchanging else ""
     parts = f"weights {in_bytes(size.weights)}, optimizer {in_bytes(size.optimizer)}"
-    made.add_row("one", in_bytes(size.total), Text(f"{parts}{shared}", style="dim"))
+    rich_table.add_row("one", in_bytes(size.total), Text(f"{parts}{shared}", style="dim"))
     note = f"{saving.at_once:,} of {saving.saves:,} at a time, the one being written included"
     if recipe.checkpoint.save_minutes is not None:
         note += "; those by save_minutes not counted"
-    made.add_row("disk", in_bytes(saving.disk), Text(note, style="dim"))
+    rich_table.add_row("disk", in_bytes(saving.disk), Text(note, style="dim"))
     if saving.shared_memory:
         text = "shared memory of a rank, for asynchronous saves"
-        made.add_row("snapshot", in_bytes(saving.shared_memory), Text(text, style="dim"))
-    return made
+        rich_table.add_row("snapshot", in_bytes(saving.shared_memory), Text(text, style="dim"))
+    return rich_table
 
 
 def _value(value: object) -> str:

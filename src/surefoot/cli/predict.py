@@ -82,26 +82,28 @@ def predict(
     from ..data.text.prompts import check_output, read_prompts
     from ..recipe.prediction import is_reward_model, load, recipe_of
 
-    asked = load(path, overrides)  # what is wrong is said before the slow imports
+    prediction = load(path, overrides)  # what is wrong is said before the slow imports
     check_output(output, force=force)
-    recipe = recipe_of(asked.model.adapter, asked.model.path)
+    recipe = recipe_of(prediction.model.adapter, prediction.model.path)
     section = recipe.data if recipe else None
-    if not is_reward_model(Path(asked.model.path)):
-        found = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
-        _answer(asked, path, overrides, found, (output, force), seed=seed, thinks=thinking)
+    if not is_reward_model(Path(prediction.model.path)):
+        prompt_rows = [prompt.with_system(system) for prompt in read_prompts(prompts, section)]
+        _answer(
+            prediction, path, overrides, prompt_rows, (output, force), seed=seed, thinks=thinking
+        )
         return
     if thinking is not None:
         raise RecipeError("--thinking: has no effect on rewards")
     if system is not None:
         raise RecipeError("--system: has no effect on rewards; put it into the rows")
-    _score(asked, path, overrides, (prompts, section), output)
+    _score(prediction, path, overrides, (prompts, section), output)
 
 
 def _answer(
-    asked: Prediction,
+    prediction: Prediction,
     path: str,
     overrides: Sequence[str],
-    found: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     place: tuple[Path, bool],
     *,
     seed: int,
@@ -110,27 +112,28 @@ def _answer(
     """Write the responses to all prompts."""
     from ..data.text.prompts import write_answers
 
-    start_ranks(asked.parallel)
+    start_ranks(prediction.parallel)
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.answer_journal import Output
         from ..use.prediction import AnswerOptions, answer_prompts
 
-    asked, output = replace(asked, parallel=with_replicas(asked.parallel)), Output(*place)
-    with joined(asked.parallel) as world:
+    prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
+    output = Output(*place)
+    with joined(prediction.parallel) as world:
         answers = answer_prompts(
-            asked,
+            prediction,
             path,
             overrides,
-            found,
+            prompts,
             world,
             output=output,
             options=AnswerOptions(seed, thinks),
             progress=partial(progress, is_shown=world.is_main),
         )
         if world.is_main:
-            write_answers(output.path, found, answers, doing=output.on_failure)
+            write_answers(output.path, prompts, answers, doing=output.on_failure)
         world.wait()  # ranks of other machines remove their own
         if world.is_local_main:
             output.remove_parts()
@@ -139,7 +142,7 @@ def _answer(
 
 
 def _score(
-    asked: Prediction,
+    prediction: Prediction,
     path: str,
     overrides: Sequence[str],
     prompts: tuple[Path, DataSection | None],
@@ -148,27 +151,27 @@ def _score(
     """Write the rewards of all responses of a file."""
     from ..data.text.prompts import write_rows
 
-    start_ranks(asked.parallel)
+    start_ranks(prediction.parallel)
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
         from ..use.prediction import read_responses, score_rows
 
-    asked = replace(asked, parallel=with_replicas(asked.parallel))
+    prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
     rows = read_responses(*prompts)
-    with joined(asked.parallel) as world:
+    with joined(prediction.parallel) as world:
         shown = partial(progress, is_shown=world.is_main)
-        found, rewards = score_rows(asked, path, overrides, rows, world, progress=shown)
+        lines, rewards = score_rows(prediction, path, overrides, rows, world, progress=shown)
         if world.is_main:
-            write_rows(output, found, doing="cannot write the rewards")
+            write_rows(output, lines, doing="cannot write the rewards")
     if world.is_main:
         click.echo(f"{output}: {scored(rewards)}")
 
 
 def scored(rewards: Sequence[Mapping[str, float]]) -> str:
     """How many responses have rewards, and of how many pairs the chosen one has the higher."""
-    pairs = [found for found in rewards if "reward_chosen" in found]
-    ahead = sum(found["reward_chosen"] > found["reward_rejected"] for found in pairs)
+    pairs = [row for row in rewards if "reward_chosen" in row]
+    ahead = sum(row["reward_chosen"] > row["reward_rejected"] for row in pairs)
     order = f" ({ahead:,} of {len(pairs):,} pairs in order)" if pairs else ""
     return f"rewards of {counted(sum(map(len, rewards)), 'response')}{order}"
 

@@ -48,25 +48,26 @@ def check(recipe: Path, overrides: tuple[str, ...], *, samples: int, as_json: bo
     loaded = resolved_recipe(recipe, overrides)
     with loading():
         from ..use.reward_check import check_rewards
-    found = check_rewards(loaded, samples)
+    report = check_rewards(loaded, samples)
     if as_json:
-        click.echo(visible(json.dumps(asdict(found), ensure_ascii=False, indent=2)))
+        click.echo(visible(json.dumps(asdict(report), ensure_ascii=False, indent=2)))
         return
-    for line in _lines(found):
+    for line in _lines(report):
         click.echo(one_line(line))
 
 
-def _lines(found: RewardCheck) -> Iterator[str]:
-    for one in found.responses[:SHOWN]:
-        told = ", ".join(f"{name} {_number(value)}" for name, value in one.rewards.items())
-        yield f"{one.origin}: {told}: {one.response!r}"
-    for report in found.rewards:
-        yield f"{report.name}: {_about(report, len(found.responses))}"
+def _lines(report: RewardCheck) -> Iterator[str]:
+    for response in report.responses[:SHOWN]:
+        rewards = ", ".join(f"{name} {_number(value)}" for name, value in response.rewards.items())
+        yield f"{response.origin}: {rewards}: {response.response!r}"
+    for reward in report.rewards:
+        yield f"{reward.name}: {_about(reward, len(report.responses))}"
     yield (
-        f"{counted(found.num_groups, 'group')}, {found.num_flat_groups} with equal rewards, from "
+        f"{counted(report.num_groups, 'group')}, {report.num_flat_groups} with equal rewards, from "
         "which nothing is learned"
     )
-    yield f"{counted(len(found.responses), 'response')}, each rewarded twice: {found.seconds:.1f} s"
+    responses = counted(len(report.responses), "response")
+    yield f"{responses}, each rewarded twice: {report.seconds:.1f} s"
 
 
 def _about(report: RewardReport, count: int) -> str:
@@ -110,8 +111,8 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
         )
     chosen = max(steps) if step is None else step
     if chosen not in steps:
-        known = ", ".join(map(str, sorted(steps)))
-        raise RunError(f"--step {step}: {run} has rollouts of the steps {known}")
+        existing = ", ".join(map(str, sorted(steps)))
+        raise RunError(f"--step {step}: {run} has rollouts of the steps {existing}")
     path = run / name_of(chosen)
     if as_json:
         click.echo(visible(read_text(path)), nl=False)
@@ -119,27 +120,27 @@ def rollouts(run: Path, *, step: int | None, count: int, as_json: bool) -> None:
     _show(read(path), chosen, count)
 
 
-def _show(found: Sequence[KeptRollout], step: int, count: int) -> None:
+def _show(rollouts: Sequence[KeptRollout], step: int, count: int) -> None:
     console = Console(soft_wrap=True, highlight=False)
-    asked = None
-    for one in found[:count]:
-        if (one.dataset, one.origin, one.group) != asked:
-            asked = one.dataset, one.origin, one.group
-            console.print(Text(one_line(f"── {one.origin}"), style="bold"))
-            console.print(Text(visible(one.prompt), style="dim"))
-        console.print(Text(one_line(_figures(one)), style="cyan"))
-        console.print(_colored(one.tokens, is_terminal=console.is_terminal), end="\n\n")
-    shown = f", {count} shown" if count < len(found) else ""
-    console.print(f"step {step}: {counted(len(found), 'rollout')}{shown}")
+    shown_group = None
+    for rollout in rollouts[:count]:
+        if (rollout.dataset, rollout.origin, rollout.group) != shown_group:
+            shown_group = rollout.dataset, rollout.origin, rollout.group
+            console.print(Text(one_line(f"── {rollout.origin}"), style="bold"))
+            console.print(Text(visible(rollout.prompt), style="dim"))
+        console.print(Text(one_line(_figures(rollout)), style="cyan"))
+        console.print(_colored(rollout.tokens, is_terminal=console.is_terminal), end="\n\n")
+    shown = f", {count} shown" if count < len(rollouts) else ""
+    console.print(f"step {step}: {counted(len(rollouts), 'rollout')}{shown}")
 
 
-def _figures(one: KeptRollout) -> str:
-    parts = [f"reward {_number(one.reward)}"]
-    if len(one.rewards) > 1:
-        parts += [f"{name} {_number(value)}" for name, value in one.rewards.items()]
-    left_out = one.advantage is None
-    parts.append("not trained on" if left_out else f"advantage {_number(one.advantage)}")
-    return ", ".join([*parts, f"ended by {one.stop_reason}"])
+def _figures(rollout: KeptRollout) -> str:
+    parts = [f"reward {_number(rollout.reward)}"]
+    if len(rollout.rewards) > 1:
+        parts += [f"{name} {_number(value)}" for name, value in rollout.rewards.items()]
+    left_out = rollout.advantage is None
+    parts.append("not trained on" if left_out else f"advantage {_number(rollout.advantage)}")
+    return ", ".join([*parts, f"ended by {rollout.stop_reason}"])
 
 
 def _number(value: float | None) -> str:

@@ -32,8 +32,8 @@ Advance = Callable[[int], None]
 
 def console() -> Console:
     """The terminal as it is; a file or a pipe gets whole lines, to search and cut."""
-    found = Console(highlight=False)
-    return found if found.is_terminal else Console(width=_PIPE_WIDTH, highlight=False)
+    terminal = Console(highlight=False)
+    return terminal if terminal.is_terminal else Console(width=_PIPE_WIDTH, highlight=False)
 
 
 @contextmanager
@@ -58,11 +58,13 @@ def progress(title: str, total: int, *, is_shown: bool = True) -> Iterator[Advan
 
 def table(*columns: str, numbers: Iterable[str] = ()) -> Table:
     """An open table; ``numbers`` are the columns of figures."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    rich_table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         is_last = name == columns[-1]
-        made.add_column(name, justify="right" if name in numbers else "left", no_wrap=not is_last)
-    return made
+        rich_table.add_column(
+            name, justify="right" if name in numbers else "left", no_wrap=not is_last
+        )
+    return rich_table
 
 
 def frame(title: object, facts: Iterable[tuple[str, object]]) -> Panel:
@@ -86,10 +88,10 @@ def fitted(
     left, unlimited = dict(columns), screen.options.update(max_width=_UNLIMITED)
     for dropped in (None, *optional):
         left = {name: cells for name, cells in left.items() if name != dropped}
-        made = _filled(left, numbers, styles)
-        excess = screen.measure(made, options=unlimited).maximum - screen.width
+        rich_table = _filled(left, numbers, styles)
+        excess = screen.measure(rich_table, options=unlimited).maximum - screen.width
         if excess <= 0:
-            return made
+            return rich_table
         first = next(iter(left))
         room = max((len(text) for text in left[first]), default=0) - excess
         if room >= _NAME:
@@ -101,10 +103,10 @@ def fitted(
 def _filled(
     columns: Mapping[str, Sequence[Text]], numbers: Iterable[str], styles: Sequence[str]
 ) -> Table:
-    made = table(*columns, numbers=numbers)
+    rich_table = table(*columns, numbers=numbers)
     for i, row in enumerate(zip(*columns.values(), strict=True)):
-        made.add_row(*row, style=styles[i] if styles else "")
-    return made
+        rich_table.add_row(*row, style=styles[i] if styles else "")
+    return rich_table
 
 
 def _cropped(name: Text, room: int) -> Text:
@@ -175,8 +177,8 @@ class CheckpointPath(click.Path):
         if Path(value).is_file() and names_save(Path(value)):
             return Path(value)
         if not is_address(value):
-            found: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
-            return found
+            path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
+            return path
         try:
             return Address(value)
         except ValueError as error:

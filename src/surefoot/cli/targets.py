@@ -27,10 +27,10 @@ _MESH = "for example dp_shard=4,tp=2"
 
 def parse_mesh(text: str) -> Mesh:
     """``dp_shard=4,dp_replicate=2`` to a mesh. Raises ``CheckpointError`` for anything else."""
-    known = [field.name for field in fields(Mesh)]
-    odd = f"a checkpoint is sharded along {', '.join(known[:-1])} and {known[-1]}, not {{}}"
+    axes = [field.name for field in fields(Mesh)]
+    odd = f"a checkpoint is sharded along {', '.join(axes[:-1])} and {axes[-1]}, not {{}}"
     sizes: dict[str, int] = {}
-    for axis, size in pairs(text, known, option="mesh", odd=odd, example=_MESH):
+    for axis, size in pairs(text, axes, option="mesh", odd=odd, example=_MESH):
         if not (size.isascii() and size.isdecimal() and len(size) < 10):
             raise CheckpointError(
                 f"mesh {text!r}: {axis} must be a whole number, got {size!r}; {_MESH}"
@@ -55,7 +55,7 @@ class TargetCommand(click.Command):
         """The options of the targets come between its own and the last."""
         from ..checkpoint.converting.targets import READING, TARGETS
 
-        own = super().get_params(ctx)
+        command_params = super().get_params(ctx)
         sections: dict[str, type] = dict(TARGETS)
         if self.reads_others:  # a layout may have the name of a target
             sections |= {f"{name} (SRC)": cls for name, cls in READING.items()}
@@ -63,14 +63,14 @@ class TargetCommand(click.Command):
         for target, cls in sections.items():
             for name, setting in settings(cls).items():
                 fields.setdefault(name, {})[target] = setting
-        made = [_to(TARGETS, self.usual), *map(option, fields.values())]
-        first = sum(isinstance(param, click.Argument) for param in own)
-        return [*own[:first], *made, *own[first:]]
+        target_options = [_to(TARGETS, self.usual), *map(option, fields.values())]
+        first = sum(isinstance(param, click.Argument) for param in command_params)
+        return [*command_params[:first], *target_options, *command_params[first:]]
 
 
 def _to(targets: Mapping[str, type], usual: str) -> click.Option:
-    told = "; ".join(f"{name}: {_said(cls)}" for name, cls in targets.items())
-    help_text = f"What to write. {told}. {usual}."
+    descriptions = "; ".join(f"{name}: {_said(cls)}" for name, cls in targets.items())
+    help_text = f"What to write. {descriptions}. {usual}."
     return click.Option(["--to", "kind"], type=click.Choice(list(targets)), help=help_text)
 
 
@@ -86,11 +86,16 @@ def option(same: Mapping[str, Setting]) -> click.Option:
     if hint is bool:
         return click.Option([option_name(setting.name)], is_flag=True, default=None, help=help_text)
     if typing.get_origin(hint) is Literal:
-        choices = {target: typing.get_args(_without_none(one.hint)) for target, one in same.items()}
+        choices = {
+            target: typing.get_args(_without_none(target_setting.hint))
+            for target, target_setting in same.items()
+        }
         every = dict.fromkeys(name for names in choices.values() for name in names)
         if len(set(choices.values())) > 1:
-            told = "; ".join(f"{target}: {', '.join(names)}" for target, names in choices.items())
-            help_text = f"{help_text} {told}."
+            by_target = "; ".join(
+                f"{target}: {', '.join(names)}" for target, names in choices.items()
+            )
+            help_text = f"{help_text} {by_target}."
         return click.Option(
             [option_name(setting.name)], type=click.Choice(list(every)), help=help_text
         )
@@ -100,18 +105,21 @@ def option(same: Mapping[str, Setting]) -> click.Option:
     return click.Option([option_name(setting.name)], type=kind, metavar=metavar, help=help_text)
 
 
-def target_of(kind: str, given: Mapping[str, Any]) -> Target:
+def target_of(kind: str, explicit_options: Mapping[str, Any]) -> Target:
     """The target ``kind`` with the options that were given. Raises ``UsageError``: one means
     nothing for it."""
     from ..checkpoint.converting.targets import TARGETS
 
-    known = settings(TARGETS[kind])
-    if odd := [name for name in given if name not in known]:
-        takes = ", ".join(option_name(name) for name in sorted(known))
+    target_settings = settings(TARGETS[kind])
+    if odd := [name for name in explicit_options if name not in target_settings]:
+        takes = ", ".join(option_name(name) for name in sorted(target_settings))
         raise click.UsageError(
             f"{option_name(odd[0])} cannot be used with --to {kind}, which accepts {takes}"
         )
-    values = {name: _parsed(kind, known[name], value) for name, value in given.items()}
+    values = {
+        name: _parsed(kind, target_settings[name], value)
+        for name, value in explicit_options.items()
+    }
     return TARGETS[kind](**values)
 
 
@@ -132,8 +140,8 @@ def naming_packages(to: Target) -> Iterator[None]:
 def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return hint
-    (found,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    return found
+    (inner,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    return inner
 
 
 def _parsed(kind: str, setting: Setting, value: Any) -> object:

@@ -134,11 +134,11 @@ def _trainer_resume(recipe: Recipe, *, trust_pickle: bool) -> list[str]:
     with loading():
         from ..run.foreign_resume import latest_foreign
 
-    if (found := latest_foreign(place)) is None:
+    if (foreign_run := latest_foreign(place)) is None:
         return []
-    trainer, latest = found
-    asked = recipe.checkpoint.resume
-    start = latest if asked == "auto" else Path(asked)
+    trainer, latest = foreign_run
+    resume = recipe.checkpoint.resume
+    start = latest if resume == "auto" else Path(resume)
     beside = place.with_name(f"{place.name}-surefoot")
     if not trust_pickle and not list(committed(beside)):
         text = (

@@ -109,8 +109,8 @@ def _columns(lines: list[CheckpointLine], newest: CheckpointLine | None) -> dict
         "eval loss": [number(line.eval_loss) for line in lines],
         "parent": [(line.parent or "").removeprefix("checkpoint-") for line in lines],
     }
-    found = {name: [cell(text) for text in texts] for name, texts in cells.items()}
-    return found | {"state": [_line_state(line, newest) for line in lines]}
+    columns = {name: [cell(text) for text in texts] for name, texts in cells.items()}
+    return columns | {"state": [_line_state(line, newest) for line in lines]}
 
 
 def _written_by(layout: str | None) -> str:
@@ -119,8 +119,8 @@ def _written_by(layout: str | None) -> str:
 
 
 def _shares(line: CheckpointLine) -> bool:
-    known = line.num_bytes is not None and line.disk_bytes is not None
-    return known and (line.disk_bytes or 0) < _SHARED * (line.num_bytes or 0)
+    has_sizes = line.num_bytes is not None and line.disk_bytes is not None
+    return has_sizes and (line.disk_bytes or 0) < _SHARED * (line.num_bytes or 0)
 
 
 def _line_state(line: CheckpointLine, newest: CheckpointLine | None) -> Text:
@@ -134,8 +134,8 @@ def _line_state(line: CheckpointLine, newest: CheckpointLine | None) -> Text:
         "verified": line.verified == "every byte",
         "no hashes": line.verified == "structure",
     }
-    said = ", ".join(word for word, holds in words.items() if holds)
-    return Text(said or "complete", style="green")
+    statuses = ", ".join(word for word, holds in words.items() if holds)
+    return Text(statuses or "complete", style="green")
 
 
 AllNorms = Mapping[str, "Norms"]  # by a tensor's full name
@@ -162,9 +162,9 @@ def show(
         print_json(_state(checkpoint, state))
         return
     summary = summarise(checkpoint)
-    found = _norms(checkpoint) if norms else {}
+    all_norms = _norms(checkpoint) if norms else {}
     if as_json:
-        print_json(_as_json(summary, found))
+        print_json(_as_json(summary, all_norms))
         return
     screen = console()
     screen.print(frame(summary.path, _facts(summary)))
@@ -177,7 +177,7 @@ def show(
         names = ", ".join(summary.pickles)
         screen.print(cell(f"pickled, and not read: {names}"), style="dim", soft_wrap=True)
     if tensors or norms:
-        screen.print(_tensors_table(summary.groups, found, screen))
+        screen.print(_tensors_table(summary.groups, all_norms, screen))
 
 
 def _state(checkpoint: Path, name: str) -> object:
@@ -197,18 +197,18 @@ def _norms(checkpoint: Path) -> AllNorms:
 
     contents = open_contents(checkpoint)
     total = sum(place.entry.num_bytes for place in contents.tensors.values())
-    source, found = FolderSource(contents), {}
+    source, all_norms = FolderSource(contents), {}
     with reading("reading", total) as advance:
         for name, place in contents.tensors.items():
-            found[name] = norms(source, name)
+            all_norms[name] = norms(source, name)
             advance(place.entry.num_bytes)
-    return found
+    return all_norms
 
 
-def _as_json(summary: Summary, found: AllNorms) -> dict[str, object]:
+def _as_json(summary: Summary, all_norms: AllNorms) -> dict[str, object]:
     def norms(group: Group, tensor: Tensor) -> dict[str, object]:
-        own = found.get(f"{group.role}/{tensor.name}")
-        return {"norms": as_dict(own)} if own else {}
+        tensor_norms = all_norms.get(f"{group.role}/{tensor.name}")
+        return {"norms": as_dict(tensor_norms)} if tensor_norms else {}
 
     groups = [
         {
@@ -230,36 +230,36 @@ def _facts(summary: Summary) -> Iterator[tuple[str, object]]:
 
 
 def _groups_table(groups: Iterable[Group]) -> Table:
-    made = table("", "tensors", "elements", "size", "types", numbers=_NUMBERS)
+    rich_table = table("", "tensors", "elements", "size", "types", numbers=_NUMBERS)
     for group in groups:
         types = ", ".join(f"{name} ({count:,})" for name, count in group.dtypes.items())
-        made.add_row(
+        rich_table.add_row(
             cell(group.role),
             f"{len(group.tensors):,}",
             f"{group.num_elements:,}",
             in_bytes(group.num_bytes),
             types,
         )
-    return made
+    return rich_table
 
 
-def _tensors_table(groups: Iterable[Group], found: AllNorms, screen: Console) -> Table:
-    known = [(group.role, tensor) for group in groups for tensor in group.tensors]
+def _tensors_table(groups: Iterable[Group], all_norms: AllNorms, screen: Console) -> Table:
+    tensors = [(group.role, tensor) for group in groups for tensor in group.tensors]
     columns = {
-        "tensor": [cell(shown(f"{role}/{tensor.name}")) for role, tensor in known],
-        "type": [Text(tensor.dtype) for _, tensor in known],
-        "shape": [Text(dims(tensor.shape)) for _, tensor in known],
+        "tensor": [cell(shown(f"{role}/{tensor.name}")) for role, tensor in tensors],
+        "type": [Text(tensor.dtype) for _, tensor in tensors],
+        "shape": [Text(dims(tensor.shape)) for _, tensor in tensors],
     }
-    if found:
-        columns |= _figures([found[f"{role}/{tensor.name}"] for role, tensor in known])
+    if all_norms:
+        columns |= _figures([all_norms[f"{role}/{tensor.name}"] for role, tensor in tensors])
     else:
-        columns["size"] = [Text(in_bytes(tensor.num_bytes)) for _, tensor in known]
-        columns["file"] = [cell(tensor.file) for _, tensor in known]
+        columns["size"] = [Text(in_bytes(tensor.num_bytes)) for _, tensor in tensors]
+        columns["file"] = [cell(tensor.file) for _, tensor in tensors]
     return fitted(screen, columns, numbers=_NUMBERS, optional=("file", "size", "type"))
 
 
 def _figures(all_norms: Sequence[Norms]) -> dict[str, list[Text]]:
-    found = {
+    columns = {
         "L2 norm": [Text(number(norms.l2)) for norms in all_norms],
         "min": [Text(number(norms.minimum)) for norms in all_norms],
         "max": [Text(number(norms.maximum)) for norms in all_norms],
@@ -267,7 +267,7 @@ def _figures(all_norms: Sequence[Norms]) -> dict[str, list[Text]]:
         "NaN": [_alarm(norms.num_nan) for norms in all_norms],
         "inf": [_alarm(norms.num_inf) for norms in all_norms],
     }
-    return {name: cells for name, cells in found.items() if any(cells)}
+    return {name: cells for name, cells in columns.items() if any(cells)}
 
 
 def _alarm(count: int) -> Text:
@@ -275,7 +275,7 @@ def _alarm(count: int) -> Text:
 
 
 def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    made = table(title, "")
+    rich_table = table(title, "")
     for name, value in pairs:
-        made.add_row(cell(name), Text(one_line(value), style="dim"))
-    return made
+        rich_table.add_row(cell(name), Text(one_line(value), style="dim"))
+    return rich_table

@@ -31,11 +31,11 @@ def convert(
     from ...checkpoint.converting.origin import OptionError
     from ...use.exporting.conversion import convert as write
 
-    given = {name: value for name, value in options.items() if value}
-    kind = kind or _usual(given)
-    options_of_source = _reading(kind, given)
+    explicit_options = {name: value for name, value in options.items() if value}
+    kind = kind or _usual(explicit_options)
+    options_of_source = _reading(kind, explicit_options)
     try:
-        to = target_of(kind, given)
+        to = target_of(kind, explicit_options)
         with reading("converting", None) as advance, naming_packages(to):
             done = write(local(checkpoint), target, to, advance, options_of_source)
     except OptionError as error:
@@ -43,24 +43,24 @@ def convert(
     _report(target, kind, done, as_json=as_json)
 
 
-def _usual(given: dict[str, object]) -> str:
+def _usual(explicit_options: dict[str, object]) -> str:
     from ...checkpoint.converting.targets import TARGETS
     from ...use.exporting.conversion import USUAL
 
-    if "layout" not in given and "mesh" not in given:
+    if "layout" not in explicit_options and "mesh" not in explicit_options:
         names = f"--to ({', '.join(TARGETS)}) or --layout (full, distributed)"
         raise click.UsageError(f"expected what to write: {names}")
     return USUAL
 
 
-def _reading(kind: str, given: dict[str, Any]) -> dict[str, object]:
-    """Take from ``given`` what is an option of SRC, and none of the target."""
+def _reading(kind: str, explicit_options: dict[str, Any]) -> dict[str, object]:
+    """Take from ``explicit_options`` what is an option of SRC, and none of the target."""
     from ...checkpoint.converting.targets import READING, TARGETS
     from ...schema import settings
 
     of_source = {name for cls in READING.values() for name in settings(cls)}
     taken = of_source - settings(TARGETS[kind]).keys()
-    return {name: given.pop(name) for name in list(given) if name in taken}
+    return {name: explicit_options.pop(name) for name in list(explicit_options) if name in taken}
 
 
 def _report(target: Path, kind: str, done: Done, *, as_json: bool) -> None:

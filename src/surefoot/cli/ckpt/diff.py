@@ -72,46 +72,46 @@ def diff(
         return parse(text, name).data
 
     a, b = local(a), local(b)
-    found = compare(a, b, parts=parts or PARTS, parse=parsed, progress=reading)
+    comparison = compare(a, b, parts=parts or PARTS, parse=parsed, progress=reading)
     if as_json:
-        print_json(_as_json(a, b, found))
+        print_json(_as_json(a, b, comparison))
     else:
-        _print(a, b, found, everything=everything)
-    if not found.is_equal:
+        _print(a, b, comparison, everything=everything)
+    if not comparison.is_equal:
         raise click.exceptions.Exit(1)
 
 
-def _as_json(a: Path, b: Path, found: Comparison) -> dict[str, object]:
+def _as_json(a: Path, b: Path, comparison: Comparison) -> dict[str, object]:
     tensors = []
-    for tensor in found.tensors:
+    for tensor in comparison.tensors:
         relative = {"relative": tensor.figures.relative} if tensor.figures else {}
         row = as_dict(tensor)
         figures = row.pop("figures")
         tensors.append(row | (figures if isinstance(figures, dict) else {}) | relative)
     values = {
-        part: [as_dict(change) for change in changes] for part, changes in found.values.items()
+        part: [as_dict(change) for change in changes] for part, changes in comparison.values.items()
     }
-    return {"a": a, "b": b, "equal": found.is_equal, "tensors": tensors, "values": values}
+    return {"a": a, "b": b, "equal": comparison.is_equal, "tensors": tensors, "values": values}
 
 
-def _print(a: Path, b: Path, found: Comparison, *, everything: bool) -> None:
+def _print(a: Path, b: Path, comparison: Comparison, *, everything: bool) -> None:
     screen = console()
     for letter, folder in (("A", a), ("B", b)):
         screen.print(mark(letter, "bold", str(folder)), soft_wrap=True)
-    if found.is_equal:
-        num = counted(len(found.tensors), "tensor")
+    if comparison.is_equal:
+        num = counted(len(comparison.tensors), "tensor")
         screen.print(
             mark("✓", "bold green", f"equal: {num}, and everything else that was compared")
         )
-    if found.tensors and not (found.is_equal and not everything):
-        screen.print(_counts(found.tensors))
-    changed = [t for t in found.tensors if everything or t.verdict != "equal"]
+    if comparison.tensors and not (comparison.is_equal and not everything):
+        screen.print(_counts(comparison.tensors))
+    changed = [t for t in comparison.tensors if everything or t.verdict != "equal"]
     listed = changed if everything else _largest(changed)
     if listed:
         screen.print()
         screen.print(_tensors(listed, screen))
         _more(screen, len(changed) - len(listed))
-    for part, changes in found.values.items():
+    for part, changes in comparison.values.items():
         if changes:
             limit = len(changes) if everything else _LARGEST
             screen.print()
@@ -137,11 +137,11 @@ def _largest(changed: Sequence[TensorChange]) -> list[TensorChange]:
 def _counts(tensors: Sequence[TensorChange]) -> Table:
     counts = Counter((tensor.role, tensor.verdict) for tensor in tensors)
     verdicts = sorted({verdict for _, verdict in counts}, key=lambda name: (name != "equal", name))
-    made = table("tensors", *verdicts, numbers=verdicts)
+    rich_table = table("tensors", *verdicts, numbers=verdicts)
     for role in dict.fromkeys(tensor.role for tensor in tensors):
         figures = (counts[role, verdict] for verdict in verdicts)
-        made.add_row(cell(role), *(f"{count:,}" if count else "" for count in figures))
-    return made
+        rich_table.add_row(cell(role), *(f"{count:,}" if count else "" for count in figures))
+    return rich_table
 
 
 def _tensors(changes: Sequence[TensorChange], screen: Console) -> Table:
@@ -176,12 +176,12 @@ def _verdict(change: TensorChange) -> str:
 
 
 def _values(part: str, changes: Sequence[ValueChange]) -> Table:
-    made = table(part, "A", "B")
+    rich_table = table(part, "A", "B")
     for change in changes:
         a = "" if change.what == "only in B" else _clipped(change.a)
         b = "" if change.what == "only in A" else _clipped(change.b)
-        made.add_row(cell(change.path), cell(a), cell(b))
-    return made
+        rich_table.add_row(cell(change.path), cell(a), cell(b))
+    return rich_table
 
 
 def _clipped(value: object) -> str:

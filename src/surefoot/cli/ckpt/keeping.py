@@ -57,22 +57,22 @@ def prune(folder: Path, dry_run: bool, yes: bool, as_json: bool, **options: obje
     same name. The latest valid checkpoint and the best are always kept, and damaged ones are
     ignored. Refused while a process trains in RUN.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    wanted = prune_options(folder, given)
-    plan = plan_pruning(folder, wanted)
+    explicit_options = {name: value for name, value in options.items() if value is not None}
+    policy = prune_options(folder, explicit_options)
+    plan = plan_pruning(folder, policy)
     if dry_run:
-        _tell(folder, plan, wanted.metric, as_json=as_json)
+        _tell(folder, plan, policy.metric, as_json=as_json)
         return
     with untrained(folder):
-        plan = plan_pruning(folder, wanted)  # again, now that nobody can change it
+        plan = plan_pruning(folder, policy)  # again, now that nobody can change it
         count = len(plan.removable)
         if not as_json:
-            _tell(folder, plan, wanted.metric)
+            _tell(folder, plan, policy.metric)
         if count and not yes:
             click.confirm(f"Remove {_count(count)}?", abort=True, err=True)
         plan.remove()
         if as_json:
-            _tell(folder, plan, wanted.metric, as_json=True, is_done=True)
+            _tell(folder, plan, policy.metric, as_json=True, is_done=True)
         elif count:
             text = f"deleted {_count(count)}; freed {in_bytes(plan.freed_bytes)}"
             console().print(mark("✓", "bold green", text))
@@ -109,10 +109,10 @@ def _table(plan: PrunePlan, metric: str) -> Table:
     has_metric = any(item.metric is not None for item in plan.checkpoints)
     name = metric.replace("_", " ")
     columns = ("checkpoint", "saved", "size", *((name,) if has_metric else ()), "", "why")
-    made = table(*columns, numbers=("size", name))
+    rich_table = table(*columns, numbers=("size", name))
     for item in plan.checkpoints:
         stays = item.verdict.stays
-        made.add_row(
+        rich_table.add_row(
             cell(item.line.path.name),
             cell(local_time(item.line.created)),
             in_bytes(item.line.num_bytes),
@@ -121,7 +121,7 @@ def _table(plan: PrunePlan, metric: str) -> Table:
             ", ".join(item.verdict.why),
             style="" if stays else "dim",
         )
-    return made
+    return rich_table
 
 
 def _count(number: int) -> str:
@@ -158,8 +158,8 @@ def verify_command(checkpoint: Path | Address, full: bool, as_json: bool) -> Non
 
 def _total(checkpoint: Path) -> int | None:
     """Bytes to hash; None if the folder does not say."""
-    found = list_run(checkpoint)
-    return found[0].num_bytes if len(found) == 1 else None
+    lines = list_run(checkpoint)
+    return lines[0].num_bytes if len(lines) == 1 else None
 
 
 def _print(report: Report, seconds: float) -> None:
