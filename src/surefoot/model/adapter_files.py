@@ -156,8 +156,8 @@ def _unusable(folder: Path, error: Exception) -> str:
 
 
 def _lines(error: Exception) -> list[str]:
-    found = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return found or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines or [type(error).__name__]
 
 
 def attach_empty(model: PreTrainedModel, folder: Path) -> nn.Module:
@@ -191,11 +191,11 @@ def add_adapters(model: nn.Module, folders: Sequence[Path], *, is_read: bool) ->
             add_frozen(model, name, config)
             model.load_adapter(str(place), adapter_name=name)  # type: ignore[operator]
         _check_names(model, folder, base, name)
-    for found in stacked_layers(model):
-        if not is_linear(found.layer.get_base_layer()):
+    for stacked in stacked_layers(model):
+        if not is_linear(stacked.layer.get_base_layer()):
             raise ModelError(
-                f"model.frozen_adapters: one adapts {found.name}, which is no linear layer; merge "
-                "it into the model first with `surefoot export`"
+                f"model.frozen_adapters: one adapts {stacked.name}, which is no linear layer; "
+                "merge it into the model first with `surefoot export`"
             )
     return model
 
@@ -248,45 +248,47 @@ def _config_of(folder: Path) -> PeftConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of keys of newer versions
         try:
-            found = PeftConfig.from_pretrained(str(folder))
-            _check_tokens(getattr(found, "trainable_token_indices", None))
+            config = PeftConfig.from_pretrained(str(folder))
+            _check_tokens(getattr(config, "trainable_token_indices", None))
         except (*_OF_VALUES, *_OF_FIT) as error:
             raise ModelError(_unusable(folder, error)) from None
-    return found
+    return config
 
 
-def _check_tokens(found: object) -> None:
+def _check_tokens(indices: object) -> None:
     """Raise ``TypeError`` if the trained tokens are not what PEFT takes them for, unchecked."""
-    lists = found.values() if isinstance(found, dict) else [[] if found is None else found]
-    if not all(isinstance(one, list) and all(type(i) is int for i in one) for one in lists):
-        raise TypeError(f"trainable_token_indices is {found}, expected lists of token ids")
+    lists = indices.values() if isinstance(indices, dict) else [[] if indices is None else indices]
+    if not all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in lists):
+        raise TypeError(f"trainable_token_indices is {indices}, expected lists of token ids")
 
 
 def _check_names(wrapped: nn.Module, folder: Path, base: str, adapter: str = "default") -> None:
     """Reject an adapter whose tensors PEFT would silently skip, or leave random."""
-    wanted = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
-    found = set(_names(folder)) - _tied_rows(folder, wanted)
-    missing = sorted(wanted - found)
-    unexpected = sorted(found - wanted - wrapped.state_dict().keys())
+    expected_names = AdapterWeights(wrapped, adapter=adapter).state_dict().keys()
+    stored_names = set(_names(folder)) - _tied_rows(folder, expected_names)
+    missing = sorted(expected_names - stored_names)
+    unexpected = sorted(stored_names - expected_names - wrapped.state_dict().keys())
     if missing or unexpected:
         do = "does" if len(unexpected) == 1 else "do"
         raise ModelError(
             f"{folder}: this is an adapter of another model, not of {base}: {len(unexpected)} "
-            f"of its {counted(len(found), 'tensor')} {do} not exist in the model and "
+            f"of its {counted(len(stored_names), 'tensor')} {do} not exist in the model and "
             f"{counted(len(missing), 'is', 'are')} missing (for example "
             f"{(unexpected or missing)[0]})"
         )
 
 
-def _tied_rows(folder: Path, wanted: Collection[str]) -> set[str]:
-    """The tensors that a live state of tied embeddings has besides ``wanted``: the head's copies of
-    the rows of trained tokens."""
+def _tied_rows(folder: Path, expected_names: Collection[str]) -> set[str]:
+    """The tensors that a live state of tied embeddings has besides ``expected_names``: the
+    head's copies of the rows of trained tokens."""
     names = {new: old for new, old in _names(folder).items() if new.endswith(_ROWS)}
     with safe_open(folder / WEIGHTS, "pt") as file:
         rows = {new: file.get_tensor(old) for new, old in names.items()}
-    known = [rows[name] for name in rows if name in wanted]
-    others = {name: value for name, value in rows.items() if name not in wanted}
-    return {name for name, value in others.items() if any(equal(value, one) for one in known)}
+    expected_rows = [rows[name] for name in rows if name in expected_names]
+    others = {name: value for name, value in rows.items() if name not in expected_names}
+    return {
+        name for name, value in others.items() if any(equal(value, row) for row in expected_rows)
+    }
 
 
 def _check_config(folder: Path) -> None:
@@ -297,10 +299,10 @@ def _check_config(folder: Path) -> None:
             f"{folder}: no adapter_config.json; expected the local folder of a PEFT adapter{of}"
         )
     try:
-        found = read_json(folder / CONFIG)
+        config = read_json(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / CONFIG}: not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ModelError(f"{folder / CONFIG}: expected a JSON object")
 
 
@@ -309,5 +311,5 @@ def check(folder: Path, *, weights: bool = True) -> None:
     configuration is enough."""
     _check_config(folder)
     if weights and not (folder / WEIGHTS).is_file():
-        found = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
-        raise ModelError(f"{folder}: no {WEIGHTS}{found}")
+        hint = "; it contains a pickle, which is never read" if any(folder.glob("*.bin")) else ""
+        raise ModelError(f"{folder}: no {WEIGHTS}{hint}")

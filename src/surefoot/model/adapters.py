@@ -150,7 +150,10 @@ class StackedLayer:
     def factors(self, part: str) -> dict[str, nn.Parameter]:
         """The matrices ``lora_A`` or ``lora_B``, by their names in the model."""
         matrices = getattr(self.layer, part)
-        return {f"{self.name}.{part}.{one}.weight": matrices[one].weight for one in self.adapters}
+        return {
+            f"{self.name}.{part}.{adapter}.weight": matrices[adapter].weight
+            for adapter in self.adapters
+        }
 
 
 @dataclass(frozen=True)
@@ -164,15 +167,15 @@ class StartRule:
 def add_start(model: nn.Module, config: LoraConfig, kind: Computed, iterations: int) -> None:
     """Add the frozen counterpart of the trained adapter ``config``, which is 0 until their values
     are computed. Raises ``RecipeError`` if a layer is too small."""
-    for found in _layers(model):
-        if (most := min(found.layer.in_features, found.layer.out_features)) < found.rank:
+    for stacked in _layers(model):
+        if (most := min(stacked.layer.in_features, stacked.layer.out_features)) < stacked.rank:
             raise RecipeError(
-                f"method.lora.rank: {found.name.removeprefix(_PREFIX)} has at most rank {most}, "
-                f"of which init: {kind} cannot take {found.rank}; lower it, or set rank_pattern"
+                f"method.lora.rank: {stacked.name.removeprefix(_PREFIX)} has at most rank {most}, "
+                f"of which init: {kind} cannot take {stacked.rank}; lower it, or set rank_pattern"
             )
-    own = copy(config)
-    own.lora_dropout, own.modules_to_save = 0.0, None
-    add_frozen(model, START, own)
+    frozen_config = copy(config)
+    frozen_config.lora_dropout, frozen_config.modules_to_save = 0.0, None
+    add_frozen(model, START, frozen_config)
     model.start_rule = StartRule(kind, iterations)  # type: ignore[assignment]
 
 
@@ -181,13 +184,13 @@ def add_frozen(model: nn.Module, name: str, config: LoraConfig) -> None:
     before = {p: p.requires_grad for p in model.parameters()}
     peft: Any = model
     peft.add_adapter(name, config)
-    for found in _layers(model):  # PEFT leaves a second adapter of a meta model on the CPU
-        if name in found.adapters:
-            device = found.layer.get_base_layer().weight.device
-            for part in (found.layer.lora_A, found.layer.lora_B):
+    for stacked in _layers(model):  # PEFT leaves a second adapter of a meta model on the CPU
+        if name in stacked.adapters:
+            device = stacked.layer.get_base_layer().weight.device
+            for part in (stacked.layer.lora_A, stacked.layer.lora_B):
                 part.to(device)
-    for found in _layers(model):  # not through the model, which would activate modules to save
-        found.layer.set_adapter(list(peft.peft_config))
+    for stacked in _layers(model):  # not through the model, which would activate modules to save
+        stacked.layer.set_adapter(list(peft.peft_config))
     for parameter in model.parameters():
         parameter.requires_grad_(before.get(parameter, False))
 
@@ -199,7 +202,7 @@ def start_rule(model: nn.Module) -> StartRule | None:
 
 def stacked_layers(model: nn.Module) -> list[StackedLayer]:
     """The layers of which PEFT's ``model`` has adapters beside the trained one."""
-    return [one for one in _layers(model) if set(one.adapters) != {TRAINED}]
+    return [stacked for stacked in _layers(model) if set(stacked.adapters) != {TRAINED}]
 
 
 def has_frozen(model: nn.Module) -> bool:
@@ -209,12 +212,12 @@ def has_frozen(model: nn.Module) -> bool:
 
 def together(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """``adapter_config.json`` of one adapter that is all of ``model``'s together."""
-    layers = {found.name.removeprefix(_PREFIX): found for found in _layers(model)}
+    layers = {stacked.name.removeprefix(_PREFIX): stacked for stacked in _layers(model)}
     root = bool(config.get("use_rslora"))
-    ranks = {name: found.rank for name, found in layers.items()}
+    ranks = {name: stacked.rank for name, stacked in layers.items()}
     alphas = {
-        name: _number(found.scale * (math.sqrt(found.rank) if root else found.rank))
-        for name, found in layers.items()
+        name: _number(stacked.scale * (math.sqrt(stacked.rank) if root else stacked.rank))
+        for name, stacked in layers.items()
     }
     changed: dict[str, Any] = {"init_lora_weights": True}
     for values, usual, pattern in (
@@ -224,7 +227,7 @@ def together(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         most = Counter(values.values()).most_common(1)[0][0]
         changed[usual] = most
         changed[pattern] = {name: value for name, value in values.items() if value != most}
-    if any(TRAINED not in found.adapters for found in layers.values()):
+    if any(TRAINED not in stacked.adapters for stacked in layers.values()):
         every = {plain_name(name) for name, _ in model.named_modules() if not is_added(name)}
         changed["target_modules"] = endings(layers, every)
     return {**config, **changed}
@@ -264,8 +267,8 @@ def set_magnitudes(model: nn.Module) -> None:
 def lengths(rows: torch.Tensor) -> torch.Tensor:
     """The length of each row, in float32 or the type of ``rows``, if that is more exact."""
     exact = torch.promote_types(rows.dtype, torch.float32)
-    found: torch.Tensor = torch.linalg.norm(rows.to(exact), dim=1)
-    return found
+    norms: torch.Tensor = torch.linalg.norm(rows.to(exact), dim=1)
+    return norms
 
 
 def has_exact_lengths(module: nn.Module) -> bool:
@@ -277,8 +280,10 @@ def has_exact_lengths(module: nn.Module) -> bool:
 
 def _magnitudes(model: nn.Module) -> dict[str, DoraLinearLayer]:
     """Those of linear layers, by name."""
-    found = ((name, m) for name, m in model.named_modules() if name.count("lora_magnitude_vector."))
-    return {name: module for name, module in found if has_exact_lengths(module)}
+    candidates = (
+        (name, m) for name, m in model.named_modules() if name.count("lora_magnitude_vector.")
+    )
+    return {name: module for name, module in candidates if has_exact_lengths(module)}
 
 
 def _forward(
@@ -306,8 +311,8 @@ def _forward(
     elif base_layer.bias is not None:
         base_result = base_result - base_layer.bias
     update = lora_B(lora_A(x)) * scaling
-    found: torch.Tensor = (scale_O - 1) * base_result + scale_O * update
-    return found
+    delta: torch.Tensor = (scale_O - 1) * base_result + scale_O * update
+    return delta
 
 
 _ROWS = 4  # of which a product has a multiple
@@ -352,18 +357,18 @@ class AdaptersByRow:
             self._groups = []
 
     def _grouped(self, names: Sequence[str | None]) -> list[_Group]:
-        found = []
+        groups = []
         for name in dict.fromkeys(names):
             places = [place for place, other in enumerate(names) if other == name]
             if name is None:
                 continue
             if len(places) == len(names) and not len(names) % _ROWS:
-                found.append(_Group(name, None, None))
+                groups.append(_Group(name, None, None))
                 continue
             filled = [*places, *places[:1] * (-len(places) % _ROWS)]
             both = (torch.tensor(each, device=self._device) for each in (places, filled))
-            found.append(_Group(name, *both))
-        return found
+            groups.append(_Group(name, *both))
+        return groups
 
     def _add(
         self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -400,6 +405,6 @@ def can_be_by_row(model: nn.Module, name: str) -> bool:
     from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
+    layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     having = [x for x in layers if any(name in getattr(x, n) for n in x.adapter_layer_names)]
-    return all(type(one) is Linear and name not in one.lora_variant for one in having)
+    return all(type(layer) is Linear and name not in layer.lora_variant for layer in having)

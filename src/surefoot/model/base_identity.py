@@ -65,16 +65,16 @@ class BaseModel:
 
     def paths(self) -> dict[str, Path]:
         """The files that are computed with, by their names in the record."""
-        found = _files(self.folder, has_weights=self.has_weights)
+        by_name = _files(self.folder, has_weights=self.has_weights)
         if self.section.trust_remote_code:
-            found |= {path.name: path for path in self.folder.glob("*.py")}
+            by_name |= {path.name: path for path in self.folder.glob("*.py")}
         if self.adapter is not None:
             of_adapter = _files(self.adapter, has_weights=self.has_adapter_weights)
-            found |= {f"adapter/{name}": path for name, path in of_adapter.items()}
+            by_name |= {f"adapter/{name}": path for name, path in of_adapter.items()}
         for number, folder in enumerate(self.section.frozen_adapters):
             of_adapter = _files(folder, has_weights=True)
-            found |= {f"adapter/frozen_{number}/{n}": p for n, p in of_adapter.items()}
-        return dict(sorted(found.items()))
+            by_name |= {f"adapter/frozen_{number}/{n}": p for n, p in of_adapter.items()}
+        return dict(sorted(by_name.items()))
 
     def at_commit(self) -> ModelSection:
         """The section, with the commit of a hub model as its revision."""
@@ -122,20 +122,22 @@ def _indexed(path: Path) -> list[str]:
 
 def identify(models: Mapping[str, BaseModel], known: Record) -> dict[str, ModelRecord]:
     """The identity of every model; files that are ``known`` and untouched are not read."""
-    found: dict[tuple[str, str], FileIdentity] = {}
-    paths = {role: one.paths() for role, one in models.items()}
+    identities: dict[tuple[str, str], FileIdentity] = {}
+    paths = {role: model.paths() for role, model in models.items()}
     todo = [(role, name, path) for role in paths for name, path in paths[role].items()]
 
     def read(item: tuple[str, str, Path]) -> None:
         role, name, path = item
         before = known[role].files.get(name) if role in known else None
-        found[role, name] = _identity(path, before)
+        identities[role, name] = _identity(path, before)
 
     with files.raising(ModelError, "model"):
         in_parallel(read, todo, _READERS)
     return {
-        role: ModelRecord(one.section.path, one.commit, {n: found[role, n] for n in paths[role]})
-        for role, one in models.items()
+        role: ModelRecord(
+            model.section.path, model.commit, {n: identities[role, n] for n in paths[role]}
+        )
+        for role, model in models.items()
     }
 
 
@@ -180,7 +182,9 @@ def _hash_of_config(data: bytes) -> str:
 
 def changed(before: ModelRecord, now: ModelRecord) -> list[str]:
     """The files that are not what they were, with those that are new or missing."""
-    old, new = ({name: known.hash for name, known in one.files.items()} for one in (before, now))
+    old, new = (
+        {name: identity.hash for name, identity in record.files.items()} for record in (before, now)
+    )
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
@@ -205,7 +209,7 @@ def pinned(section: ModelSection, known: ModelRecord | None) -> ModelSection:
 
 def dump(record: Record) -> bytes:
     """``record`` as the file in a checkpoint."""
-    content = {role: asdict(one) for role, one in record.items()}
+    content = {role: asdict(model_record) for role, model_record in record.items()}
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -220,8 +224,8 @@ def read(folder: Path) -> dict[str, ModelRecord]:
 
 
 def _parsed(fields: Mapping[str, Any]) -> ModelRecord:
-    found = {str(name): FileIdentity(**one) for name, one in fields["files"].items()}
-    return ModelRecord(str(fields["path"]), fields["commit"], found)
+    identities = {str(name): FileIdentity(**entry) for name, entry in fields["files"].items()}
+    return ModelRecord(str(fields["path"]), fields["commit"], identities)
 
 
 def some(names: Collection[str]) -> str:

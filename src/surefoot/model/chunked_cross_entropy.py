@@ -69,10 +69,10 @@ def divergences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[N] the divergence from ``target`` at each position, and [N] the log-probability of each
     label; float32 or wider."""
-    found = _Divergences.apply(  # type: ignore[no-untyped-call]
+    divergences_and_logps = _Divergences.apply(  # type: ignore[no-untyped-call]
         hidden_ND, head.weight, head.bias, labels_N, head, target, divergence
     )
-    return cast(tuple[torch.Tensor, torch.Tensor], found)
+    return cast(tuple[torch.Tensor, torch.Tensor], divergences_and_logps)
 
 
 def forward_kl(
@@ -138,11 +138,11 @@ class _Divergences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        of_found_N, of_logps_N = gradients
+        of_divergences_N, of_logps_N = gradients
         hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
-        found = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
-        head, target = found.head, ctx.target.cast()
+        head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head, target = head_gradients.head, ctx.target.cast()
         for chunk in head.chunks(len(hidden_ND)):
             logits_CV = head.logits(hidden_ND[chunk])
             slopes_CV = torch.zeros_like(logits_CV)
@@ -150,14 +150,14 @@ class _Divergences(torch.autograd.Function):
                 factors_C1 = of_logps_N[chunk, None]
                 slopes_CV -= F.softmax(logits_CV, -1) * factors_C1
                 slopes_CV.scatter_add_(1, labels_N[chunk, None], factors_C1)
-            if of_found_N is not None:
+            if of_divergences_N is not None:
                 more_CV = _compared(logits_CV, target, chunk, ctx.divergence)[1]
-                more_CV *= of_found_N[chunk, None] / ctx.divergence.temperature
+                more_CV *= of_divergences_N[chunk, None] / ctx.divergence.temperature
                 slopes_CV[:, : more_CV.shape[1]] += more_CV
                 del more_CV
-            found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
+            head_gradients.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
             del logits_CV, slopes_CV
-        return *found.sums(hidden_ND, weight_VD, bias_V), None, None, None, None
+        return *head_gradients.sums(hidden_ND, weight_VD, bias_V), None, None, None, None
 
 
 def _compared(
@@ -243,14 +243,14 @@ def totals(
     head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sums of the log-probabilities of smoothed labels, and of labels (without gradient)."""
-    found = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
-    return cast(tuple[torch.Tensor, torch.Tensor], found)
+    sums = _Totals.apply(hidden_ND, head.weight, head.bias, labels_N, head, smoothing)  # type: ignore[no-untyped-call]
+    return cast(tuple[torch.Tensor, torch.Tensor], sums)
 
 
 def logps(head: Head, hidden_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """[N] float32 log-probability of each label."""
-    found = _ChunkedLogps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
-    return cast(torch.Tensor, found)
+    logps_N = _ChunkedLogps.apply(hidden_ND, head.weight, head.bias, labels_N, head)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, logps_N)
 
 
 def scores(
@@ -258,8 +258,7 @@ def scores(
 ) -> Scores:
     """All outputs at each position, with entropies of the ``top`` words if they are wanted.
     Predictions and these have no gradients."""
-    found = _Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head, top)  # type: ignore[no-untyped-call]
-    return Scores(*found)
+    return Scores(*_Scores.apply(hidden_ND, head.weight, head.bias, labels_N, head, top))  # type: ignore[no-untyped-call]
 
 
 def top_entropies(logits_CV: torch.Tensor) -> torch.Tensor:
@@ -285,26 +284,27 @@ class _Totals(torch.autograd.Function):
         head = replace(head, weight=weight_VD, bias=bias_V)
         gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
         head = gradients.head
-        found, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
+        total, everywhere = hidden_ND.new_zeros(2, dtype=wide(hidden_ND.dtype)).unbind()
         learns = any(ctx.needs_input_grad)
         for chunk in head.chunks(len(hidden_ND)):
-            learnt = head.gradients_of(hidden_ND[chunk], labels_N[chunk], smoothing, learns)
-            logps_C, sums_C, slopes_CV = learnt
-            found += logps_C.sum()
+            logps_C, sums_C, slopes_CV = head.gradients_of(
+                hidden_ND[chunk], labels_N[chunk], smoothing, learns
+            )
+            total += logps_C.sum()
             if smoothing:
                 everywhere += sums_C.sum()
             if slopes_CV is not None:
                 gradients.add(chunk, slopes_CV)
-            del learnt, slopes_CV  # or they are there still when the next chunk's logits are made
+            del slopes_CV  # or they are there still when the next chunk's logits are made
         ctx.save_for_backward(*gradients.sums(hidden_ND, weight_VD, bias_V))
-        ctx.mark_non_differentiable(found)
-        return (1.0 - smoothing) * found + smoothing / len(weight_VD) * everywhere, found
+        ctx.mark_non_differentiable(total)
+        return (1.0 - smoothing) * total + smoothing / len(weight_VD) * everywhere, total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = -gradients[0]
-        found = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
-        return *found, None, None, None
+        scaled = (None if t is None else t.mul_(factor) for t in ctx.saved_tensors)
+        return *scaled, None, None, None
 
 
 class _ChunkedLogps(torch.autograd.Function):
@@ -328,11 +328,12 @@ class _ChunkedLogps(torch.autograd.Function):
         gradients = HeadGradients.of(head, hidden_ND, (waits, False, False))
         logps_N = hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype))
         for chunk in head.chunks(len(hidden_ND)):
-            learnt = gradients.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, waits)
-            logps_N[chunk], _, slopes_CV = learnt
+            logps_N[chunk], _, slopes_CV = gradients.head.gradients_of(
+                hidden_ND[chunk], labels_N[chunk], 0.0, waits
+            )
             if slopes_CV is not None:
                 gradients.add(chunk, slopes_CV)
-            del learnt, slopes_CV
+            del slopes_CV
         if ctx.is_frozen:
             ctx.save_for_backward(gradients.hidden)
         else:
@@ -347,13 +348,14 @@ class _ChunkedLogps(torch.autograd.Function):
             return (hidden_ND * factors_N1).to(hidden_ND.dtype), None, None, None, None
         hidden_ND, weight_VD, bias_V, labels_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
-        found = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = head_gradients.head
         for chunk in head.chunks(len(hidden_ND)):
-            slopes_CV = found.head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
+            slopes_CV = head.gradients_of(hidden_ND[chunk], labels_N[chunk], 0.0, True)[2]
             if slopes_CV is not None:
-                found.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
+                head_gradients.add(chunk, slopes_CV.mul_(factors_N1[chunk]))
             del slopes_CV
-        return *found.sums(hidden_ND, weight_VD, bias_V), None, None
+        return *head_gradients.sums(hidden_ND, weight_VD, bias_V), None, None
 
 
 class _Scores(torch.autograd.Function):
@@ -391,8 +393,8 @@ class _Scores(torch.autograd.Function):
         of_logps_N, of_entropies_N, of_means_N = gradients[:3]
         hidden_ND, weight_VD, bias_V, labels_N, entropies_N = ctx.saved_tensors
         head = Head(weight_VD, bias_V, ctx.softcap, ctx.dtype)
-        found = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
-        head = found.head
+        head_gradients = HeadGradients.of(head, hidden_ND, ctx.needs_input_grad)
+        head = head_gradients.head
         for chunk in head.chunks(len(hidden_ND)):
             logits_CV = head.logits(hidden_ND[chunk])
             logps_CV = F.log_softmax(logits_CV, dim=-1)
@@ -401,8 +403,8 @@ class _Scores(torch.autograd.Function):
             weights_CV = logp_C1 + mean_C1 + entropy_C1 * (logps_CV + entropies_C1)
             slopes_CV = mean_C1 / len(weight_VD) - logps_CV.exp() * weights_CV
             slopes_CV.scatter_add_(1, labels_N[chunk, None], logp_C1)
-            found.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
-        return *found.sums(hidden_ND, weight_VD, bias_V), None, None, None
+            head_gradients.add(chunk, uncapped(slopes_CV, logits_CV, head.softcap))
+        return *head_gradients.sums(hidden_ND, weight_VD, bias_V), None, None, None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -469,5 +471,5 @@ class HeadGradients:
 
     def sums(self, *likes: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
         """The gradients of hidden states, matrix and bias, in their own dtypes."""
-        for found, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
-            yield None if found is None or like is None else found.to(like.dtype)
+        for gradient, like in zip((self.hidden, self.weight, self.bias), likes, strict=True):
+            yield None if gradient is None or like is None else gradient.to(like.dtype)

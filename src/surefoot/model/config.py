@@ -39,7 +39,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..errors import ModelError, RecipeError, installation
+from ..errors import ModelError, RecipeError, first_line, installation
 from ..storage.files import read_json
 from .quantization import FORMS, Form
 from .section import ModelSection
@@ -108,11 +108,9 @@ def read_config(folder: Path, section: ModelSection) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / CONFIG}: {reason}; fetch the model again") from None
     except _NO_CONFIG as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        if "trust_remote_code=True" in str(error):
-            said = [_CODE]
+        reason = _CODE if "trust_remote_code=True" in str(error) else first_line(error)
         raise UnreadableConfigError(
-            f"{Path(folder) / CONFIG}: cannot load the model: {said[0]}"
+            f"{Path(folder) / CONFIG}: cannot load the model: {reason}"
         ) from None
     for part in (config, config.get_text_config(decoder=True)):
         for name in _SIZES:
@@ -149,8 +147,8 @@ def num_positions(config: PretrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     if getattr(text, "alibi", False):  # distances alone, without an end
         return None
-    found = getattr(text, POSITIONS, None)
-    return found if isinstance(found, int) and found > 0 else None
+    positions = getattr(text, POSITIONS, None)
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def positions_key(config: PretrainedConfig) -> str:
@@ -170,23 +168,27 @@ def why_not_extended(config: PretrainedConfig) -> str | None:
 
 def _extend(config: PretrainedConfig, section: ModelSection, folder: Path) -> None:
     """Rescale the rotary embeddings of ``config``. Nothing is done where it has the positions."""
-    wanted, own = section.max_positions, num_positions(config)
-    if wanted is None or wanted == own:
+    max_positions, positions = section.max_positions, num_positions(config)
+    if max_positions is None or max_positions == positions:
         return
     if reason := why_not_extended(config):
         raise ModelError(f"model.max_positions: {folder} cannot be extended: {reason}; remove it")
-    assert own is not None
-    if wanted < own:
+    assert positions is not None
+    if max_positions < positions:
         raise ModelError(
-            f"model.max_positions: {wanted:,} is less than the {own:,} positions that {folder} "
-            "has; for shorter examples, set data.cutoff_len"
+            f"model.max_positions: {max_positions:,} is less than the {positions:,} positions that "
+            f"{folder} has; for shorter examples, set data.cutoff_len"
         )
-    scaled = {**config.rope_parameters, "rope_type": section.rope_scaling, "factor": wanted / own}
+    scaled = {
+        **config.rope_parameters,
+        "rope_type": section.rope_scaling,
+        "factor": max_positions / positions,
+    }
     if section.rope_scaling != "linear":
-        scaled["original_max_position_embeddings"] = own
+        scaled["original_max_position_embeddings"] = positions
     if section.rope_scaling == "llama3":
         scaled |= _LLAMA3
-    config.max_position_embeddings, config.rope_parameters = wanted, scaled
+    config.max_position_embeddings, config.rope_parameters = max_positions, scaled
 
 
 def changed_config(folder: Path, section: ModelSection) -> dict[str, object]:
@@ -204,11 +206,11 @@ def with_old_rope(config: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
     as transformers 4 reads them: alone, ``rope_parameters`` are nothing to it, and the model
     computes with the defaults. Newer versions read both, which say the same."""
     rope = old_rope(config.get(ROPE), str(config.get("model_type")))
-    found = {**stored, **rope, **old_layers(stored)}
+    content = {**stored, **rope, **old_layers(stored)}
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and isinstance(stored.get("text_config"), Mapping):
-        found["text_config"] = with_old_rope(inner, stored["text_config"])
-    return found
+        content["text_config"] = with_old_rope(inner, stored["text_config"])
+    return content
 
 
 def old_layers(stored: Mapping[str, Any]) -> dict[str, object]:
@@ -264,11 +266,12 @@ def extension_of(adapter: Path) -> dict[str, Any]:
 
 def check_adapter(section: ModelSection) -> None:
     """Raise ``ModelError`` if an adapter was trained on a base with other positions."""
-    named = [("adapter", section.adapter)] if section.adapter else []
-    for key, folder in (*named, *(("frozen_adapters", one) for one in section.frozen_adapters)):
-        found = extension_of(folder)
-        if any(getattr(section, name) != value for name, value in found.items()):
-            settings = " ".join(f"model.{name}={value}" for name, value in found.items())
+    adapters = [("adapter", section.adapter)] if section.adapter else []
+    adapters += [("frozen_adapters", path) for path in section.frozen_adapters]
+    for key, folder in adapters:
+        extension = extension_of(folder)
+        if any(getattr(section, name) != value for name, value in extension.items()):
+            settings = " ".join(f"model.{name}={value}" for name, value in extension.items())
             raise ModelError(
                 f"model.{key}: {folder} was trained on an extended base; set {settings}"
             )
@@ -352,20 +355,20 @@ def refuse_uneven_blocks(
         weight = shapes.get(name.removesuffix("_scale_inv"), ())
         if not name.endswith("_scale_inv") or len(weight) < 2 or len(count) < 2:
             continue
-        found = _settings(config).get("weight_block_size") or weight[-2:]
-        along = zip(weight[-2:], count[-2:], found, strict=True)
+        block_size = _settings(config).get("weight_block_size") or weight[-2:]
+        along = zip(weight[-2:], count[-2:], block_size, strict=True)
         if any(blocks > 1 and size % block for size, blocks, block in along):
             raise ModelError(
                 f"model.path: {name.removesuffix('_scale_inv')} in {folder} has the shape "
-                f"{list(weight)}, which fp8 blocks of {found[0]} x {found[1]} do not divide: "
-                "transformers would read it wrongly. Take the model that it was made from"
+                f"{list(weight)}, which fp8 blocks of {block_size[0]} x {block_size[1]} do not "
+                "divide: transformers would read it wrongly. Take the model that it was made from"
             )
 
 
 def _settings(config: PretrainedConfig) -> Mapping[str, Any]:
     """The settings of a model's quantization; empty without one."""
-    found = getattr(config, "quantization_config", None) or {}
-    return found if isinstance(found, Mapping) else vars(found)
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, Mapping) else vars(settings)
 
 
 def quantization(section: ModelSection) -> BitsAndBytesConfig | None:

@@ -76,7 +76,7 @@ def embeddings_to_train(model: PreTrainedModel) -> dict[str, list[int]]:
 def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
     """The matrices of ``model`` in which a method that was applied to it does not train the rows of
     new tokens, if any were added (``has_grown``) or rows are trained one by one."""
-    ids, found = set(vars(model).get(_NEW, _UNKNOWN)), []
+    ids, untrained = set(vars(model).get(_NEW, _UNKNOWN)), []
     names = {module: name for name, module in model.named_modules()}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is None:
@@ -86,8 +86,8 @@ def untrained_matrices(model: PreTrainedModel, *, has_grown: bool) -> list[str]:
             is_left = bool(ids - {*rows.token_indices["default"]})
         else:
             is_left = has_grown and not any(p.requires_grad for p in module.parameters())
-        found += [names[module].rpartition(".")[2]] if is_left else []
-    return found
+        untrained += [names[module].rpartition(".")[2]] if is_left else []
+    return untrained
 
 
 def refuse_divided(model: nn.Module, *, tp: int, pp: int) -> None:
@@ -128,8 +128,8 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     layers or other new ones, or its architecture does not allow it."""
     layers, config = layer_list(model), model.config.get_text_config(decoder=True)
     number = len(layers)
-    if (known := getattr(config, _RECORD, None)) is not None:
-        return _recorded(layers, known, count)
+    if (recorded := getattr(config, _RECORD, None)) is not None:
+        return _recorded(layers, recorded, count)
     if count > number:
         raise RecipeError(
             f"{KEY}.num_new_layers: expected at most {number}, the layers of the model, got {count}"
@@ -151,14 +151,14 @@ def insert_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     return [layers[place] for place in places]
 
 
-def _recorded(layers: nn.ModuleList, known: object, count: int) -> list[nn.Module]:
+def _recorded(layers: nn.ModuleList, recorded: object, count: int) -> list[nn.Module]:
     """The layers that the configuration of the model says are new."""
-    listed = known if isinstance(known, list) else [known]
+    listed = recorded if isinstance(recorded, list) else [recorded]
     numbers = [place for place in listed if type(place) is int and 0 <= place < len(layers)]
     if len(numbers) < len(listed):
         raise RecipeError(
-            f"{KEY}: {_RECORD} in the config.json of the model is {known}, which are no layers of "
-            "it; remove the key to insert new ones"
+            f"{KEY}: {_RECORD} in the config.json of the model is {recorded}, which are no layers "
+            "of it; remove the key to insert new ones"
         )
     if len(numbers) != count:
         raise RecipeError(
@@ -192,12 +192,12 @@ def set_number(layer: nn.Module, number: int) -> None:
 def _identity(model: PreTrainedModel, source: nn.Module) -> nn.Module:
     """A copy of the layer ``source`` that returns its input."""
     shared = (model.config, *vars(model.config).values())
-    layer = copy.deepcopy(source, {id(one): one for one in shared})
-    for tensor, known in zip(
+    layer = copy.deepcopy(source, {id(part): part for part in shared})
+    for tensor, original in zip(
         layer.state_dict().values(), source.state_dict().values(), strict=True
     ):
         if tensor.is_meta:  # notes whose values it will have
-            tensor.copy_(known)
+            tensor.copy_(original)
     last = [p for name, p in layer.named_parameters() if _is_last(name)]
     if not last:
         kinds = sorted({name.split(".")[-2] for name, _ in layer.named_parameters() if "." in name})
@@ -212,8 +212,8 @@ def _is_last(name: str) -> bool:
     """Whether a parameter belongs to the last projection of a branch: of a linear layer, or of
     experts that are fused in a parameter of that name."""
     parts = name.split(".")
-    own = parts[-2] if parts[-1] in ("weight", "bias") and len(parts) > 1 else parts[-1]
-    return own.removesuffix("_bias") in _LAST
+    leaf = parts[-2] if parts[-1] in ("weight", "bias") and len(parts) > 1 else parts[-1]
+    return leaf.removesuffix("_bias") in _LAST
 
 
 def _count_layers(
@@ -252,28 +252,28 @@ def _check_config(model: PreTrainedModel) -> None:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _refusal(model, f"its configuration allows no more layers: {reason}") from None
-    for number, (layer, wanted) in enumerate(zip(layer_list(model), expected, strict=True)):
-        found = _facts(layer)
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+    for number, (layer, expected_facts) in enumerate(zip(layer_list(model), expected, strict=True)):
+        facts = _facts(layer)
+        for name in sorted(facts.keys() | expected_facts.keys()):
+            if facts.get(name) != expected_facts.get(name):
                 raise _refusal(
                     model,
                     f"its configuration cannot describe them: {name} of layer {number} is "
-                    f"{found.get(name)}, but would be {wanted.get(name)} when it is loaded",
+                    f"{facts.get(name)}, but would be {expected_facts.get(name)} when it is loaded",
                 )
 
 
 def _facts(layer: nn.Module) -> Mapping[str, object]:
     """What a configuration decides about a layer: shapes, classes and plain settings."""
-    found: dict[str, object] = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    facts: dict[str, object] = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     plain = (int, float, str, bool, list, tuple, type(None))
     for name, module in layer.named_modules():
-        found[name or "the class"] = type(module).__name__
+        facts[name or "the class"] = type(module).__name__
         for setting, value in vars(module).items():
             if not setting.startswith("_") and setting != "training" and isinstance(value, plain):
                 listed = [*value] if isinstance(value, list | tuple) else value  # as in a file
-                found[f"{name}.{setting}".removeprefix(".")] = listed
-    return found
+                facts[f"{name}.{setting}".removeprefix(".")] = listed
+    return facts
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> RecipeError:

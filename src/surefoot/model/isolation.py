@@ -113,8 +113,8 @@ def settle_attention(
     """
     plain, first = plain_kernel(model), None
     if uses_document_attention(model):
-        own, may_share = _attempt(model, run, longest)
-        if (first := agreed(own)) is None:
+        local_problem, may_share = _attempt(model, run, longest)
+        if (first := agreed(local_problem)) is None:
             return may_share
         model.set_attn_implementation(plain)
         logger.info("packed attention: masks of whole rows: %s", first)
@@ -156,17 +156,17 @@ def _isolation(model: PreTrainedModel, run: Run) -> tuple[bool, bool]:
     """Whether other documents get the same values when the first one changes, and whether two
     responses that share a prompt get those of two documents."""
     vocabulary, shares = model.config.get_text_config().vocab_size, uses_document_attention(model)
-    found, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
-    if not bool(found.isfinite().all()):
+    logits, other = (run(_row(vocabulary, start, shares=shares)) for start in (0, vocabulary // 2))
+    if not bool(logits.isfinite().all()):
         raise ModelError(
             "the model computes NaN or infinite values: its weights have diverged, or overflow in "
             "model.dtype; resume from an earlier checkpoint (checkpoint.resume), or start again "
             "with a lower learning rate or another model.dtype"
         )
-    rounding = torch.finfo(found.dtype).eps
-    is_isolated = _is_close(found, other, min(32 * rounding, 0.03))
+    rounding = torch.finfo(logits.dtype).eps
+    is_isolated = _is_close(logits, other, min(32 * rounding, 0.03))
     # sums of another length may round otherwise; other positions alone give some 30,000 roundings
-    shared, apart = found.tensor_split(2)
+    shared, apart = logits.tensor_split(2)
     return is_isolated, shares and _is_close(shared, apart, min(256 * rounding, 0.03))
 
 
@@ -261,17 +261,23 @@ def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
     """A document that begins with the token ``start``; a prompt and two responses, with labels,
     that share the prompt; the same as two documents."""
     tokens = torch.arange(_FIRST + sum(_PAIR))
-    first, prompt, one, two = torch.split(tokens, [_FIRST, *_PAIR])
-    both = [torch.cat([prompt, one]), torch.cat([prompt, two])]
-    documents = [first, *([torch.cat([prompt, one, two])] if shares else ()), *both]
+    first, prompt, first_response, second_response = torch.split(tokens, [_FIRST, *_PAIR])
+    both = [torch.cat([prompt, first_response]), torch.cat([prompt, second_response])]
+    documents = [
+        first,
+        *([torch.cat([prompt, first_response, second_response])] if shares else ()),
+        *both,
+    ]
     token = torch.cat(documents)
     ids = torch.where(token < _FIRST, token + start, token) % vocabulary
-    positions = token - _FIRST * (token >= _FIRST) - len(one) * (token >= two[0])
+    positions = (
+        token - _FIRST * (token >= _FIRST) - len(first_response) * (token >= second_response[0])
+    )
     lengths = torch.tensor([0, *map(len, documents)])
     branches = torch.tensor([(_FIRST, 0, 0), _PAIR, *((len(d), 0, 0) for d in both)])
     return Batch(
         ids[None],
-        torch.where(token < one[0], IGNORE_INDEX, ids)[None],
+        torch.where(token < first_response[0], IGNORE_INDEX, ids)[None],
         positions[None],
         cu_seqlens=lengths.cumsum(0).int(),
         branches=branches.int() if shares else None,
@@ -282,7 +288,7 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     here = batch.to(model.device)
     assert here.at is not None
     bounds = here.cu_seqlens
-    found: torch.Tensor = model(
+    logits: torch.Tensor = model(
         **{
             "input_ids": here.input_ids,
             "position_ids": here.position_ids,
@@ -290,7 +296,7 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
             **({} if bounds is None else packed_arguments(model, bounds, here.branches)),
         }
     ).logits
-    return found[0, here.at.columns]
+    return logits[0, here.at.columns]
 
 
 def _is_close(first: torch.Tensor, second: torch.Tensor, share: float) -> bool:

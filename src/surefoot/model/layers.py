@@ -166,8 +166,10 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
     @cache
     def compiled(function: Function) -> Function:
-        made: Function = torch.compile(function, backend=backend, options=options, dynamic=True)
-        return made
+        compiled_function: Function = torch.compile(
+            function, backend=backend, options=options, dynamic=True
+        )
+        return compiled_function
 
     for layer in layers:
         disable_fused_lora(layer)
@@ -219,8 +221,8 @@ def use_float8(layers: Sequence[nn.Module], scaling: Scaling, *, emulate: bool) 
     # rows have any number of tokens, along which gradients of weights are sums
     config = Float8LinearConfig.from_recipe_name(scaling)
     config = replace(config, emulate=emulate, pad_inner_dim=True)
-    named = (pair for layer in layers for pair in layer.named_modules())
-    before = sum(_is_suitable(module, name) for name, module in named)
+    named_modules = (pair for layer in layers for pair in layer.named_modules())
+    before = sum(_is_suitable(module, name) for name, module in named_modules)
     if not before:
         raise ModelError(
             f"model.float8: no trained linear layer has sizes that are multiples of {MULTIPLE}; "
@@ -236,12 +238,12 @@ def emulates(device: torch.device) -> bool:
     if device.type != "cuda":
         logger.warning("model.float8: a CPU emulates it, slower than without; for trials only")
         return True
-    found = torch.cuda.get_device_capability(device)
-    if found < OLDEST:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
         name = torch.cuda.get_device_name(device)
         raise ModelError(
-            f"model.float8: {name} has compute capability {found[0]}.{found[1]}, expected at least "
-            f"{OLDEST[0]}.{OLDEST[1]}; leave model.float8 unset"
+            f"model.float8: {name} has compute capability {capability[0]}.{capability[1]}, "
+            f"expected at least {OLDEST[0]}.{OLDEST[1]}; leave model.float8 unset"
         )
     return False
 
@@ -284,7 +286,7 @@ def is_parameter(layer: nn.Module) -> bool:
 def count_fused(model: nn.Module) -> int:
     """The linear layers in which it is enabled."""
     forwards = (vars(layer).get("forward") for layer in model.modules())
-    return sum(isinstance(found, partial) and found.func is _forward for found in forwards)
+    return sum(isinstance(forward, partial) and forward.func is _forward for forward in forwards)
 
 
 def _forward(
@@ -303,18 +305,18 @@ def _forward(
     base, scale, kind = layer.base_layer, scales.pop(), x.device.type
     dropouts = [layer.lora_dropout[name] for name in names]
     mixes = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    given_x, x = x, x.to(torch.get_autocast_dtype(kind)) if mixes else x  # once for all matrices
-    drops = layer.training and any(type(one) is not nn.Identity for one in dropouts)
+    uncast_x, x = x, x.to(torch.get_autocast_dtype(kind)) if mixes else x  # once for all matrices
+    drops = layer.training and any(type(module) is not nn.Identity for module in dropouts)
     is_plain = all(_is_plain(module) for pair in pairs for module in (base, *pair))
     if not drops and is_plain and not base.weight.requires_grad:
-        given = (base.weight, base.bias, *_joined(pairs))
+        inputs = (base.weight, base.bias, *_joined(pairs))
         if mixes:
-            given = tuple(t if t is None else t.to(x.dtype) for t in given)  # type: ignore[assignment]
-        if all(t is None or t.dtype == x.dtype for t in given):
-            found: torch.Tensor = _LowRank.apply(x, *given, scale)  # type: ignore[no-untyped-call]
-            return found
+            inputs = tuple(t if t is None else t.to(x.dtype) for t in inputs)  # type: ignore[assignment]
+        if all(t is None or t.dtype == x.dtype for t in inputs):
+            fused: torch.Tensor = _LowRank.apply(x, *inputs, scale)  # type: ignore[no-untyped-call]
+            return fused
     if len(pairs) > 1:
-        return theirs(given_x)
+        return theirs(uncast_x)
     (a, b), dropout = pairs[0], dropouts[0]
     y: torch.Tensor = base(x)
     update: torch.Tensor = b(a(dropout(x if mixes else x.to(a.weight.dtype))) * scale)
@@ -352,8 +354,8 @@ class _LowRank(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         low_TR = x_TI @ a_RI.t()
         y_TO = F.linear(x_TI, weight_OI, bias_O).addmm_(low_TR, b_OR.t(), alpha=scale)
-        kept = x if ctx.needs_input_grad[3] else None  # a frozen A needs no input
-        ctx.save_for_backward(kept, weight_OI, a_RI, b_OR, low_TR)
+        saved_x = x if ctx.needs_input_grad[3] else None  # a frozen A needs no input
+        ctx.save_for_backward(saved_x, weight_OI, a_RI, b_OR, low_TR)
         ctx.shape = x.shape
         ctx.scale = scale
         # what autograd takes for a view may not be changed in place, as some experts' layers do
@@ -367,14 +369,10 @@ class _LowRank(torch.autograd.Function):
         of_x, _, _, of_a, of_b, _ = ctx.needs_input_grad
         g_TO = gradients[0].reshape(-1, gradients[0].shape[-1])
         g_TR = (g_TO @ b_OR).mul_(ctx.scale)
-        found = [None, None, None]
-        if of_x:
-            found[0] = (g_TO @ weight_OI).addmm_(g_TR, a_RI).view(ctx.shape)
-        if of_a:
-            found[1] = g_TR.t() @ x.reshape(-1, x.shape[-1])
-        if of_b:
-            found[2] = (g_TO.t() @ low_TR).mul_(ctx.scale)
-        return found[0], None, None, found[1], found[2], None
+        g_x = (g_TO @ weight_OI).addmm_(g_TR, a_RI).view(ctx.shape) if of_x else None
+        g_a = g_TR.t() @ x.reshape(-1, x.shape[-1]) if of_a else None
+        g_b = (g_TO.t() @ low_TR).mul_(ctx.scale) if of_b else None
+        return g_x, None, None, g_a, g_b, None
 
 
 def add_embedding_noise(module: nn.Module, inner: PreTrainedModel, alpha: float) -> None:

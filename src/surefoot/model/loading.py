@@ -116,7 +116,7 @@ def fetch(section: ModelSection, *, weights: bool = True, inside: str = "") -> P
 
 
 def _refuse_pickles(folder: Path) -> None:
-    if any(found for place in PLACES for found in folder.glob(f"{place}{WEIGHTS}")):
+    if any(path for place in PLACES for path in folder.glob(f"{place}{WEIGHTS}")):
         return
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
@@ -263,8 +263,8 @@ def fill_buffers(model: PreTrainedModel) -> str | None:
     """Give the buffers of a meta ``model`` that are in no file the values that the architecture
     initializes them with, on the CPU. Returns the name of one that it does not initialize: such a
     model must be loaded in full."""
-    found, again = (_initialized_over(model, is_first=is_first) for is_first in (True, False))
-    for name, values in found.items():
+    buffers, again = (_initialized_over(model, is_first=is_first) for is_first in (True, False))
+    for name, values in buffers.items():
         if not torch.equal(values.nan_to_num(), again[name].nan_to_num()):
             return name
     return None
@@ -273,12 +273,12 @@ def fill_buffers(model: PreTrainedModel) -> str | None:
 def _initialized_over(model: PreTrainedModel, *, is_first: bool) -> dict[str, torch.Tensor]:
     """The buffers after initialization over one of two fillings: what differs afterwards is what
     was in memory before."""
-    found = {}
+    buffers = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
         filler = 0 if is_first else 1
-        found[name] = torch.full_like(buffer, filler, device="cpu")
-        model.get_submodule(parent)._buffers[leaf] = found[name]
+        buffers[name] = torch.full_like(buffer, filler, device="cpu")
+        model.get_submodule(parent)._buffers[leaf] = buffers[name]
     for module in model.modules():  # all: a model may initialize the buffers of its layers
         module._is_hf_initialized = False  # as transformers marks it
     model.initialize_weights()
@@ -289,19 +289,21 @@ def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
     """For each tensor of ``model``, tied ones once, the name in the files of that with its values,
     unless it is fused from several."""
     prefix = f"{model.base_model_prefix}."  # which files of the bare model do not have
-    known: dict[object, list[str]] = {}
+    names_at: dict[object, list[str]] = {}
     for name, tensor in revert_weight_conversion(model, model.state_dict()).items():
-        found = known.setdefault((place(tensor), tensor.shape), [])
-        found += [n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored]
-    places = {name: known.get((place(t), t.shape), []) for name, t in kept_tensors(model)}
-    return {name: found[0] for name, found in places.items() if found}
+        names = names_at.setdefault((place(tensor), tensor.shape), [])
+        names += [n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored]
+    places = {name: names_at.get((place(t), t.shape), []) for name, t in kept_tensors(model)}
+    return {name: names[0] for name, names in places.items() if names}
 
 
 def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that are saved in files of ``model``, tied ones once."""
     yield from model.named_parameters()
-    kept = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    persistent_names = model.state_dict().keys()
+    yield from (
+        (name, buffer) for name, buffer in model.named_buffers() if name in persistent_names
+    )
 
 
 @torch.no_grad()
@@ -349,13 +351,13 @@ class CapturedInit(TorchFunctionMode):
     ) -> object:
         result = func(*args, **(kwargs or {}))  # type: ignore[operator]
         if func in (torch.Tensor.to, torch.Tensor.copy_) and result.is_meta:
-            given = args[0] if func is torch.Tensor.to else args[1]
-            assert isinstance(given, torch.Tensor)
-            values = self.of(given) if given.is_meta else given.detach()
+            source = args[0] if func is torch.Tensor.to else args[1]
+            assert isinstance(source, torch.Tensor)
+            values = self.of(source) if source.is_meta else source.detach()
             if values is not None:
                 self._values[place(result)] = result, values.to(result.dtype)
             elif func is torch.Tensor.copy_:
-                self._sources[place(result)] = result, given
+                self._sources[place(result)] = result, source
         if func is torch.Tensor.zero_ and result.is_meta:
             zero = torch.zeros((), dtype=result.dtype, device="cpu")
             self._values[place(result)] = result, zero.expand(result.shape)
@@ -379,7 +381,7 @@ def once_per_architecture(
     """``ask``, whose answer follows from the class and the configuration of a model alone, asked
     once for each. A run opens its model twice: on the meta device, to find mistakes early, and on
     its own."""
-    known: dict[tuple[object, ...], bool] = {}
+    answers: dict[tuple[object, ...], bool] = {}
 
     @wraps(ask)
     def answer(model: PreTrainedModel) -> bool:
@@ -388,9 +390,9 @@ def once_per_architecture(
             config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str
         )
         key = (type(model), config._attn_implementation, described)
-        if key not in known:
-            known[key] = ask(model)
-        return known[key]
+        if key not in answers:
+            answers[key] = ask(model)
+        return answers[key]
 
     return answer
 
@@ -399,33 +401,37 @@ def once_per_architecture(
 def on_meta(model: nn.Module) -> Iterator[None]:
     """While it lasts, all tensors of ``model`` are on the meta device, tied ones tied. Afterwards
     its own are back, also where its code has put others in their place."""
-    kept = [
+    originals = [
         (module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in model.modules()
     ]
-    made: dict[int, torch.Tensor] = {}
+    blanks: dict[int, torch.Tensor] = {}
 
     def blank(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in blanks:
             # one type for all: grouped products of experts have no other there
             dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty_like(tensor, device="meta", dtype=dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
+            blanks[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            )
+        return blanks[id(tensor)]
 
     try:
-        for module, own, parameters, buffers in kept:
+        for module, attributes, parameters, buffers in originals:
             for name, parameter in parameters.items():
                 module._parameters[name] = None if parameter is None else blank(parameter)  # type: ignore[assignment]
             for name, buffer in buffers.items():
                 module._buffers[name] = None if buffer is None else blank(buffer)
-            vars(module).update({n: blank(t) for n, t in own.items() if type(t) is torch.Tensor})
+            vars(module).update(
+                {n: blank(t) for n, t in attributes.items() if type(t) is torch.Tensor}
+            )
         with _Readable():
             yield
     finally:
-        for module, own, parameters, buffers in kept:
-            _restore(vars(module), own)
+        for module, attributes, parameters, buffers in originals:
+            _restore(vars(module), attributes)
             _restore(module._parameters, parameters)
             _restore(module._buffers, buffers)
 

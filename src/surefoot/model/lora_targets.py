@@ -71,11 +71,11 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear})
 
 
-def endings(wanted: Iterable[str], every: Iterable[str]) -> list[str]:
-    """The shortest endings, of whole parts, that only ``wanted`` names have among ``every``."""
-    wanted = set(wanted)
-    others = {ending for name in every if name not in wanted for ending in _parts(name)}
-    return sorted({next((e for e in _parts(n) if e not in others), n) for n in wanted})
+def endings(chosen: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The shortest endings, of whole parts, that only ``chosen`` names have among ``every``."""
+    chosen = set(chosen)
+    others = {ending for name in every if name not in chosen for ending in _parts(name)}
+    return sorted({next((e for e in _parts(n) if e not in others), n) for n in chosen})
 
 
 def _parts(name: str) -> list[str]:
@@ -113,16 +113,18 @@ def matrices(model: PreTrainedModel) -> list[Matrix]:
     """All matrices of ``model``, in its order."""
     modules, routers = _modules(model), router_names(model)
     head, unreached = model.get_output_embeddings(), unreached_by_text(model)
-    found = []
+    all_matrices = []
     for name, module in modules.items():
         if isinstance(module, nn.Linear | Conv1D):
             parent = modules[name.rpartition(".")[0]]
             why, can = _left_out(name, module, parent, routers, is_head=module is head)
-            found.append(Matrix(f"{name}.weight", left_out=why, is_adaptable=can))
-        found += [Matrix(f"{name}.{own}", is_fused=True) for own, _ in _fused(name, module)]
+            all_matrices.append(Matrix(f"{name}.weight", left_out=why, is_adaptable=can))
+        all_matrices += [
+            Matrix(f"{name}.{leaf}", is_fused=True) for leaf, _ in _fused(name, module)
+        ]
     return [
         replace(m, left_out=UNREACHED, is_adaptable=False) if m.name in unreached else m
-        for m in found
+        for m in all_matrices
     ]
 
 
@@ -166,12 +168,12 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
-            own = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            found[f"{plain_name(name)}.{own}"] = module
-    return found
+            parameter_name = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            layers[f"{plain_name(name)}.{parameter_name}"] = module
+    return layers
 
 
 def names_of_parts(model: PreTrainedModel, fused: Collection[str]) -> dict[str, set[str]]:
@@ -179,11 +181,12 @@ def names_of_parts(model: PreTrainedModel, fused: Collection[str]) -> dict[str, 
     ``gate_up_proj`` -> ``gate_proj``, ``up_proj``. Empty if the files have it as it is."""
     shapes = {name: model.get_parameter(name) for name in fused}
     kinds = {name.rpartition(".")[2]: name for name in reversed(shapes)}  # one of each will do
-    found = {}
+    part_names = {}
     for kind, name in kinds.items():
         parts = revert_weight_conversion(model, {name: shapes[name].detach().to("meta")})
-        found[kind] = {part.removesuffix(".weight").rpartition(".")[2] for part in parts} - {kind}
-    return found
+        leaves = {part.removesuffix(".weight").rpartition(".")[2] for part in parts}
+        part_names[kind] = leaves - {kind}
+    return part_names
 
 
 def router_names(model: PreTrainedModel) -> set[str]:
@@ -217,21 +220,22 @@ def parameters_inside(model: PreTrainedModel, called: str, key: str) -> list[nn.
     elif called == "routers":
         chosen, routers = routers, set()
     inside = {id(p) for name in routers for p in modules[name].parameters()}
-    found = {id(p): p for name in chosen for p in modules[name].parameters()}
-    found = {key: p for key, p in found.items() if key not in inside}
-    if not found:
-        known = {name for n in modules if (name := n.rpartition(".")[2]) and not name.isdecimal()}
-        raise RecipeError(
-            f"{key}: the model has no {called!r}; expected some of {', '.join(sorted(known))}"
-        )
-    return list(found.values())
+    every = (p for name in chosen for p in modules[name].parameters())
+    parameters = {id(p): p for p in every if id(p) not in inside}
+    if not parameters:
+        module_names = {
+            name for n in modules if (name := n.rpartition(".")[2]) and not name.isdecimal()
+        }
+        expected = ", ".join(sorted(module_names))
+        raise RecipeError(f"{key}: the model has no {called!r}; expected some of {expected}")
+    return list(parameters.values())
 
 
 def _fused(name: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The fused matrices that ``module`` itself contains."""
     is_expert = "expert" in type(module).__name__.lower() or "expert" in name.rpartition(".")[2]
-    own = module.named_parameters(recurse=False) if is_expert else ()
-    return [(n, p) for n, p in own if p.ndim == 3]
+    parameters = module.named_parameters(recurse=False) if is_expert else ()
+    return [(n, p) for n, p in parameters if p.ndim == 3]
 
 
 def _modules(model: PreTrainedModel) -> Mapping[str, nn.Module]:
@@ -247,8 +251,8 @@ def _around(name: str) -> Iterator[str]:
 
 
 def _is_called_router(name: str, module: nn.Module) -> bool:
-    own = name.rpartition(".")[2].lower()
-    return any(word in own or word in type(module).__name__.lower() for word in _ROUTERS)
+    leaf = name.rpartition(".")[2].lower()
+    return any(word in leaf or word in type(module).__name__.lower() for word in _ROUTERS)
 
 
 def _left_out(
@@ -321,10 +325,10 @@ class Targets:
     def inside(self, model: nn.Module, parents: Collection[nn.Module]) -> Targets:
         """Those in modules ``parents`` of ``model``. Raises ``RecipeError`` if there is none."""
         starts = tuple(f"{name}." for name, module in model.named_modules() if module in parents)
-        kept = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
-        if not any(kept):
+        remaining = [[n for n in names if n.startswith(starts)] for names in vars(self).values()]
+        if not any(remaining):
             raise RecipeError(f"{LORA}: none of them is in method.lora.layers")
-        return Targets(*kept)
+        return Targets(*remaining)
 
 
 def choose_targets(
@@ -336,13 +340,13 @@ def choose_targets(
     """The targets of ``model`` that ``key`` of the recipe names, except in modules that are trained
     in full.
     Raises ``RecipeError``: a name that is not in the model, or of what cannot be adapted."""
-    known = matrices(model)
+    all_matrices = matrices(model)
     chosen: dict[str, bool] = {}  # by parameter: whether PEFT must take it as a parameter
     for target in targets:
         if target == "all":
-            chosen |= {m.name: m.is_fused for m in known if not m.left_out}
+            chosen |= {m.name: m.is_fused for m in all_matrices if not m.left_out}
         else:
-            chosen |= _named(target, targets, model, known, key)
+            chosen |= _named(target, targets, model, all_matrices, key)
     saved = [re.compile(rf"(^|.*\.){name}($|\..*)") for name in modules_to_save]  # as PEFT does
     chosen = {n: fused for n, fused in chosen.items() if not any(p.match(n) for p in saved)}
     if not chosen:
@@ -359,16 +363,16 @@ def choose_targets(
 def shorter_sides(model: nn.Module, targets: Targets) -> dict[str, int]:
     """The shorter side of each matrix of ``targets``, by the name of its module; of fused experts
     that of one expert."""
-    found = {}
+    sides = {}
     for name in targets.modules:
         module = model.get_submodule(name)
         if isinstance(module, nn.Linear):  # whose weight may be packed in few bits
-            found[name] = min(module.in_features, module.out_features)
+            sides[name] = min(module.in_features, module.out_features)
         elif isinstance(module, nn.Embedding) or is_linear(module):
-            found[name] = min(module.get_parameter("weight").shape)
+            sides[name] = min(module.get_parameter("weight").shape)
     for name in targets.parameters:
-        found[name.rpartition(".")[0]] = min(model.get_parameter(name).shape[-2:])
-    return found
+        sides[name.rpartition(".")[0]] = min(model.get_parameter(name).shape[-2:])
+    return sides
 
 
 def target_patterns(model: nn.Module, targets: Targets) -> tuple[list[str], list[str]]:
@@ -383,41 +387,41 @@ def _named(
     target: str,
     targets: Collection[str],
     model: PreTrainedModel,
-    known: Sequence[Matrix],
+    all_matrices: Sequence[Matrix],
     key: str,
 ) -> dict[str, bool]:
     """The parameters called ``target`` -> whether PEFT must take them as parameters."""
-    found = {}
-    called_so = [matrix for matrix in known if _matches(matrix.target, target)]
+    chosen = {}
+    called_so = [matrix for matrix in all_matrices if _matches(matrix.target, target)]
     reached = [matrix for matrix in called_so if matrix.left_out != UNREACHED]
     for matrix in reached or called_so:  # a tower for pictures may have layers of the same names
         if not matrix.is_adaptable:
             is_router = matrix.left_out == ROUTER
             does = "it computes more than a product" if is_router else matrix.left_out
             raise RecipeError(f"{key}: {target} cannot have an adapter in this model: {does}")
-        found[matrix.name] = matrix.is_fused
-    for fused, parts in names_of_parts(model, [m.name for m in known if m.is_fused]).items():
+        chosen[matrix.name] = matrix.is_fused
+    for fused, parts in names_of_parts(model, [m.name for m in all_matrices if m.is_fused]).items():
         if target in parts:
             if missing := sorted(parts - {*targets}):
                 raise RecipeError(
                     f"{key}: the experts' {target} is one matrix with {', '.join(missing)} in "
                     f"memory; name {' and '.join(sorted(parts))}, or {fused}"
                 )
-            found |= {m.name: True for m in known if _matches(m.name, fused)}
-    return found or _of_others(target, model, key)
+            chosen |= {m.name: True for m in all_matrices if _matches(m.name, fused)}
+    return chosen or _of_others(target, model, key)
 
 
 def _of_others(target: str, model: PreTrainedModel, key: str) -> dict[str, bool]:
     """The same of layers that are not linear: embeddings, convolutions, routers with a matrix."""
     same = {name: m for name, m in model.named_modules() if _matches(name, target)}
     weights = {name: getattr(module, "weight", None) for name, module in same.items()}
-    found = {
+    chosen = {
         f"{name}.weight": not isinstance(same[name], _OTHERS)
         for name, weight in weights.items()
         if isinstance(weight, nn.Parameter) and weight.ndim > 1
     }
-    if found:
-        return found
+    if chosen:
+        return chosen
     what = "is no linear layer" if same else "is not in the model"
     expected = ", ".join(linear_names(model))
     raise RecipeError(f"{key}: {target!r} {what}; expected all, or some of {expected}")

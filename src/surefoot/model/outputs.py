@@ -76,12 +76,12 @@ class LogprobHead:
             return self._diverging(model, trained, labels_N, spec, target)
         needs, smoothing = set(spec.outputs), spec.smoothing
         is_valued, needs = "values" in needs, needs - {"values"}
-        held: list[Scores] = []
+        all_scores: list[Scores] = []
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
             if not is_valued:
-                return self._answer(hidden_ND, labels_N, spec, held)
+                return self._answer(hidden_ND, labels_N, spec, all_scores)
             assert values is not None
             values_N: torch.Tensor = values(hidden_ND.to(values.weight.dtype))[:, 0]
             # not a view: FSDP2 warns of what in-place operations on one would do
@@ -89,20 +89,20 @@ class LogprobHead:
             if not needs:
                 return values_N
             each = replace(spec, outputs=(*needs, "logps"))  # one number for each position
-            rows_XN = self._answer(hidden_ND, labels_N, each, held)
+            rows_XN = self._answer(hidden_ND, labels_N, each, all_scores)
             rows_XN = rows_XN if rows_XN.ndim == 2 else rows_XN[None]
             return torch.cat([rows_XN, values_N[None]])
 
         with _answering(self, answer):
-            found = model()
+            head_outputs = model()
         if is_valued:
-            values_N = found if not needs else found[-1]
+            values_N = head_outputs if not needs else head_outputs[-1]
             if not needs:
                 return Outputs(values=values_N)
-            found = found[0] if len(found) == 2 else found[:-1]
+            head_outputs = head_outputs[0] if len(head_outputs) == 2 else head_outputs[:-1]
             needs |= {"logps"}
-            return replace(_outputs(found, held, needs, smoothing), values=values_N)
-        return _outputs(found, held, needs, smoothing)
+            return replace(_outputs(head_outputs, all_scores, needs, smoothing), values=values_N)
+        return _outputs(head_outputs, all_scores, needs, smoothing)
 
     def target(
         self,
@@ -111,18 +111,18 @@ class LogprobHead:
     ) -> TargetDistribution:
         """Run ``model`` without its head, for others to be compared with its distributions at the
         ``trained`` positions."""
-        held: list[TargetDistribution] = []
+        targets: list[TargetDistribution] = []
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND = trained(hidden_BKD)
-            held.append(
+            targets.append(
                 TargetDistribution(*self._head(hidden_ND, 1.0))
             )  # gathered now, if it is sharded
             return hidden_ND
 
         with _answering(self, answer):
             model()
-        return held[0]
+        return targets[0]
 
     def _diverging(
         self,
@@ -139,26 +139,30 @@ class LogprobHead:
 
         def answer(hidden_BKD: torch.Tensor) -> torch.Tensor:
             hidden_ND, head = self._head(trained(hidden_BKD), spec.temperature)
-            found_N, logps_N = divergences(head, hidden_ND, labels_N, target, divergence)
-            return torch.stack([found_N] if is_alone else [found_N, logps_N])
+            divergences_N, logps_N = divergences(head, hidden_ND, labels_N, target, divergence)
+            return torch.stack([divergences_N] if is_alone else [divergences_N, logps_N])
 
         with _answering(self, answer):
-            found = model()
-        return Outputs(divergences=found[0], logps=None if is_alone else found[1])
+            head_outputs = model()
+        return Outputs(divergences=head_outputs[0], logps=None if is_alone else head_outputs[1])
 
     def _answer(
-        self, hidden_ND: torch.Tensor, labels_N: torch.Tensor, spec: OutputSpec, held: list[Scores]
+        self,
+        hidden_ND: torch.Tensor,
+        labels_N: torch.Tensor,
+        spec: OutputSpec,
+        all_scores: list[Scores],
     ) -> torch.Tensor:
         """What the head returns: the sum of log-probabilities twice, each of them, or rows of
-        log-probabilities, entropies and means; then all scores are in ``held``."""
+        log-probabilities, entropies and means; then all scores are in ``all_scores``."""
         needs = set(spec.outputs)
         hidden_ND, head = self._head(hidden_ND, spec.temperature)
         if needs <= {"total"}:
             return torch.stack(totals(head, hidden_ND, labels_N, spec.smoothing))
         if not spec.smoothing and needs <= {"total", "logps"}:
             return logps(head, hidden_ND, labels_N)
-        held.append(scores(head, hidden_ND, labels_N, top="top_entropies" in needs))
-        return torch.stack([held[0].logps, held[0].entropies, held[0].means])
+        all_scores.append(scores(head, hidden_ND, labels_N, top="top_entropies" in needs))
+        return torch.stack([all_scores[0].logps, all_scores[0].entropies, all_scores[0].means])
 
     def _head(self, hidden_ND: torch.Tensor, temperature: float) -> tuple[torch.Tensor, Head]:
         """The hidden states and the head whose logits are those of the model, divided by
@@ -176,40 +180,43 @@ class LogprobHead:
 
 
 def _outputs(
-    found: torch.Tensor, held: list[Scores], needs: Collection[str], smoothing: float
+    head_outputs: torch.Tensor, all_scores: list[Scores], needs: Collection[str], smoothing: float
 ) -> Outputs:
     """The outputs that a head has returned; see ``LogprobHead._answer``."""
-    if not held and "logps" in needs:
-        return Outputs(logps=found, total=found.sum())
-    if not held:
-        learnt, total = found
-        return Outputs(total=total, smoothed=learnt) if smoothing else Outputs(total=learnt)
-    logps_N, entropies_N, means_N = found
-    total, predictions_N = logps_N.sum(), held[0].predictions
+    if not all_scores and "logps" in needs:
+        return Outputs(logps=head_outputs, total=head_outputs.sum())
+    if not all_scores:
+        # of the two only the first has a gradient; without smoothing it is the same number
+        smoothed_total, total = head_outputs
+        if smoothing:
+            return Outputs(total=total, smoothed=smoothed_total)
+        return Outputs(total=smoothed_total)
+    logps_N, entropies_N, means_N = head_outputs
+    total, predictions_N = logps_N.sum(), all_scores[0].predictions
     smoothed = (1.0 - smoothing) * total + smoothing * means_N.sum() if smoothing else None
     return Outputs(
         logps_N,
         total,
         smoothed,
         entropies_N,
-        top_entropies=held[0].top_entropies if "top_entropies" in needs else None,
+        top_entropies=all_scores[0].top_entropies if "top_entropies" in needs else None,
         predictions=predictions_N,
     )
 
 
 @contextlib.contextmanager
 def _answering(head: LogprobHead, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    config, own = head.config, vars(head.linear)
-    before = own.get("forward")
-    own["forward"] = answer
+    config, attributes = head.config, vars(head.linear)
+    before = attributes.get("forward")
+    attributes["forward"] = answer
     if head.softcap is not None:  # in its dict: some configurations check types, and None is none
         vars(config)[_SOFTCAP] = None
     try:
         yield
     finally:
-        del own["forward"]
+        del attributes["forward"]
         if before is not None:
-            own["forward"] = before
+            attributes["forward"] = before
         if head.softcap is not None:
             vars(config)[_SOFTCAP] = head.softcap
 
@@ -251,14 +258,14 @@ def _returns_result(model: PreTrainedModel) -> bool:
     blank = on_meta(model) if is_plain else contextlib.nullcontext()
     try:
         with _answering(_head(model, linear), lambda _: mark), blank:
-            given = {"input_ids": ids, "attention_mask": None, "use_cache": False}
-            found = model(**given, **one_document(model, 2)).logits
+            arguments = {"input_ids": ids, "attention_mask": None, "use_cache": False}
+            logits = model(**arguments, **one_document(model, 2)).logits
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, ModelError) as error:
         _say_full_logits(model, first_line(error))
         return False
-    if found is not mark:
+    if logits is not mark:
         _say_full_logits(model, "it changes the logits after its output head")
-    return found is mark
+    return logits is mark
 
 
 class Vocabulary(Protocol):
@@ -328,9 +335,9 @@ def compute(
     router: list[torch.Tensor | None] = []
 
     def run() -> torch.Tensor:
-        found = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden))
-        router.append(_router_loss(model, found))
-        logits: torch.Tensor = found.logits
+        output = model(logits_to_keep=at.kept, **_arguments(model, batch, hidden))
+        router.append(_router_loss(model, output))
+        logits: torch.Tensor = output.logits
         return logits
 
     if "values" in spec.outputs and (head is None or values is None):
@@ -373,16 +380,16 @@ def no_distribution(model: nn.Module) -> ModelError:
     )
 
 
-def _router_loss(model: nn.Module, found: Any) -> torch.Tensor | None:
+def _router_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """The loss of a mixture's routers as the model itself would add it to that of labels: only
     where ``output_router_logits`` is set in its configuration."""
-    loss: torch.Tensor | None = getattr(found, "aux_loss", None)
+    loss: torch.Tensor | None = getattr(output, "aux_loss", None)
     if loss is None:
         return None
     inner = _inner(model)
     places = (inner, inner.config.get_text_config())
-    known = (getattr(place, name, None) for place in places for name in COEFFICIENTS)
-    coefficient = next((value for value in known if value is not None), None)
+    coefficients = (getattr(place, name, None) for place in places for name in COEFFICIENTS)
+    coefficient = next((value for value in coefficients if value is not None), None)
     if coefficient is None:
         raise ModelError(
             f"{type(inner).__name__} computes a loss of its routers, but its configuration has no "
@@ -421,8 +428,8 @@ def _of_logits(
 
 def hidden_states(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
     """The output of a pipeline stage that is not the last, [B, T, hidden size]."""
-    found: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
-    return found
+    last_hidden_state: torch.Tensor = model(**_arguments(model, batch, hidden)).last_hidden_state
+    return last_hidden_state
 
 
 def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> dict[str, object]:

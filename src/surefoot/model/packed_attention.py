@@ -74,9 +74,11 @@ class Bounds:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """[documents + 1] the bounds as int32 on ``device``."""
-        made = self.kept("bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device))
-        assert isinstance(made, torch.Tensor)
-        return made
+        bounds = self.kept(
+            "bounds", lambda: torch.tensor(self.values, dtype=torch.int32).to(device)
+        )
+        assert isinstance(bounds, torch.Tensor)
+        return bounds
 
     def kept(self, name: str, make: Callable[[], object]) -> object:
         """Values that are computed from them once, for all layers."""
@@ -99,8 +101,8 @@ def deterministically(attend: Callable[[Heads], torch.Tensor], heads: Heads) -> 
         return attend(heads)
     inside = cast("Heads", _Enter.apply(*heads))  # type: ignore[no-untyped-call]
     with _strict():
-        found = attend(inside)
-    return cast("torch.Tensor", _Leave.apply(found))  # type: ignore[no-untyped-call]
+        output = attend(inside)
+    return cast("torch.Tensor", _Leave.apply(output))  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -172,10 +174,10 @@ def _mask(
 
 def sdpa(heads: Heads, scoring: Scoring) -> torch.Tensor:
     """One document, or the end of one, through torch's fused attention."""
-    for name, found in (("caps", scoring.softcap), ("adds sinks to", scoring.sinks)):
-        if found is not None:
+    for verb, setting in (("caps", scoring.softcap), ("adds sinks to", scoring.sinks)):
+        if setting is not None:
             raise ModelError(
-                f"this model {name} its attention scores, which sdpa does not support; set "
+                f"this model {verb} its attention scores, which sdpa does not support; set "
                 "model.attention: eager"
             )
     query_HTE, key_HTE, value_HTE = heads
@@ -231,36 +233,41 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
                 f"data.packing: {type(module).__name__} was called without document boundaries, "
                 "which this architecture does not pass to its attention; set data.packing: false"
             )
-        told = cast("Mapping[str, Any]", kwargs)
-        dropout, window = told.get("dropout") or 0.0, told.get("sliding_window")
+        options = cast("Mapping[str, Any]", kwargs)
+        dropout, window = options.get("dropout") or 0.0, options.get("sliding_window")
         scoring = Scoring(
-            told.get("scaling"), dropout, window, told.get("softcap"), told.get("s_aux")
+            options.get("scaling"), dropout, window, options.get("softcap"), options.get("s_aux")
         )
         parts = bounds.parts
-        runs = [n for prompt, one, two in parts for n in (prompt + one, two) if n]
+        runs = [
+            n
+            for prompt, first_length, second_length in parts
+            for n in (prompt + first_length, second_length)
+            if n
+        ]
 
         def each_alone(heads: Heads) -> torch.Tensor:
             # split, not slices: the backward pass of a slice would fill a whole row with zeros
             pieces = zip(*(torch.split(t, runs, dim=2) for t in heads), strict=True)
-            found = []
-            for prompt, _, two in parts:
+            outputs = []
+            for prompt, _, second_length in parts:
                 first = next(pieces)
-                found.append(kernel(first, scoring))
-                if two:
-                    found.append(kernel(_after(prompt, first, next(pieces)), scoring))
-            return torch.cat(found, dim=2)
+                outputs.append(kernel(first, scoring))
+                if second_length:
+                    outputs.append(kernel(_after(prompt, first, next(pieces)), scoring))
+            return torch.cat(outputs, dim=2)
 
-        found = deterministically(each_alone, (query, key, value))
-        return found.transpose(1, 2).contiguous(), None
+        output = deterministically(each_alone, (query, key, value))
+        return output.transpose(1, 2).contiguous(), None
 
     return attend
 
 
 def _after(prompt: int, first: Heads, second: Heads) -> Heads:
     """Queries of a second response, with keys and values of the prompt and of itself."""
-    query, *own = second
+    query, *keys_values = second
     shared = [each.narrow(2, 0, prompt) for each in first[1:]]
-    return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, own, strict=True))]
+    return [query, *(torch.cat(pair, dim=2) for pair in zip(shared, keys_values, strict=True))]
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": sdpa, "eager": _eager}
@@ -427,8 +434,8 @@ def flex(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.Tensor:
     """torch's flex attention with a block mask that skips blocks outside of documents."""
     attend = cast("Callable[..., object]", _compiled() if heads[0].is_cuda else flex_attention)
     mask = bounds.kept("blocks", lambda: _blocks(bounds, heads[0].device))
-    found = attend(*heads, block_mask=mask, scale=scaling, enable_gqa=_shares_keys(heads))
-    return cast("torch.Tensor", found).transpose(1, 2)
+    output = attend(*heads, block_mask=mask, scale=scaling, enable_gqa=_shares_keys(heads))
+    return cast("torch.Tensor", output).transpose(1, 2)
 
 
 @cache
@@ -528,7 +535,7 @@ def choose(row: Row, kernels: Mapping[str, RowKernel] | None = None) -> str:
 
 
 def _first_correct(row: Row, kernels: Mapping[str, RowKernel]) -> str | None:
-    expected = _found(_by_document, row)
+    expected = _output_and_gradients(_by_document, row)
     for name, kernel in kernels.items():
         try:
             why = _why_not(kernel, row, expected)
@@ -564,16 +571,16 @@ def _by_document(heads: Heads, bounds: Bounds, scaling: float | None) -> torch.T
     return by_document(sdpa)(torch.nn.Identity(), *heads, None, **settings)[0]
 
 
-def _found(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
+def _output_and_gradients(kernel: RowKernel, row: Row) -> list[torch.Tensor]:
     """The output of ``kernel`` for ``row``, and the gradients of its inputs."""
     inputs = [tensor.requires_grad_() for tensor in row.inputs()]
-    found = kernel(inputs, Bounds(row.bounds), row.head_dim**-0.5)
-    found.backward(torch.cos(found.detach()))  # type: ignore[no-untyped-call]
-    return [found.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
+    output = kernel(inputs, Bounds(row.bounds), row.head_dim**-0.5)
+    output.backward(torch.cos(output.detach()))  # type: ignore[no-untyped-call]
+    return [output.detach(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
 
 def _why_not(kernel: RowKernel, row: Row, expected: Sequence[torch.Tensor]) -> str | None:
-    first, second = (_found(kernel, row) for _ in range(2))
+    first, second = (_output_and_gradients(kernel, row) for _ in range(2))
     for name, here, there in zip(("result", "dq", "dk", "dv"), first, expected, strict=True):
         bound = 16 * torch.finfo(row.dtype).eps * float(there.abs().max())
         error = float((here.double() - there.double()).abs().max())

@@ -83,11 +83,11 @@ class _Noted(IdentityStub):
 
     def got(self, tensor: object) -> bool:
         """Whether its first input is exactly this tensor."""
-        return any(one is tensor for one in self.given if one is not None)
+        return any(argument is tensor for argument in self.given if argument is not None)
 
     def others(self) -> Iterator[tuple[str, object]]:
         """Its other inputs."""
-        yield from ((f"argument {i}", one) for i, one in enumerate(self.given[1:-1], 1))
+        yield from ((f"argument {i}", argument) for i, argument in enumerate(self.given[1:-1], 1))
         yield from self.named.items()
 
 
@@ -105,9 +105,9 @@ def anatomy(model: PreTrainedModel) -> Architecture:
         norm=_norm(model, base),
         head=_child(model, model, model.get_output_embeddings(), "head"),
     )
-    known = {parts.embedding, parts.layers, parts.norm}
+    part_names = {parts.embedding, parts.layers, parts.norm}
     for name, child in base.named_children():
-        if name not in known and any(True for _ in child.parameters()):
+        if name not in part_names and any(True for _ in child.parameters()):
             raise _refused(model, f"{name} is neither embedding, layer nor norm")
     _try_out(parts)
     return parts
@@ -162,21 +162,21 @@ def _try_out(parts: Architecture) -> None:
         example = torch.empty(1, _LENGTH, size, device=weight.device)
         tokens = torch.zeros(1, _LENGTH, dtype=torch.int64, device=weight.device)
     with mode, _replaced(parts, example) as trial:
-        for given in ({"input_ids": tokens}, {"inputs_embeds": example}):
+        for inputs in ({"input_ids": tokens}, {"inputs_embeds": example}):
             try:
-                model(**given, **arguments)
+                model(**inputs, **arguments)
             except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
                 reason = str(error).strip().splitlines()
                 why = f"the test run failed ({reason[0] if reason else type(error).__name__})"
                 raise _refused(model, why) from None
-            _check(parts, trial, given.get("inputs_embeds", trial.embedding.result))
+            _check(parts, trial, inputs.get("inputs_embeds", trial.embedding.result))
 
 
 def _arguments(model: PreTrainedModel) -> dict[str, object]:
-    found: dict[str, object] = {"use_cache": False}
+    arguments: dict[str, object] = {"use_cache": False}
     if model.config._attn_implementation.startswith(PREFIX):
-        found |= packed_arguments(model, torch.tensor([0, _LENGTH], dtype=torch.int32))
-    return found
+        arguments |= packed_arguments(model, torch.tensor([0, _LENGTH], dtype=torch.int32))
+    return arguments
 
 
 def _check(parts: Architecture, trial: _Trial, entering: torch.Tensor | None) -> None:
@@ -241,12 +241,12 @@ def split(num_layers: int, num_stages: int) -> list[range]:
         )
     each, over = divmod(num_layers, num_stages)
     longer = [*range(1, num_stages - 1), 0, num_stages - 1][:over]
-    found, start = [], 0
+    stages, start = [], 0
     for stage in range(num_stages):
         stop = start + each + (stage in longer)
-        found.append(range(start, stop))
+        stages.append(range(start, stop))
         start = stop
-    return found
+    return stages
 
 
 class Layers(nn.ModuleList):
@@ -282,7 +282,7 @@ class Stages:
         layers = base.get_submodule(self.parts.layers)
         assert isinstance(layers, Layers)
         whole, layers.shown = layers.shown, self.here[number]
-        norm, own = base._modules[self.parts.norm], vars(model).get("forward")
+        norm, forward = base._modules[self.parts.norm], vars(model).get("forward")
         if number != self.last:
             base._modules[self.parts.norm] = self.no_norm
             model.forward = _without_head(base)
@@ -292,8 +292,8 @@ class Stages:
             layers.shown, base._modules[self.parts.norm] = whole, norm
             if number != self.last:
                 del model.forward
-                if own is not None:
-                    model.forward = own
+                if forward is not None:
+                    model.forward = forward
 
 
 def _without_head(base: nn.Module) -> Callable[..., object]:
@@ -308,13 +308,13 @@ def parameters_of(model: PreTrainedModel, num_stages: int) -> list[list[nn.Param
     ``RecipeError`` if the architecture cannot be split."""
     parts = anatomy(model)
     layers = list(parts.base.get_submodule(parts.layers).children())
-    found = [
+    by_stage = [
         [p for i in run for p in layers[i].parameters()] for run in split(len(layers), num_stages)
     ]
-    found[0] += parts.base.get_submodule(parts.embedding).parameters()
-    found[-1] += parts.base.get_submodule(parts.norm).parameters()
-    found[-1] += model.get_submodule(parts.head).parameters()
-    return found
+    by_stage[0] += parts.base.get_submodule(parts.embedding).parameters()
+    by_stage[-1] += parts.base.get_submodule(parts.norm).parameters()
+    by_stage[-1] += model.get_submodule(parts.head).parameters()
+    return by_stage
 
 
 def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> Stages:
@@ -327,9 +327,9 @@ def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> S
     absent = [IdentityStub(layer) for layer in layers]
     no_norm = IdentityStub(parts.base.get_submodule(parts.norm))
 
-    def only(wanted: Collection[int]) -> list[nn.Module]:
-        kept = {i for number in wanted for i in runs[number]}
-        return [layers[i] if i in kept else absent[i] for i in range(len(layers))]
+    def only(shown: Collection[int]) -> list[nn.Module]:
+        indices = {i for number in shown for i in runs[number]}
+        return [layers[i] if i in indices else absent[i] for i in range(len(layers))]
 
     base[parts.layers] = Layers(only(numbers))
     if 0 not in numbers:

@@ -62,27 +62,33 @@ class QuantizedWeight:
 
 def expect(settings: Settings, name: str, known: Sequence[object], default: object) -> object:
     """The value of a setting. Raises ``ModelError`` unless it is one of ``known``."""
-    found = settings.get(name, default)
-    if found not in known or isinstance(found, bool) != isinstance(known[0], bool):
+    setting = settings.get(name, default)
+    if setting not in known or isinstance(setting, bool) != isinstance(known[0], bool):
         listed = ", ".join(map(repr, known))
-        raise ModelError(f"quantization_config.{name} is {found!r}; supported: {listed}")
-    return found
+        raise ModelError(f"quantization_config.{name} is {setting!r}; supported: {listed}")
+    return setting
 
 
 def section(settings: Settings, name: str) -> Settings:
     """The settings under ``name``; none if it is missing. Raises ``ModelError`` for a value."""
-    found = settings.get(name) or {}
-    if not isinstance(found, Mapping):
-        raise ModelError(f"quantization_config: {name} is {found!r}; expected settings")
-    return found
+    inner_settings = settings.get(name) or {}
+    if not isinstance(inner_settings, Mapping):
+        raise ModelError(f"quantization_config: {name} is {inner_settings!r}; expected settings")
+    return inner_settings
 
 
 def group_size_of(settings: Settings) -> int:
     """How many inputs share a scale; -1: all."""
-    found = settings.get("group_size", 128)
-    if not isinstance(found, int) or isinstance(found, bool) or (found < 1 and found != -1):
-        raise ModelError(f"quantization_config.group_size is {found!r}; expected -1 or more than 0")
-    return found
+    group_size = settings.get("group_size", 128)
+    if (
+        not isinstance(group_size, int)
+        or isinstance(group_size, bool)
+        or (group_size < 1 and group_size != -1)
+    ):
+        raise ModelError(
+            f"quantization_config.group_size is {group_size!r}; expected -1 or more than 0"
+        )
+    return group_size
 
 
 def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -114,7 +120,7 @@ class GPTQ:
         name = next((n for n in ("checkpoint_format", "format") if settings.get(n)), "format")
         version = expect(settings, name, _VERSIONS, "gptq")
         bits = expect(settings, "bits", BITS, None)
-        others = [rule for rule, own in section(settings, "dynamic").items() if own]
+        others = [rule for rule, overrides in section(settings, "dynamic").items() if overrides]
         if others:
             raise ModelError(
                 f"quantization_config.dynamic has settings of its own for {others[0]!r}, which are "
@@ -146,13 +152,13 @@ class GPTQ:
         shapes = {parts["qweight"]: packed, parts["qzeros"]: (groups, ceil(outputs / per_word))}
         shapes |= {parts["scales"]: (groups, outputs)} | dict.fromkeys(order, (inputs,))
         for name, shape in shapes.items():
-            found, dtype = stored[name]
+            stored_shape, dtype = stored[name]
             kind = "floating point" if name == parts["scales"] else "int32"
             is_right = dtype.is_floating_point if name == parts["scales"] else dtype == torch.int32
-            if found != shape or not is_right:
+            if stored_shape != shape or not is_right:
                 raise ModelError(
-                    f"{name} is {str(dtype).removeprefix('torch.')} {list(found)}, expected {kind} "
-                    f"{list(shape)} by quantization_config"
+                    f"{name} is {str(dtype).removeprefix('torch.')} {list(stored_shape)}, "
+                    f"expected {kind} {list(shape)} by quantization_config"
                 )
         if self.is_v1:
             self._refuse_borrowed(parts["qzeros"], read)
@@ -211,8 +217,8 @@ class AWQ(GPTQ):
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """Raises ``ModelError``: the layout of another kernel, or no zero points."""
-        named = ("checkpoint_format", "format", "version")
-        for name in [n for n in named if settings.get(n) is not None] or ["version"]:
+        version_keys = ("checkpoint_format", "format", "version")
+        for name in [n for n in version_keys if settings.get(n) is not None] or ["version"]:
             lower = {name: str(settings.get(name, "gemm")).lower()}
             expect(lower, name, ("gemm",), "gemm")
         expect(settings, "bits", (4,), 4)
@@ -229,8 +235,8 @@ class AWQ(GPTQ):
 
     def _unpacked(self, words: torch.Tensor, dim: int) -> torch.Tensor:
         """The numbers in ``words`` by their outputs."""
-        found = super()._unpacked(words, dim).view(len(words), -1, len(_PLACES))
-        return found[:, :, _PLACES].flatten(1)
+        numbers = super()._unpacked(words, dim).view(len(words), -1, len(_PLACES))
+        return numbers[:, :, _PLACES].flatten(1)
 
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -271,13 +277,15 @@ class Scheme:
         assert self.group_size is not None
         return () if inputs % self.group_size else ((outputs, inputs // self.group_size),)
 
-    def spread(self, found: torch.Tensor, shape: Shape, groups_I: torch.Tensor) -> torch.Tensor:
+    def spread(
+        self, scales_or_zeros: torch.Tensor, shape: Shape, groups_I: torch.Tensor
+    ) -> torch.Tensor:
         """Scales or zero points, so that they can be multiplied with a weight of ``shape``."""
         if self.strategy in ("tensor", "channel"):
-            return found.reshape(-1, 1)
+            return scales_or_zeros.reshape(-1, 1)
         if self.block is not None:
-            found = found.repeat_interleave(self.block[0], 0)[: shape[0]]
-        return found[:, groups_I]
+            scales_or_zeros = scales_or_zeros.repeat_interleave(self.block[0], 0)[: shape[0]]
+        return scales_or_zeros[:, groups_I]
 
 
 @dataclass(frozen=True)
@@ -297,21 +305,23 @@ class CompressedTensors:
                 "computed"
             )
         groups = section(settings, "config_groups")
-        found = (_scheme(name, section(groups, name), settings) for name in groups)
-        return cls(frozenset(scheme for scheme in found if scheme is not None))
+        schemes = (_scheme(name, section(groups, name), settings) for name in groups)
+        return cls(frozenset(scheme for scheme in schemes if scheme is not None))
 
     def weights(self, stored: Kinds, read: Read) -> dict[str, QuantizedWeight]:
         """Of each module with a ``weight_scale``."""
-        found, end = {}, f".{_SCALE}"
+        quantized, end = {}, f".{_SCALE}"
         for name in stored:
             if name.endswith(end):
                 module = name.removesuffix(end)
-                found[f"{module}.weight"] = self._weight(stored, read, module)
-        return found
+                quantized[f"{module}.weight"] = self._weight(stored, read, module)
+        return quantized
 
     def _weight(self, stored: Kinds, read: Read, module: str) -> QuantizedWeight:
-        known = read(f"{module}.{_SHAPE}").tolist() if f"{module}.{_SHAPE}" in stored else None
-        fitting = [one for one in self.schemes if _fits(one, stored, module, known)]
+        stored_shape = (
+            read(f"{module}.{_SHAPE}").tolist() if f"{module}.{_SHAPE}" in stored else None
+        )
+        fitting = [scheme for scheme in self.schemes if _fits(scheme, stored, module, stored_shape)]
         if len(fitting) != 1:
             name = f"{module}.{_packed_or_not(stored, module)}"
             shape, dtype = stored.get(name, ((), None))
@@ -323,7 +333,7 @@ class CompressedTensors:
             )
         roles = [_SCALE, _packed_or_not(stored, module), _ZERO]
         parts = {role: f"{module}.{role}" for role in roles if f"{module}.{role}" in stored}
-        shape = _shape(fitting[0], stored, module, known)
+        shape = _shape(fitting[0], stored, module, stored_shape)
         if _ZERO in parts:
             _check_zeros(fitting[0], stored, module)
         name = f"{module}.{_GROUPS}"
@@ -352,17 +362,17 @@ def _scheme(name: str, group: Settings, settings: Settings) -> Scheme | None:
             f"block_structure {weights.get('block_structure')}"
         )
     assert isinstance(bits, int)
-    found = size if isinstance(size, int) and strategy == "group" else None
-    return Scheme(is_packed, bits, str(strategy), found, block, order in _ORDERED)
+    group_size = size if isinstance(size, int) and strategy == "group" else None
+    return Scheme(is_packed, bits, str(strategy), group_size, block, order in _ORDERED)
 
 
-def _block(found: object) -> tuple[int, int] | None:
+def _block(block_structure: object) -> tuple[int, int] | None:
     """The rows and columns of a block, in files ``[128, 128]`` or ``128x128``."""
-    if found is None:
+    if block_structure is None:
         return None
-    numbers = re.findall(r"\d+", str(found))
+    numbers = re.findall(r"\d+", str(block_structure))
     if len(numbers) != 2 or "0" in numbers:
-        raise ModelError(f"block_structure is {found!r}; expected two sizes")
+        raise ModelError(f"block_structure is {block_structure!r}; expected two sizes")
     return int(numbers[0]), int(numbers[1])
 
 
@@ -370,39 +380,41 @@ def _packed_or_not(stored: Kinds, module: str) -> str:
     return "weight_packed" if f"{module}.weight_packed" in stored else "weight"
 
 
-def _shape(scheme: Scheme, stored: Kinds, module: str, known: Sequence[int] | None) -> Shape:
-    """[O, I]: as ``known``, or that of the packed numbers."""
+def _shape(scheme: Scheme, stored: Kinds, module: str, stored_shape: Sequence[int] | None) -> Shape:
+    """[O, I]: as ``stored_shape``, or that of the packed numbers."""
     shape = stored[f"{module}.{_packed_or_not(stored, module)}"][0]
-    if known is not None:
-        return tuple(known)
+    if stored_shape is not None:
+        return tuple(stored_shape)
     return (shape[0], shape[1] * 32 // scheme.bits) if scheme.is_packed else shape
 
 
-def _fits(scheme: Scheme, stored: Kinds, module: str, known: Sequence[int] | None) -> bool:
+def _fits(scheme: Scheme, stored: Kinds, module: str, stored_shape: Sequence[int] | None) -> bool:
     """Whether the tensors of a module have the dtypes and shapes of ``scheme``."""
     role = _packed_or_not(stored, module)
-    found = stored.get(f"{module}.{role}")
-    if found is None or scheme.is_packed != (role == "weight_packed") or len(found[0]) != 2:
+    weight_shape, weight_dtype = stored.get(f"{module}.{role}", ((), None))
+    if scheme.is_packed != (role == "weight_packed") or len(weight_shape) != 2:
         return False
     if scheme.is_ordered and f"{module}.{_GROUPS}" not in stored:
         return False
     dtypes = (torch.int32,) if scheme.is_packed else (torch.int8, *_FLOATS)
-    scale, kind = stored[f"{module}.{_SCALE}"]
-    shape = _shape(scheme, stored, module, known)
-    if len(shape) != 2 or found[1] not in dtypes or not kind.is_floating_point:
+    scale_shape, scale_dtype = stored[f"{module}.{_SCALE}"]
+    shape = _shape(scheme, stored, module, stored_shape)
+    if len(shape) != 2 or weight_dtype not in dtypes or not scale_dtype.is_floating_point:
         return False
     columns = ceil(shape[1] * scheme.bits / 32) if scheme.is_packed else shape[1]
-    return found[0] == (shape[0], columns) and scale in scheme.scales_of(shape)
+    return weight_shape == (shape[0], columns) and scale_shape in scheme.scales_of(shape)
 
 
 def _check_zeros(scheme: Scheme, stored: Kinds, module: str) -> None:
     """Raise ``ModelError`` unless there is a zero point for each scale."""
-    found, dtype = stored[f"{module}.{_ZERO}"]
+    zeros_shape, dtype = stored[f"{module}.{_ZERO}"]
     expected = stored[f"{module}.{_SCALE}"][0]
     if scheme.is_packed and dtype == torch.int32:  # along the outputs
         expected = (ceil(expected[0] * scheme.bits / 32), *expected[1:])
-    if found != expected:
-        raise ModelError(f"{module}.{_ZERO} is {[*found]}, expected {[*expected]} for its scales")
+    if zeros_shape != expected:
+        raise ModelError(
+            f"{module}.{_ZERO} is {[*zeros_shape]}, expected {[*expected]} for its scales"
+        )
 
 
 def _unused(stored: Kinds, module: str) -> Iterator[str]:

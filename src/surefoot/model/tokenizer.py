@@ -76,13 +76,13 @@ def _check_class(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     reference = Tokenizer.from_file(str(file))
     special = [str(t.content) for t in reference.get_added_tokens_decoder().values() if t.special]
     for text in (*PROBES, *special):
-        (ids, made), (expected_ids, expected) = (
+        (ids, tokens), (expected_ids, expected) = (
             _encoded(each, text) for each in (tokenizer.backend_tokenizer, reference)
         )
         if ids != expected_ids:
             raise ModelError(
                 f"{path}: {kind.__name__}, which transformers chooses for this model, makes "
-                f"{made} of {text!r}, and its tokenizer.json {expected}; "
+                f"{tokens} of {text!r}, and its tokenizer.json {expected}; "
                 f"{_cure(file.parent, kind.__name__)}"
             )
 

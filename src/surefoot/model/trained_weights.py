@@ -77,8 +77,10 @@ def table(rows: Sequence[CoverageRow]) -> str:
 
 def _has_trained(layer: nn.Module) -> bool:
     """Whether PEFT's ``layer`` has an adapter that is trained, not frozen ones only."""
-    own = (p for name, p in layer.named_parameters() if not name.startswith("base_layer."))
-    return any(parameter.requires_grad for parameter in own)
+    adapter_parameters = (
+        p for name, p in layer.named_parameters() if not name.startswith("base_layer.")
+    )
+    return any(parameter.requires_grad for parameter in adapter_parameters)
 
 
 def _place(name: str, parameter: nn.Parameter) -> tuple[str, str]:
@@ -99,20 +101,20 @@ def _label(place: str, leaves: Sequence[str]) -> str:
 
 def _reasons(inner: PreTrainedModel, *, has_adapter: bool) -> Mapping[str, str]:
     """Why each weight would be frozen."""
-    known = {matrix.name: matrix.left_out for matrix in matrices(inner)}
+    left_out = {matrix.name: matrix.left_out for matrix in matrices(inner)}
     modules = {plain_name(n): m for n, m in inner.named_modules() if not is_added(n)}
     embeddings = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Embedding)}
-    routers, found = router_names(inner), {}
+    routers, reasons = router_names(inner), {}
     for wrapped, parameter in inner.named_parameters():
         name = plain_name(wrapped)
         if not has_adapter:
-            found[name] = "not chosen"
-        elif name in known:
-            found[name] = known[name] or "not among the targets"
+            reasons[name] = "not chosen"
+        elif name in left_out:
+            reasons[name] = left_out[name] or "not among the targets"
         elif name in embeddings:
-            found[name] = "an embedding"
+            reasons[name] = "an embedding"
         elif name.rpartition(".")[0] in routers:
-            found[name] = ROUTER
+            reasons[name] = ROUTER
         else:
-            found[name] = "not a matrix" if parameter.ndim < 2 else "not a linear map"
-    return found
+            reasons[name] = "not a matrix" if parameter.ndim < 2 else "not a linear map"
+    return reasons

@@ -55,10 +55,10 @@ def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
         name: torch.arange(shape[0] * shape[1]).view(shape[0], shape[1], 1)
         for name, shape in shapes.items()
     }
-    known = {numbers.untyped_storage()._cdata: name for name, numbers in rows.items()}
-    owners, found = _owners(model, shapes), {}
+    names_by_storage = {numbers.untyped_storage()._cdata: name for name, numbers in rows.items()}
+    owners, placements = _owners(model, shapes), {}
     for name, numbers in revert_weight_conversion(model, dict(rows)).items():
-        if known.get(numbers.untyped_storage()._cdata) and numbers.ndim == 3:
+        if names_by_storage.get(numbers.untyped_storage()._cdata) and numbers.ndim == 3:
             continue  # only renamed
         fused = owners[name]
         experts, height, width = shapes[fused]
@@ -70,14 +70,14 @@ def places(model: PreTrainedModel) -> dict[str, FusedPlacement]:
                 "cannot be sharded"
             )
         start = (first // height, first % height, 0)
-        found[name] = FusedPlacement(fused, (experts, height, width), start, (count, width))
-    return found
+        placements[name] = FusedPlacement(fused, (experts, height, width), start, (count, width))
+    return placements
 
 
 def names_unless_split(model: PreTrainedModel, fused: Collection[str]) -> dict[str, str]:
     """The names in the files of parameters that are there as they are in memory. Raises
     ``ModelError`` if one is transposed."""
-    found = {}
+    names = {}
     for name in fused:
         with torch.device("meta"):
             parameter = torch.empty(model.get_parameter(name).shape)
@@ -85,8 +85,8 @@ def names_unless_split(model: PreTrainedModel, fused: Collection[str]) -> dict[s
         for in_files, tensor in parts.items() if len(parts) == 1 else ():
             if tensor.shape != parameter.shape or not tensor.is_contiguous():
                 raise ModelError(f"{in_files}: transformers transposes it when it is loaded")
-            found[name] = in_files
-    return found
+            names[name] = in_files
+    return names
 
 
 def _owners(model: PreTrainedModel, shapes: dict[str, torch.Size]) -> dict[str, str]:
@@ -197,28 +197,29 @@ class FullWeights(UndividedWeights):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The live tensors under the names of the model's Hugging Face files; of sharded ones,
         slices of fused tensors are views."""
-        own, parts = self._own(), {}
-        if any(isinstance(tensor, DTensor) for tensor in own.values()):
-            parts = {n: view(own[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
-            own = {n: t for n, t in own.items() if n not in {a.fused for a in self._fused.values()}}
-        renamed: dict[str, torch.Tensor] = revert_weight_conversion(self.model, own)
+        live, parts = self._own(), {}
+        if any(isinstance(tensor, DTensor) for tensor in live.values()):
+            parts = {n: view(live[at.fused], at, self.cuts_of(n)) for n, at in self._fused.items()}
+            divided = {at.fused for at in self._fused.values()}
+            live = {name: tensor for name, tensor in live.items() if name not in divided}
+        renamed: dict[str, torch.Tensor] = revert_weight_conversion(self.model, live)
         return {**renamed, **parts}
 
     @torch.no_grad()
     def load_state_dict(self, state: Tensors) -> None:
         """Copy ``state`` into it. Raises ``CheckpointError`` if it is of another model."""
-        wanted = self._own()
-        if state.keys() != wanted.keys():
-            wanted = self.state_dict()
-            _check_names(state, wanted)
-            if not any(isinstance(tensor, DTensor) for tensor in wanted.values()):
+        live = self._own()
+        if state.keys() != live.keys():
+            live = self.state_dict()
+            _check_names(state, live)
+            if not any(isinstance(tensor, DTensor) for tensor in live.values()):
                 # let transformers fuse and rename it as it does when it loads a folder
                 fresh = type(self.model).from_pretrained(
                     None, config=self.model.config, state_dict=dict(state), dtype=self.model.dtype
                 )
                 self.model.load_state_dict(fresh.state_dict(), strict=not self.apart)
                 return
-        for name, tensor in wanted.items():
+        for name, tensor in live.items():
             if tensor is not state[name] and not _is_same(tensor, state[name]):
                 tensor.copy_(state[name])
 
@@ -284,8 +285,8 @@ def trained(model: nn.Module, in_files: Tensors) -> list[tuple[str, nn.Parameter
 
 def names_in_files(model: nn.Module, in_files: Tensors) -> dict[str, str]:
     """For each parameter of ``model`` its name in the weight files, or else its own."""
-    known = {place(tensor): name for name, tensor in in_files.items()}
-    return {name: known.get(place(p), name) for name, p in model.named_parameters()}
+    file_names = {place(tensor): name for name, tensor in in_files.items()}
+    return {name: file_names.get(place(p), name) for name, p in model.named_parameters()}
 
 
 def place(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -319,15 +320,15 @@ def tokenizer_files(
     config = {n: v for n, v in json.loads(files[_CONFIG]).items() if n not in STRAY}
     before = saved_files(type(tokenizer).from_pretrained(tokenizer.name_or_path)) if own else {}
     stored = json.loads(own.get(_CONFIG, b"{}"))
-    named = {name: data for name, data in before.items() if "/" in name}  # other chat templates
+    other_templates = {name: data for name, data in before.items() if "/" in name}
     if not own or _vocabulary(files) != _vocabulary(before):
         if config.get("tokenizer_class") == "TokenizersBackend":  # a name of transformers 5
             config["tokenizer_class"] = stored.get("tokenizer_class", "PreTrainedTokenizerFast")
         if isinstance(config.get("extra_special_tokens"), list):  # there, names with their tokens
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
-        return {**named, **files, _CONFIG: _json(config)}
-    known = {n: v for n, v in json.loads(before[_CONFIG]).items() if n not in STRAY}
-    changed = {name: value for name, value in config.items() if value != known.get(name)}
+        return {**other_templates, **files, _CONFIG: _json(config)}
+    config_before = {n: v for n, v in json.loads(before[_CONFIG]).items() if n not in STRAY}
+    changed = {name: value for name, value in config.items() if value != config_before.get(name)}
     files, before = ({n: f[n] for n in f if n.endswith(".jinja")} for f in (files, before))
     if not changed and files.items() <= before.items():
         return dict(own)
@@ -378,9 +379,9 @@ def model_files(
     if not model.can_generate():
         return files
     generation = json.loads(model.generation_config.to_json_string(use_diff=True))
-    known = generation.get("eos_token_id")
-    known = known if isinstance(known, list) else [known] if known is not None else []
-    ends = list(dict.fromkeys([*known, *stop_token_ids]))
+    eos_ids = generation.get("eos_token_id")
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids] if eos_ids is not None else []
+    ends = list(dict.fromkeys([*eos_ids, *stop_token_ids]))
     if ends:
         generation["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return {**files, "generation_config.json": _json(generation)}
@@ -415,11 +416,11 @@ def adapter_files(model: nn.Module, base: ModelSection | None = None) -> dict[st
             plain[name] = sorted(plain[name])
     if has_frozen(model):
         plain = together(plain, model)
-    found = {"adapter_config.json": _json(plain)}
+    files = {"adapter_config.json": _json(plain)}
     if base is not None and base.max_positions is not None:
         inner: Any = model.get_base_model()  # type: ignore[operator]
-        found["config.json"] = _json(_whole_config(inner.config))
-    return found
+        files["config.json"] = _json(_whole_config(inner.config))
+    return files
 
 
 def _json(content: object) -> bytes:
