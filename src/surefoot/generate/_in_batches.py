@@ -82,11 +82,11 @@ class _Chosen(LogitsProcessor):  # type: ignore[misc]
         if self._on_token is not None:
             for row, token in zip(rows, tokens, strict=True):
                 self._on_token(row.request, token)
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, 0] = 0.0  # of rows that have ended, which transformers replaces
-        chosen[open_rows, 0] = -torch.inf
-        chosen[open_rows, tokens] = 0.0
-        return chosen
+        forced_BV = torch.full_like(scores, -torch.inf)
+        forced_BV[:, 0] = 0.0  # of rows that have ended, which transformers replaces
+        forced_BV[open_rows, 0] = -torch.inf
+        forced_BV[open_rows, tokens] = 0.0
+        return forced_BV
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]

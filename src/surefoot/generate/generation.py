@@ -164,8 +164,8 @@ def stream(
 def _requests(
     model: nn.Module, prompts: Sequence[Ids], section: GenerateSection, seed: int | None
 ) -> list[Request]:
-    most, left = section.max_new_tokens, [room(model, prompt) for prompt in prompts]
-    allowed = [most if space is None else min(space, most) for space in left]
+    most, rooms = section.max_new_tokens, [room(model, prompt) for prompt in prompts]
+    allowed = [most if space is None else min(space, most) for space in rooms]
     return requests_of(prompts, allowed, seed, max_new_tokens=most)
 
 
@@ -220,10 +220,10 @@ class Waiting:
     def _chunk(self) -> list[Prompt]:
         """The next prompts that have the same padded length."""
         length = padded_length(self.requests[0].prompt)
-        most = max(1, _TOKENS // max(1, length))
+        max_prompts = max(1, _TOKENS // max(1, length))
         near = [self.requests[i] for i in range(min(self.ahead, len(self.requests)))]
         same = [prompt for prompt in distinct(near) if padded_length(prompt[1]) == length]
-        return same[:most]
+        return same[:max_prompts]
 
     def drop(self, request: Request) -> bool:
         """Take out a request; whether it was waiting."""

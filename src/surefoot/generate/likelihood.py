@@ -200,9 +200,11 @@ def _run(
     inner, cache = inner_model(model), DynamicCache()
     for layer, (keys, values) in enumerate(prefix):  # every row begins with it
         cache.update(*(each.expand(len(rows), *each.shape) for each in (keys, values)), layer)
-    behind = {"use_cache": True, **cache_argument(inner, cache)} if prefix else {"use_cache": False}
+    cache_arguments: dict[str, object] = {"use_cache": bool(prefix)}
+    if prefix:
+        cache_arguments |= cache_argument(inner, cache)
     ids = torch.tensor([[*row.ids, *[0] * (width - len(row.ids))] for row in rows])
-    logits_BKV = _logits(model, num_kept, input_ids=ids.to(inner.device), **behind)
+    logits_BKV = _logits(model, num_kept, input_ids=ids.to(inner.device), **cache_arguments)
     places = [(number, row, n) for number, row in enumerate(rows) for n in row.answers]
     answers = [questions[row.index].continuations[n] for _, row, n in places]
     at = [number for (number, _, _), answer in zip(places, answers, strict=True) for _ in answer]
@@ -257,16 +259,16 @@ def _why_not(model: nn.Module, vocabulary: int, length: int) -> str | None:
     they do."""
     ids = tuple((7 * n + 3) % vocabulary for n in range(length + 9))
     question = Question(ids[: length + 2], (ids[-4:], ids[-2:]))
-    behind, plain = (list(_rows(0, question, stem)) for stem in (length, 0))
+    rows_behind_stem, full_rows = (list(_rows(0, question, stem)) for stem in (length, 0))
     try:
-        with_stem = dict(_run(model, _prefix(model, ids[:length]), behind, [question]))
+        with_stem = dict(_run(model, _prefix(model, ids[:length]), rows_behind_stem, [question]))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # any model's code: what is wrong in it will show in plain rows
         return first_line(error)
     # in few bits, sums in another order may differ by more
     share = 1e-4 if inner_model(model).dtype == torch.float32 else 0.1
-    for place, expected in _run(model, [], plain, [question]):
+    for place, expected in _run(model, [], full_rows, [question]):
         if abs(with_stem[place].logp - expected.logp) > share * max(1.0, abs(expected.logp)):
             return "a trial gave other likelihoods"
     return None

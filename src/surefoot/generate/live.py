@@ -165,8 +165,8 @@ class SlotRows:
                 self._open = OpenRows(self.waiting.driver, cache)
             slots = self._open.cache.step.num_slots
             num_rows = len(self._open.rows) + 1
-            more = min(2 * slots, self.num_slots) if num_rows > slots else slots
-            self._open.cache.grow(more, len(request.prompt))
+            num_slots_needed = min(2 * slots, self.num_slots) if num_rows > slots else slots
+            self._open.cache.grow(num_slots_needed, len(request.prompt))
             self._open.add(opened(request, self._settings[request.index]), prefix)
 
 

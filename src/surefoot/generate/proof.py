@@ -53,8 +53,8 @@ def _scales_by_length(config: PretrainedConfig, longest: int) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     scaled = [part for part in parts if part.get("rope_type") == "longrope"]
-    most = getattr(config, "max_position_embeddings", 0)
-    default_length = getattr(config, _FIRST, most)
+    max_positions = getattr(config, "max_position_embeddings", 0)
+    default_length = getattr(config, _FIRST, max_positions)
     return any(longest > int(part.get(_FIRST) or default_length) for part in scaled)
 
 
@@ -136,5 +136,5 @@ def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         expected.device.type
     )
     share = 1e-3 if is_wide else 0.1
-    most = float((actual.float() - expected.float()).abs().max())
-    return most <= share * float(expected.float().abs().max())
+    largest_difference = float((actual.float() - expected.float()).abs().max())
+    return largest_difference <= share * float(expected.float().abs().max())

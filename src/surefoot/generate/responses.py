@@ -75,12 +75,12 @@ def requests_of(
     first = np.random.SeedSequence().entropy if seed is None else seed
     assert isinstance(first, int)
     counts, requests = dict[tuple[int, ...], int](), []
-    for index, (prompt, most) in enumerate(zip(prompts, allowed, strict=True)):
+    for index, (prompt, limit) in enumerate(zip(prompts, allowed, strict=True)):
         ids = tuple(prompt)
         counts[ids] = number = counts.get(ids, -1) + 1
         entropy = (abs(first), int(first < 0), number, _hash(ids))
-        reason: FinishReason = "length" if most == max_new_tokens else "context"
-        requests.append(Request(index, ids, most, reason, entropy))
+        reason: FinishReason = "length" if limit == max_new_tokens else "context"
+        requests.append(Request(index, ids, limit, reason, entropy))
     return requests
 
 

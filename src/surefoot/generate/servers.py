@@ -427,10 +427,10 @@ class Expected:
                 "gave no token ids of a response; it needs to support them, as vLLM does with "
                 "return_token_ids and SGLang in /generate"
             )
-        most, stops = self.request.max_new_tokens, self.request.stops
-        if len(ids) > most:
+        max_tokens, stops = self.request.max_new_tokens, self.request.stops
+        if len(ids) > max_tokens:
             num_tokens = counted(len(ids), "token")
-            raise self._error(f"gave {num_tokens} where at most {most} were requested")
+            raise self._error(f"gave {num_tokens} where at most {max_tokens} were requested")
         outside = next((token for token in ids if not 0 <= token < self.vocabulary), None)
         if outside is not None:
             raise self._error(

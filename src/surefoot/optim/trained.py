@@ -209,8 +209,8 @@ class PartialParameter:
 
     def __init__(self, name: str, weight: nn.Parameter, turns: EntryTurns) -> None:
         shape = turns.shape(name, tuple(weight.shape))
-        here = local(weight)
-        values = torch.zeros(*here.shape[:-1], shape[-1], dtype=here.dtype, device=here.device)
+        local_weight = local(weight)
+        values = local_weight.new_zeros(*local_weight.shape[:-1], shape[-1])
         self.weight, self.entries = weight, nn.Parameter(_sharded_like(weight, values))
         self.order, self.shifts = _drawn(name, weight, turns)
         self.start = 0  # of the turn, in the order of columns

@@ -275,9 +275,9 @@ def _groups(size: int, count: int) -> list[range]:
     """Number of micro-batches that run through one virtual stage before any runs through the
     next: at least ``size``, if there are so many. With fewer, ranks would wait for each other
     forever."""
-    whole = max(1, count // size)
-    each, more = divmod(count, whole)
-    bounds = [each * i + min(i, more) for i in range(whole + 1)]
+    num_groups = max(1, count // size)
+    least, remainder = divmod(count, num_groups)
+    bounds = [least * i + min(i, remainder) for i in range(num_groups + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
@@ -358,14 +358,14 @@ class Links:
         # test_schedule.py), so that nobody waits here.
         self._wait_for_all_but(2 * self.num_stages)
         tensor, group = tensor.contiguous(), self.groups[direction, stage % self.size == 0]
-        other = self.ranks[(stage if direction == "forward" else stage - 1) % self.size]
-        work = dist.isend(tensor, other, group=group)
+        peer = self.ranks[(stage if direction == "forward" else stage - 1) % self.size]
+        work = dist.isend(tensor, peer, group=group)
         assert work is not None
         self._sent.append((work, tensor))
 
     def _receive(self, into: torch.Tensor, stage: int, direction: Direction) -> Arrival:
-        other = self.ranks[(stage - 1 if direction == "forward" else stage) % self.size]
-        work = dist.irecv(into, other, group=self.groups[direction, stage % self.size == 0])
+        peer = self.ranks[(stage - 1 if direction == "forward" else stage) % self.size]
+        work = dist.irecv(into, peer, group=self.groups[direction, stage % self.size == 0])
         assert work is not None
         return Arrival(into, work)
 

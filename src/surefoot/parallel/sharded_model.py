@@ -67,10 +67,10 @@ def shard(
     }
     mesh = world.mesh[DATA_AXES]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    again = section.reshard_after_forward
+    reshards = section.reshard_after_forward
     for layer in layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -135,9 +135,9 @@ def shard_for_generation(
     model.get_output_embeddings().forward = _full_logits(model, world, axes)
     if "dp_shard" in axes:
         cuts = {name: (*tp_cuts, AxisShard("dp_shard", 0)) for name, tp_cuts in cuts.items()}  # type: ignore[misc]
-        mesh, again = world.mesh["dp_shard"], section.reshard_after_forward
+        mesh, reshards = world.mesh["dp_shard"], section.reshard_after_forward
         for module in (*layers(model), model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=again)
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
     return cuts
 
 
@@ -206,8 +206,8 @@ def global_norm(
     for gradient in gradients:
         by_copies.setdefault(_copies(gradient), []).append(local(gradient))
     shares = [
-        torch.stack(torch._foreach_norm(here)).double().square().sum() / copies
-        for copies, here in by_copies.items()
+        torch.stack(torch._foreach_norm(local_gradients)).double().square().sum() / copies
+        for copies, local_gradients in by_copies.items()
     ]
     return totals(torch.stack(shares).sum()[None]).sqrt()[0]
 

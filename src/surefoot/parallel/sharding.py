@@ -123,9 +123,9 @@ class Mesh:
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[Sequence[int], Box]]:
         """The non-empty boxes of a tensor, and the ranks that have each. A tensor without
         dimensions or elements is replicated, and assigned to rank 0."""
-        whole = Box.whole(shape)
-        if not shape or not whole.size:
-            yield (0,), whole
+        full_box = Box.whole(shape)
+        if not shape or not full_box.size:
+            yield (0,), full_box
             return
         sizes, step = asdict(self), self.dp_shard * self.tp
         for first, (shard, part) in enumerate(product(range(self.dp_shard), range(self.tp))):

@@ -259,20 +259,20 @@ def widened(batch: Batch, multiple: int) -> Batch:
     """``batch`` with a length that ``multiple`` divides: it is extended by padding, or in a packed
     row by a document of its own, and this is masked."""
     length = batch.input_ids.shape[1]
-    more = -length % multiple
-    if not more:
+    num_padding = -length % multiple
+    if not num_padding:
         return batch
     mask, bounds, branches = batch.attention_mask, batch.cu_seqlens, batch.branches
     return replace(
         batch,
-        input_ids=F.pad(batch.input_ids, (0, more)),
-        labels=F.pad(batch.labels, (0, more), value=IGNORE_INDEX),
-        position_ids=F.pad(batch.position_ids, (0, more)),
-        attention_mask=None if mask is None else F.pad(mask, (0, more)),
-        cu_seqlens=None if bounds is None else F.pad(bounds, (0, 1), value=length + more),
+        input_ids=F.pad(batch.input_ids, (0, num_padding)),
+        labels=F.pad(batch.labels, (0, num_padding), value=IGNORE_INDEX),
+        position_ids=F.pad(batch.position_ids, (0, num_padding)),
+        attention_mask=None if mask is None else F.pad(mask, (0, num_padding)),
+        cu_seqlens=None if bounds is None else F.pad(bounds, (0, 1), value=length + num_padding),
         branches=None
         if branches is None
-        else torch.cat([branches, branches.new_tensor([[more, 0, 0]])]),
+        else torch.cat([branches, branches.new_tensor([[num_padding, 0, 0]])]),
     )
 
 

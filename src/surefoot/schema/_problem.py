@@ -72,17 +72,17 @@ def _trace(root: type, loc: Keys) -> _Spot:
     spot = _Spot((), root, section=root)
     for key in loc:
         choices = spot.setting.choices if spot.setting else None
-        here = (*spot.path, key)
+        key_path = (*spot.path, key)
         if spot.section is not None:
             setting = settings(spot.section).get(str(key))
-            spot = _Spot(here, spot.section, setting, setting.section if setting else None)
+            spot = _Spot(key_path, spot.section, setting, setting.section if setting else None)
         elif choices is not None and key in choices:
-            spot = _Spot(here, choices[str(key)], section=choices[str(key)])
+            spot = _Spot(key_path, choices[str(key)], section=choices[str(key)])
         elif isinstance(key, int) and spot.setting is not None and spot.setting.each is not None:
             item = dataclasses.replace(spot.setting, choices=spot.setting.each.choices, each=None)
-            spot = dataclasses.replace(spot, path=here, setting=item)
+            spot = dataclasses.replace(spot, path=key_path, setting=item)
         elif isinstance(key, int) or _is_mapping(spot.setting):
-            spot = dataclasses.replace(spot, path=here)
+            spot = dataclasses.replace(spot, path=key_path)
         else:  # an unknown variant, or pydantic's name for one arm of a union
             break
     return spot
@@ -174,12 +174,12 @@ def _wrong_value(spot: _Spot, hint: object, value: object) -> str:
 
 
 def _hint(vocabulary: _Vocabulary, spot: _Spot) -> str:
-    here = settings(spot.owner)
+    siblings = settings(spot.owner)
     word = str(spot.path[-1])
-    close = vocabulary.elsewhere(spot.path, word) or _misspelled(word, here)
+    close = vocabulary.elsewhere(spot.path, word) or _misspelled(word, siblings)
     close = close or vocabulary.misspelled_elsewhere(spot.path)
     return _did_you_mean(close) or (
-        "; expected one of " + ", ".join(here) if here else "; no keys are expected here"
+        "; expected one of " + ", ".join(siblings) if siblings else "; no keys are expected here"
     )
 
 

@@ -126,14 +126,14 @@ class Distill(Stage):
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:
         """Let the student answer its share of the window's prompts."""
-        chosen = sampled_rows(len(examples), self.on_policy, context.seed)
+        rows = sampled_rows(len(examples), self.on_policy, context.seed)
         if not self.on_policy:
             return Prepared(examples)
-        prompts = [prompt_of(examples[row]) for row in chosen]
+        prompts = [prompt_of(examples[row]) for row in rows]
         samples = context.generate(prompts, self._sampling) if prompts else []
         answered = {
             row: _answered(prompt, sample)
-            for row, prompt, sample in zip(chosen, prompts, samples, strict=True)
+            for row, prompt, sample in zip(rows, prompts, samples, strict=True)
         }
         window = [answered.get(row) or _marked(item) for row, item in enumerate(examples)]
         return Prepared([item for item in window if num_trained(item)], _figures(samples))

@@ -109,10 +109,10 @@ class KTO(Stage):
         """With the reference's log-probability of each response, and of its mismatched one."""
         matched = context.reduce("reference", examples, log_probabilities)
         pairs = mismatched(examples, context.codec.section.longest)
-        other = context.reduce("reference", pairs, log_probabilities)
+        of_pairs = context.reduce("reference", pairs, log_probabilities)
         return [
             {**item, "reference": [a], "mismatched_reference": [b]}
-            for item, a, b in zip(examples, matched.tolist(), other.tolist(), strict=True)
+            for item, a, b in zip(examples, matched.tolist(), of_pairs.tolist(), strict=True)
         ]
 
     def prepare(self, context: StageContext, examples: Sequence[Features]) -> Prepared:

@@ -183,7 +183,7 @@ class PPO(OnPolicy):
         scores = self._final_scores(responses, state)
         is_flat = len(scores) > 1 and len(set(scores)) < 2  # one response tells nothing
         _count_flat(state, scores, is_flat=is_flat)
-        rewards, more = self._rewards(context, items, logps, scores, state)
+        rewards, kl_figures = self._rewards(context, items, logps, scores, state)
         advantages = self._advantages(rewards, values)
         returns = [a + v for a, v in zip(advantages, values, strict=True)]
         if self.whiten_advantages and not is_flat:  # the rest would be noise of variance 1
@@ -193,8 +193,8 @@ class PPO(OnPolicy):
             {**item, **{name: column[i] for name, column in columns.items()}}
             for i, item in enumerate(items)
         ]
-        more["explained_variance"] = explained_variance(values, returns)
-        return Prepared(trained, {**figures, **more}, state)  # type: ignore[arg-type]
+        figures |= {**kl_figures, "explained_variance": explained_variance(values, returns)}
+        return Prepared(trained, figures, state)  # type: ignore[arg-type]
 
     def _final_scores(self, responses: Sequence[_Response], state: dict[str, float]) -> list[float]:
         """Scores as they are trained on."""

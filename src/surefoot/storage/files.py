@@ -170,14 +170,14 @@ class File:
         if not self._is_direct:
             return os.pwrite(self._descriptor, view[:BLOCK], offset)
         edge = -offset % PAGE  # bytes before the next page; others may write the rest of this one
-        whole = min((len(view) - edge) // PAGE * PAGE, _DIRECT_BLOCK)
-        if edge or not whole:
+        num_direct = min((len(view) - edge) // PAGE * PAGE, _DIRECT_BLOCK)
+        if edge or not num_direct:
             self._set_direct(False)
             count = os.pwrite(self._descriptor, view[: edge or len(view)], offset)
             self._set_direct(True)
             return count
         try:
-            return os.pwrite(self._descriptor, view[:whole], offset)
+            return os.pwrite(self._descriptor, view[:num_direct], offset)
         except OSError as error:
             if error.errno != errno.EINVAL:  # not from this memory, or not on this disk
                 raise
@@ -253,8 +253,8 @@ def open_inside(folder: Path, name: str) -> File:
             for part in folders:
                 parent = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
                 stack.callback(os.close, parent)
-            opened = os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent)
-            return _regular(File(opened, folder / name))
+            descriptor = os.open(last, _READ | os.O_NOFOLLOW, dir_fd=parent)
+            return _regular(File(descriptor, folder / name))
     except OSError as error:
         error.filename = str(folder / name)  # not just the part of it that was to be opened
         raise

@@ -89,7 +89,7 @@ def locked(folder: Path) -> Iterator[None]:
 def digest_of(path: Path, kind: str = "sha256", head: bytes = b"") -> str:
     """The hash of ``head`` and of a file's bytes."""
     digest = hashlib.new(kind, head)
-    with path.open("rb") as opened:
-        while chunk := opened.read(CHUNK):
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -191,8 +191,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
                     weights = local(parameter)
-                    here = {key: local(tensor).to(weights.device) for key, tensor in state.items()}
-                    weights.copy_(point(here))
+                    local_state = {key: local(t).to(weights.device) for key, t in state.items()}
+                    weights.copy_(point(local_state))
 
     def _with_gradients(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for group in self.param_groups:

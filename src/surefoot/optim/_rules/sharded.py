@@ -46,14 +46,14 @@ def sharded_as(
 ) -> DTensor:
     """This rank's ``values`` as a tensor of ``shape`` on the mesh of ``parameter``, with its
     placements or others; without communication."""
-    whole = torch.empty(shape, device="meta")  # whose strides are those of the full tensor
+    full = torch.empty(shape, device="meta")  # whose strides are those of the full tensor
     sharded: DTensor = DTensor.from_local(
         values,
         parameter.device_mesh,
         parameter.placements if placements is None else placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full.shape,
+        stride=full.stride(),
     )
     return sharded
 
@@ -78,11 +78,11 @@ def zeros(
     """Zeros of ``shape``, sharded along ``dims`` as ``parameter`` is."""
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    here = parameter.to_local()
-    extent = [here.shape[d] if d in dims else size for d, size in enumerate(shape)]
+    local_weights = parameter.to_local()
+    extent = [local_weights.shape[d] if d in dims else size for d, size in enumerate(shape)]
     placements = [p if _dim(p) in dims else Replicate() for p in parameter.placements]
-    here_zeros = torch.zeros(extent, dtype=dtype, device=here.device)
-    return sharded_as(parameter, here_zeros, shape, placements)
+    local_zeros = torch.zeros(extent, dtype=dtype, device=local_weights.device)
+    return sharded_as(parameter, local_zeros, shape, placements)
 
 
 def _dim(placed: Placement) -> int | None:
