@@ -73,8 +73,8 @@ class EncoderWorker:
             if error := self._read(ERROR):
                 raise DataError(error)
             if self._starts >= MAX_STARTS:
-                said = "".join(f": {line}" for line in self._read(LOG).splitlines()[-1:])
-                raise DataError(f"the encoder process ended {self._child.ending}{said}")
+                last_line = "".join(f": {line}" for line in self._read(LOG).splitlines()[-1:])
+                raise DataError(f"the encoder process ended {self._child.ending}{last_line}")
         self.start()  # again, if it was killed, for want of memory say, or its work is gone
         time.sleep(POLL_SECONDS)
 

@@ -169,8 +169,9 @@ def build_saver(
     """The saver of a run: the folder of its checkpoints, and their companions, ``code`` among
     them."""
     world = policy.world
-    own = tokenizer_of(Path(codec.tokenizer.name_or_path))
-    files = {RUN_RECIPE: dump(recipe).encode(), **weights.tokenizer_files(codec.tokenizer, own)}
+    saved_tokenizer = tokenizer_of(Path(codec.tokenizer.name_or_path))
+    files = {RUN_RECIPE: dump(recipe).encode()}
+    files |= weights.tokenizer_files(codec.tokenizer, saved_tokenizer)
     files |= policy.weights.small_files(base.at_commit(), base.folder, codec.stop_token_ids)
     section = recipe.checkpoint
     return AsyncSaver(

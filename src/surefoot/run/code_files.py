@@ -31,9 +31,9 @@ def code_of(recipe: Recipe, parts: StageParts = AS_IN_THE_RECIPE) -> dict[str, b
     """The file that records the functions of ``recipe`` and of ``parts``, if there are some. Raises
     ``RunError``."""
     process = RewardProcess()
-    found = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
+    digests = {str(path): _hash(path, process) for path in functions_in(recipe)} | parts.code()
     process.end()
-    return {NAME: json.dumps(found, indent=2, sort_keys=True).encode()} if found else {}
+    return {NAME: json.dumps(digests, indent=2, sort_keys=True).encode()} if digests else {}
 
 
 def try_rewards(recipe: Recipe) -> None:
@@ -44,11 +44,11 @@ def try_rewards(recipe: Recipe) -> None:
     cls: type = type(stage)
     fields = schema.settings(cls).items()
     rewards = [
-        one.task
+        reward.task
         for name, field in fields
         if field.variants is REWARDS
-        for one in getattr(stage, name)
-        if one.task is not None
+        for reward in getattr(stage, name)
+        if reward.task is not None
     ]
     examples: list[Example] = []
     with contextlib.suppress(SurefootError):  # said when all datasets are opened
@@ -60,7 +60,7 @@ def try_rewards(recipe: Recipe) -> None:
     texts = _texts(rows, examples)
     for name, _ in fields:
         if isinstance(path := getattr(stage, name), FunctionPath):
-            events = [Event(n, rows[n], said, True) for n, said in enumerate(texts.completions)]
+            events = [Event(n, rows[n], text, True) for n, text in enumerate(texts.completions)]
             stepped(process, path, events, seconds)
     for task in rewards:
         computed(process, task, texts, seconds, stage.on_reward_error)
@@ -69,11 +69,11 @@ def try_rewards(recipe: Recipe) -> None:
 
 def _texts(rows: Sequence[DatasetRow], examples: Sequence[Example]) -> Texts:
     """The responses of the rows, and what comes before each; there are no tokens yet."""
-    said = [[message.content for message in example.messages] for example in examples]
+    contents = [[message.content for message in example.messages] for example in examples]
     is_answered = [
         bool(example.messages) and example.messages[-1].role == "assistant" for example in examples
     ]
-    pairs = list(zip(said, is_answered, strict=True))
+    pairs = list(zip(contents, is_answered, strict=True))
     names = dict.fromkeys(name for row in rows for name in row.columns)
     return Texts(
         ["\n".join(texts[:-1] if is_last else texts) for texts, is_last in pairs],
@@ -89,12 +89,12 @@ def functions_in(section: object) -> Iterator[FunctionPath]:
     """Every function that a section and its variants name."""
     cls: type = type(section)
     for name in schema.settings(cls):
-        found = getattr(section, name)
-        for value in found if isinstance(found, tuple) else (found,):
-            if isinstance(value, FunctionPath):
-                yield value
-            elif schema.is_section(value):
-                yield from functions_in(value)
+        value = getattr(section, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, FunctionPath):
+                yield part
+            elif schema.is_section(part):
+                yield from functions_in(part)
 
 
 def check_code(code: Mapping[str, bytes], folder: Path) -> None:

@@ -75,38 +75,43 @@ def precompute(
     held_out = {name: eval_set(dataset, size) for name, dataset in data.evals.items()}
     train = _train_set(recipe, data, world)
     sets = [*([] if train is None else [train]), *held_out.values()]
-    found = columns_of(recipe, folders, sets, world)
+    columns = columns_of(recipe, folders, sets, world)
     if is_blank:
-        found.blank(BlankContext(codec, recipe.stage, data_loading.collation_of(recipe)))
-    ahead = {} if found.is_complete else auxiliary_models(recipe.stage, "ahead")
+        columns.blank(BlankContext(codec, recipe.stage, data_loading.collation_of(recipe)))
+    ahead = {} if columns.is_complete else auxiliary_models(recipe.stage, "ahead")
 
     def run(policy: Network | None) -> None:
         networks = {} if policy is None else {POLICY: policy}
-        for role, one in ahead.items():
-            networks[role] = networks[POLICY] if one.model is None else open_model(role)
-        found.run(context_of(recipe, codec, networks, world, recipe.train.seed))
+        for role, auxiliary in ahead.items():
+            networks[role] = networks[POLICY] if auxiliary.model is None else open_model(role)
+        columns.run(context_of(recipe, codec, networks, world, recipe.train.seed))
 
-    if all(one.model is not None for one in ahead.values()):
+    if all(auxiliary.model is not None for auxiliary in ahead.values()):
         run(None)
         ahead = {}
     policy = open_policy(bool(ahead) or needs_start(recipe))
     if ahead:
         run(policy)
-    joined = _joined(found, data, train, held_out)
+    joined = _joined(columns, data, train, held_out)
     return joined, open_networks(recipe, policy, open_model)
 
 
 def _joined(
-    found: Precomputation, data: AnyData, train: WindowSet | None, held_out: Mapping[str, WindowSet]
+    columns: Precomputation,
+    data: AnyData,
+    train: WindowSet | None,
+    held_out: Mapping[str, WindowSet],
 ) -> RunColumns:
     if train is not None:
-        held = {name: with_items(examples, found) for name, examples in data.evals.items()}
-        data = replace(data, train=with_items(train.items, found), evals=held)
+        with_columns = {
+            name: with_items(examples, columns) for name, examples in data.evals.items()
+        }
+        data = replace(data, train=with_items(train.items, columns), evals=with_columns)
     evals = {
-        name: EvaluationSet(examples, with_windows(held_out[name], found))
+        name: EvaluationSet(examples, with_windows(held_out[name], columns))
         for name, examples in data.evals.items()
     }
-    return RunColumns(data, NOTHING if train is None else with_windows(train, found), evals)
+    return RunColumns(data, NOTHING if train is None else with_windows(train, columns), evals)
 
 
 def _train_set(recipe: Recipe, data: AnyData, world: World) -> WindowSet | None:
@@ -125,12 +130,12 @@ def columns_of(
     """The known columns of ``sets``, and what is to be computed."""
     stage, options = recipe.stage, options_of(recipe)
     ahead = auxiliary_models(stage, "ahead")
-    models = {role: model_of(one, recipe.model) for role, one in ahead.items()}
-    found = {
+    models = {role: model_of(auxiliary, recipe.model) for role, auxiliary in ahead.items()}
+    models_and_folders = {
         role: (model, folders.get(POLICY if model is recipe.model else role) or resolve(model))
         for role, model in models.items()
     }
-    identity = identity_of(stage, found, options.precision, options.packing)
+    identity = identity_of(stage, models_and_folders, options.precision, options.packing)
     return precomputation(stage, identity, recipe.data.cache_dir or default_folder(), sets, world)
 
 
@@ -170,9 +175,9 @@ def build_evaluation(
 
     def context(place: Place) -> NetworkContext:
         seed = derive(section.seed, *place)
-        found = context_of(recipe, codec, networks, world, seed, guard)
+        stage_context = context_of(recipe, codec, networks, world, seed, guard)
         return replace(
-            found,
+            stage_context,
             process=process,
             state=state.values,
             served=served,

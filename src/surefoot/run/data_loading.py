@@ -37,19 +37,19 @@ def open_data(
         if recipe.data.streaming:
             check_windows(recipe, None, world)
             return stream_data(recipe, codec, base)
-        found = prepare(encoding_of(recipe, codec))
-    for line in found.report.lines():  # such as those of dropped rows
+        data = prepare(encoding_of(recipe, codec))
+    for line in data.report.lines():  # such as those of dropped rows
         logger.info("%s", line)
-    check_windows(recipe, len(found.train), world)
+    check_windows(recipe, len(data.train), world)
     train = recipe.train
-    if found.evals and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
+    if data.evals and not (train.eval_steps or train.eval_minutes or train.eval_epoch):
         logger.info(
             "the run is not evaluated while it trains; set train.eval_epoch: true, or run "
             "`surefoot eval` on it later"
         )
-    for remark in recipe.stage.remarks(found.train):
+    for remark in recipe.stage.remarks(data.train):
         logger.warning("%s", remark)
-    return found, nullcontext()
+    return data, nullcontext()
 
 
 def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> None:
@@ -65,8 +65,9 @@ def check_windows(recipe: Recipe, num_examples: int | None, world: World) -> Non
     if (rest or size) >= least:
         return
     step = train.fixed_micro_batch_size * world.num_data_ranks
-    found = (n for n in count(step, step) if n > size and not 0 < (num_examples or n) % n < least)
-    cure = f"set train.global_batch_size={next(found)}, for example"
+    larger = (n for n in count(step, step) if n > size)
+    valid_sizes = (n for n in larger if not 0 < (num_examples or n) % n < least)
+    cure = f"set train.global_batch_size={next(valid_sizes)}, for example"
     if num_examples is not None and num_examples < least:
         cure = "give it more rows"
     what = f"the last of {num_examples:,} rows" if rest else "each row"
@@ -123,7 +124,8 @@ def longest_document(recipe: Recipe, data: AnyData) -> int:
     are not encoded yet, as many as ``data.cutoff_len`` allows."""
     longest = recipe.data.longest
     if data.whole is not None:
-        encoded = max(int(one.lengths.max(initial=0)) for one in (data.whole, *data.evals.values()))
+        datasets = (data.whole, *data.evals.values())
+        encoded = max(int(dataset.lengths.max(initial=0)) for dataset in datasets)
         longest = longest_row(recipe.stage, encoded, longest)
     return longest + recipe.stage.max_new_tokens
 

@@ -87,8 +87,8 @@ def describe_environment() -> dict[str, Facts]:
     """The whole report, by title."""
     versions = {name: _version(name) for name in [*PACKAGES, *OPTIONAL]}
     imports = {name: _import(name) for name, version in versions.items() if version}
-    said = probe_all({**imports, _TORCH: TORCH, _CHOICES: CHOICES})
-    states = {name: _state(version, said.get(name)) for name, version in versions.items()}
+    results = probe_all({**imports, _TORCH: TORCH, _CHOICES: CHOICES})
+    states = {name: _state(version, results.get(name)) for name, version in versions.items()}
     return {
         "surefoot": {
             "version": __version__,
@@ -96,8 +96,8 @@ def describe_environment() -> dict[str, Facts]:
             "python": f"{platform.python_version()} at {sys.executable}",
         },
         "machine": machine(),
-        "torch": torch_facts(said[_TORCH]),
-        "used here": choice_facts(said[_CHOICES]),
+        "torch": torch_facts(results[_TORCH]),
+        "used here": choice_facts(results[_CHOICES]),
         "packages": {name: states[name] for name in PACKAGES},
         "optional": {name: states[name] for name in OPTIONAL},
     }
@@ -145,8 +145,8 @@ def probe_all(codes: Mapping[str, str]) -> dict[str, ProbeResult]:
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         alone = dict(zip(rest, pool.map(lambda name: _run({name: codes[name]}), rest), strict=True))
     failed = {
-        name: ProbeResult(found.get(name), "" if name in found else error)
-        for name, (found, error) in alone.items()
+        name: ProbeResult(findings.get(name), "" if name in findings else error)
+        for name, (findings, error) in alone.items()
     }
     return {name: failed.get(name) or ProbeResult(reached[name]) for name in codes}
 
@@ -161,10 +161,10 @@ def _run(codes: Mapping[str, str]) -> tuple[dict[str, object], str]:
 def _said(line: str) -> tuple[str, object] | None:
     """The name and the value in a line that ``say`` printed; packages may print others."""
     try:
-        name, found = json.loads(line)
+        name, finding = json.loads(line)
     except (TypeError, ValueError):
         return None
-    return str(name), found
+    return str(name), finding
 
 
 def _state(version: str | None, result: ProbeResult | None) -> str:

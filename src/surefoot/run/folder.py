@@ -99,15 +99,15 @@ def opened(recipe: Recipe, world: World = ALONE) -> Iterator[RunFolder]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    held = lock(  # a dead process holds none
+    folder_lock = lock(  # a dead process holds none
         folder,
         RunError,
         doing=f"train.output_dir: cannot lock {folder}",
         taken=f"train.output_dir: another process is training in {folder}, or saves to it; "
         "stop it or choose another folder",
     )
-    with held:
-        if not held.is_real:
+    with folder_lock:
+        if not folder_lock.is_real:
             logger.warning(
                 "%s: this file system has no locks, so a second process that trains in the same "
                 "folder is not noticed; start only one",
@@ -148,23 +148,23 @@ def _look_away(folder: Path, recipe: Recipe) -> RemoteRun | None:
 
 
 def _refuse_another_run(folder: RunFolder, recipe: Recipe) -> None:
-    known, steps = folder.path / RUN_RECIPE, _steps(folder)
+    run_recipe, steps = folder.path / RUN_RECIPE, _steps(folder)
     place = recipe.train.output_dir
-    if not known.exists():
+    if not run_recipe.exists():
         if steps:
             raise RunError(
                 f"train.output_dir: {place} contains checkpoint-{max(steps)} of a run without "
                 f"{RUN_RECIPE}, so Surefoot did not write it; choose another folder"
             )
         return
-    every = changes(load(known), recipe)
+    every = changes(load(run_recipe), recipe)
     for change in every if steps else ():
         if change.path in LENGTH:
             logger.info("%s since the last start: the learning rates follow the new length", change)
     differing = [c for c in every if not c.path.startswith(FREE)]
     resume = recipe.checkpoint.resume
-    asked = _is_within(resume, place) or _is_inside(resume, folder.path)
-    if differing and steps and not asked:
+    is_requested = _is_within(resume, place) or _is_inside(resume, folder.path)
+    if differing and steps and not is_requested:
         listed = "; ".join(str(change) for change in differing[:4])
         here = f" (and {folder.path})" if folder.away else ""
         raise RunError(
@@ -220,8 +220,8 @@ def with_chosen_size(recipe: Recipe, folder: RunFolder, world: World, choose: Si
 def _known_size(folder: RunFolder) -> int | None:
     """The micro-batch size that the run in ``folder`` has begun with."""
     path = folder.path / RUN_RECIPE
-    found = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
-    return None if found == "auto" else found
+    size = load(path).train.micro_batch_size if path.exists() and _steps(folder) else "auto"
+    return None if size == "auto" else size
 
 
 def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
@@ -254,15 +254,15 @@ def resume_point(folder: RunFolder, recipe: Recipe) -> Path | None:
 def _set_aside_damaged(folder: RunFolder, recipe: Recipe, latest: int) -> None:
     """Rename the checkpoints of a local run, none of which is valid. Raises ``RunError`` if one
     is: nothing that a run can resume from is put away."""
-    found = find_latest(folder.path) if folder.away is None else None
-    if found is None or found.path is not None:
-        name = f"checkpoint-{latest}" if found is None or found.path is None else found.path.name
+    search = find_latest(folder.path) if folder.away is None else None
+    if search is None or search.path is not None:
+        name = f"checkpoint-{latest}" if search is None or search.path is None else search.path.name
         raise RunError(
             f"checkpoint.resume is none, but {recipe.train.output_dir} contains {name}; choose "
             "another train.output_dir"
         )
-    refuse_foreign(found)
-    set_aside(found)
+    refuse_foreign(search)
+    set_aside(search)
     logger.warning("no checkpoint in %s is valid: starting from scratch", folder.path)
 
 
@@ -280,20 +280,20 @@ def _requested_checkpoint(resume: str, folder: RunFolder, recipe: Recipe) -> Pat
         if not is_step and has_manifest(Path(resume)):
             expect_valid(Path(resume))
         return Path(resume)
-    asked = Address(resume)
-    if folder.away is not None and asked.parent == folder.away.address:
-        return folder.away.get(asked.name)
-    return stores().fetch(asked, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
+    remote = Address(resume)
+    if folder.away is not None and remote.parent == folder.away.address:
+        return folder.away.get(remote.name)
+    return stores().fetch(remote, recipe.train.cache_dir, seconds=recipe.checkpoint.remote_seconds)
 
 
 def lineage_of(recipe: Recipe) -> str:
     """A hash of the settings on which the weights after a number of steps depend."""
-    told = {
+    settings = {
         path: value
         for path, value in _flat(schema.write(recipe), ())
         if path.startswith(_OF_SCHEDULES) or not path.startswith(FREE)
     }
-    return digest(json.dumps(told, sort_keys=True, default=str).encode())
+    return digest(json.dumps(settings, sort_keys=True, default=str).encode())
 
 
 def _flat(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, object]]:

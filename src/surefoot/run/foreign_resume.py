@@ -64,7 +64,7 @@ def writer_of(folder: Path) -> ForeignTrainer | None:
     """The other trainer that wrote ``folder``; None if it is Surefoot's, or nobody's."""
     if files.exists(folder / MANIFEST):
         return None
-    return next((one for one in TRAINERS.values() if one.recognise(folder)), None)
+    return next((trainer for trainer in TRAINERS.values() if trainer.recognise(folder)), None)
 
 
 def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrainer | None:
@@ -74,11 +74,11 @@ def detect_trainer(folder: Path, *, trust_pickle: bool, pp: int) -> ForeignTrain
     mere weights, ``RecipeError`` for a pipeline, which cannot resume from a Trainer's checkpoint.
     """
     with files.raising(CheckpointError):
-        found = writer_of(folder)
-        layout = None if found is not None else detect_layout(folder)
-    if found is not None:
-        found.check(folder, trust_pickle=trust_pickle, pp=pp)
-        return found
+        writer = writer_of(folder)
+        layout = None if writer is not None else detect_layout(folder)
+    if writer is not None:
+        writer.check(folder, trust_pickle=trust_pickle, pp=pp)
+        return writer
     if layout is not None and not layout.has_manifest:
         where = "adapter" if layout.is_adapter else "path"
         raise CheckpointError(
@@ -103,19 +103,22 @@ def latest_foreign(run: Path) -> tuple[ForeignTrainer, Path] | None:
     """The trainer that the folder ``run`` is of, and its latest complete checkpoint."""
     if all(files.exists(path / MANIFEST) for path in named(run)):
         return None
-    found = ((trainer, trainer.latest_in(run)) for trainer in TRAINERS.values())
-    return next(((trainer, latest) for trainer, latest in found if latest is not None), None)
+    for trainer in TRAINERS.values():
+        if (latest := trainer.latest_in(run)) is not None:
+            return trainer, latest
+    return None
 
 
 def other_model(shapes: Mapping[str, Shape], weights: Weights) -> str | None:
     """Why tensors of these ``shapes`` are not those of ``weights``, if they are not."""
-    wanted = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
-    odd = sorted(wanted.keys() ^ shapes.keys()) or [n for n in wanted if wanted[n] != shapes[n]]
+    own_shapes = {name: tuple(t.shape) for name, t in weights.state_dict().items()}
+    odd = sorted(own_shapes.keys() ^ shapes.keys())
+    odd = odd or [name for name, shape in own_shapes.items() if shape != shapes[name]]
     if not odd:
         return None
     here, there = (
-        f"of shape {list(found[odd[0]])}" if odd[0] in found else "missing"
-        for found in (wanted, shapes)
+        f"of shape {list(side[odd[0]])}" if odd[0] in side else "missing"
+        for side in (own_shapes, shapes)
     )
     return (
         f"a checkpoint of another model: {counted(len(odd), 'tensor differs', 'tensors differ')}; "

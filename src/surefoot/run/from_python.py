@@ -65,22 +65,22 @@ class Given:
         these become known."""
         for name, (choices, protocol) in VARIANTS.items():
             register(name, others.get(name), choices, protocol)
-        found = dict[str, object]()
+        settings = dict[str, object]()
         if self.model is not None:
-            found["model.path"] = PLACEHOLDER
+            settings["model.path"] = PLACEHOLDER
         if self.train_dataset is not None:
-            found["data.datasets"] = [TRAIN]
+            settings["data.datasets"] = [TRAIN]
         if self.eval_dataset is not None:
-            found["data.eval_datasets"] = [EVAL]
-        return found | dict(others)
+            settings["data.eval_datasets"] = [EVAL]
+        return settings | dict(others)
 
     def stored(self, recipe: Recipe) -> Recipe:
         """``recipe`` with the objects written into its folder. Raises ``SurefootError`` if they
         cannot be."""
         rows = {TRAIN: self.train_dataset, EVAL: self.eval_dataset}
-        given = {name: value for name, value in rows.items() if value is not None}
-        if given:
-            data = with_rows(recipe.data, given, recipe.train.folder)
+        datasets = {name: value for name, value in rows.items() if value is not None}
+        if datasets:
+            data = with_rows(recipe.data, datasets, recipe.train.folder)
             recipe = replace(recipe, data=data)
         if self.model is not None or self.tokenizer is not None:
             recipe = with_model(recipe, self.model, self.tokenizer)
@@ -210,15 +210,16 @@ def with_model(
             f"and {recipe.train.output_dir} is a URL; save it and set model.path"
         )
     if isinstance(tokenizer, str | Path):
-        known = _tokenizer_at(str(tokenizer), f"tokenizer: no tokenizer in {str(tokenizer)!r}")
+        name = str(tokenizer)
+        loaded_tokenizer = _tokenizer_at(name, f"tokenizer: no tokenizer in {name!r}")
     elif tokenizer is None:
         name = getattr(model, "name_or_path", "")
-        known = _tokenizer_at(
+        loaded_tokenizer = _tokenizer_at(
             name, f"model: no tokenizer in {name!r}, where it comes from; give one"
         )
     else:
-        known = tokenizer
-    files, folder = saved_files(known), recipe.train.folder.absolute()
+        loaded_tokenizer = tokenizer
+    files, folder = saved_files(loaded_tokenizer), recipe.train.folder.absolute()
     if model is None:
         base = resolve(recipe.model)
         target = folder / f"base-model-{_digest(files, base)}"
@@ -250,10 +251,10 @@ def _checked(model: nn.Module) -> PreTrainedModel:
 
 def _tokenizer_at(name: str, problem: str) -> PreTrainedTokenizerBase:
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         raise ModelError(problem) from None
-    return found
+    return tokenizer
 
 
 def _digest(files: Mapping[str, bytes], model: PreTrainedModel | Path) -> str:
@@ -309,8 +310,8 @@ class StageParts:
 
     def code(self) -> dict[str, str]:
         """The given functions, and hashes of their source."""
-        given = zip(GIVEN, (self.loss, self.collate, self.metrics), strict=True)
-        return {role: _hash(function) for role, function in given if function is not None}
+        functions = zip(GIVEN, (self.loss, self.collate, self.metrics), strict=True)
+        return {role: _hash(function) for role, function in functions if function is not None}
 
     def of(self, stage: Stage) -> Stage:
         """``stage`` with these parts. Raises ``RecipeError`` for outputs that do not exist."""
@@ -333,13 +334,13 @@ class StageParts:
 
         def compute(_self: object, role: str, outputs: Outputs, batch: Batch) -> Loss:
             is_own = loss is not None and role == POLICY
-            found = loss(outputs, batch) if loss and is_own else stage.loss(role, outputs, batch)
-            if not isinstance(found, Loss):
-                kind = type(found).__name__
+            result = loss(outputs, batch) if loss and is_own else stage.loss(role, outputs, batch)
+            if not isinstance(result, Loss):
+                kind = type(result).__name__
                 raise RunError(f"loss: expected a surefoot.batch.Loss(total, weight), got {kind}")
             if metrics is None or outputs.predictions is None:
-                return found
-            return replace(found, metrics={**found.metrics, **metrics(outputs, batch)})
+                return result
+            return replace(result, metrics={**result.metrics, **metrics(outputs, batch)})
 
         return compute
 
@@ -351,9 +352,9 @@ def _with_members(stage: Stage, members: Mapping[str, object]) -> Stage:
     """An instance of a new class with the settings of ``stage``. It has the same name, by which
     encoded datasets are cached: no part changes these."""
     cls: Any = type(stage)
-    made = type(cls.__name__, (cls,), dict(members))
-    found: Stage = made(**{one.name: getattr(stage, one.name) for one in fields(cls)})
-    return found
+    subclass = type(cls.__name__, (cls,), dict(members))
+    changed: Stage = subclass(**{f.name: getattr(stage, f.name) for f in fields(cls)})
+    return changed
 
 
 def _spec(outputs: Sequence[str]) -> OutputSpec:
@@ -380,7 +381,8 @@ def register(name: str, value: object, choices: Extended[type[Any]], protocol: t
     if cls.__name__ in choices:
         raise RecipeError(f"{name}: there is another {cls.__name__}; give the class its own name")
     declared = (*vars(protocol), *inspect.get_annotations(protocol))
-    missing = [one for one in declared if not one.startswith("_") and not hasattr(value, one)]
+    members = [name for name in declared if not name.startswith("_")]
+    missing = [name for name in members if not hasattr(value, name)]
     if missing:
         raise RecipeError(
             f"{name}: the class {cls.__name__} has no {', '.join(missing)}; add what "

@@ -56,8 +56,8 @@ def recorded(
         with record.before_uploads():
             yield record
     finally:  # errors may name what they were given
-        said = {n: redacted(v) if isinstance(v, str) else v for n, v in record.end.items()}
-        finish(trackers, **said)
+        end = {n: redacted(v) if isinstance(v, str) else v for n, v in record.end.items()}
+        finish(trackers, **end)
 
 
 @dataclass
@@ -143,10 +143,10 @@ class Outcome:
 
 def machine() -> dict[str, object]:
     """What trains: the device, cores, memory in bytes, and versions."""
-    found = device()
-    is_gpu = found.type == "cuda"
+    accelerator = device()
+    is_gpu = accelerator.type == "cuda"
     return {
-        "device_name": torch.cuda.get_device_name(found) if is_gpu else platform.machine(),
+        "device_name": torch.cuda.get_device_name(accelerator) if is_gpu else platform.machine(),
         "cores": len(psutil.Process().cpu_affinity() or ()) if sys.platform == "linux" else None,
         "memory": psutil.virtual_memory().total,
         "surefoot": __version__,

@@ -46,7 +46,7 @@ class BaseModels:
 
     recipe: Recipe
     models: Mapping[str, BaseModel]
-    known: Record
+    recorded: Record
     checkpoint: Path | None
 
     @property
@@ -57,21 +57,21 @@ class BaseModels:
     @property
     def folders(self) -> dict[str, Path]:
         """The folder of each model."""
-        return {role: one.folder for role, one in self.models.items()}
+        return {role: base.folder for role, base in self.models.items()}
 
     def record(self) -> dict[str, bytes]:
         """The file that records the models. Raises ``ModelError`` if one is not what the
         checkpoint was trained with."""
-        now = identify(self.models, self.known)
-        for role, one in now.items():
-            if role in self.known and (names := changed(self.known[role], one)):
-                raise ModelError(self._refusal(role, one.path, names))
+        now = identify(self.models, self.recorded)
+        for role, base in now.items():
+            if role in self.recorded and (names := changed(self.recorded[role], base)):
+                raise ModelError(self._refusal(role, base.path, names))
         self._compare_adapter(now)
         return {base_identity.NAME: base_identity.dump(now)}
 
     def _refusal(self, role: str, path: str, names: list[str]) -> str:
         assert self.checkpoint is not None
-        before, step = self.known[role].path, self.checkpoint.name
+        before, step = self.recorded[role].path, self.checkpoint.name
         setting = "model.path" if role == POLICY else f"the {role}"
         key = "model.path" if self.recipe.method.saves_base_model else "model.adapter"
         other = f"or start a new run from its weights ({key}={self.checkpoint})"
@@ -104,25 +104,25 @@ class BaseModels:
 def find_bases(recipe: Recipe, checkpoint: Path | None) -> BaseModels:
     """The models of ``recipe``; those of a hub at the commit with which the run of ``checkpoint``
     began. Raises ``ModelError`` if one does not exist."""
-    known = {} if checkpoint is None else base_identity.read(checkpoint)
-    section = pinned(recipe.model, known.get(POLICY))
+    recorded = {} if checkpoint is None else base_identity.read(checkpoint)
+    section = pinned(recipe.model, recorded.get(POLICY))
     if section != recipe.model:
         logger.info("model.path: %s at the commit of the run, %s", section.path, section.revision)
-    auxiliary = recipe.stage.auxiliary
-    is_start_needed = any(one.model is None for one in auxiliary.values())
+    auxiliaries = recipe.stage.auxiliary
+    is_start_needed = any(auxiliary.model is None for auxiliary in auxiliaries.values())
     has_weights = is_start_needed or not recipe.method.saves_base_model
     folder = resolve(section)
-    found = {POLICY: BaseModel(section, folder, has_weights, section.adapter, is_start_needed)}
-    for role, one in auxiliary.items():
-        if one.model is not None:
-            other = pinned(model_of(one, recipe.model), known.get(role))
-            found[role] = BaseModel(
+    models = {POLICY: BaseModel(section, folder, has_weights, section.adapter, is_start_needed)}
+    for role, auxiliary in auxiliaries.items():
+        if auxiliary.model is not None:
+            other = pinned(model_of(auxiliary, recipe.model), recorded.get(role))
+            models[role] = BaseModel(
                 other,
                 _resolved(other, role),
                 adapter=other.adapter,
                 has_adapter_weights=other.adapter is not None,
             )
-    return BaseModels(recipe, found, known, checkpoint)
+    return BaseModels(recipe, models, recorded, checkpoint)
 
 
 def _resolved(section: ModelSection, role: str) -> Path:
@@ -163,11 +163,11 @@ def parts_of(
     recipe: Recipe, role: str, folders: Mapping[str, Path] = NO_FOLDERS, longest: int = 0
 ) -> tuple[Path, ModelSection, NetworkOptions]:
     """The folder of the model of a role, its section, and the options it is opened with."""
-    one = recipe.stage.auxiliary[role]
-    model = model_of(one, recipe.model)
-    base = folders.get(POLICY if one.model is None else role) or resolve(model)
+    auxiliary = recipe.stage.auxiliary[role]
+    model = model_of(auxiliary, recipe.model)
+    base = folders.get(POLICY if auxiliary.model is None else role) or resolve(model)
     options = frozen_options(recipe, longest=longest)
-    return base, model, replace(options, heads=heads_of(one, model, base))
+    return base, model, replace(options, heads=heads_of(auxiliary, model, base))
 
 
 def heads_of(auxiliary: AuxiliaryModel, model: ModelSection, base: Path) -> Sequence[str]:
@@ -188,11 +188,11 @@ def open_networks(
     divergences from these. One that is the base under its adapter is no second model, and none that
     only prepares windows is if it is the policy before the first step; any other is ``opened``."""
     others: dict[str, Network] = {}
-    for role, one in auxiliary_models(recipe.stage, "window").items():
+    for role, auxiliary in auxiliary_models(recipe.stage, "window").items():
         if is_base_of_policy(recipe, role) and not _trains_head(policy):
             others[role] = policy.without_adapter()
             logger.info("%s: the base under the adapter, without a second model", role)
-        elif one.model is None and not is_compared(recipe, role):
+        elif auxiliary.model is None and not is_compared(recipe, role):
             others[role] = replace(policy, around=InitialValues(policy).in_place)
         else:
             others[role] = opened(role)
@@ -220,7 +220,9 @@ def is_compared(recipe: Recipe, role: str) -> bool:
 def needs_start(recipe: Recipe) -> bool:
     """Whether windows are prepared with the policy as it was before the first step."""
     models = auxiliary_models(recipe.stage, "window").items()
-    return any(one.model is None and not is_compared(recipe, role) for role, one in models)
+    return any(
+        auxiliary.model is None and not is_compared(recipe, role) for role, auxiliary in models
+    )
 
 
 def is_base_of_policy(recipe: Recipe, role: str) -> bool:
@@ -239,8 +241,8 @@ def _trains_head(policy: Network) -> bool:
 def check_tokens(recipe: Recipe, codec: Codec) -> None:
     """Raise ``RecipeError`` unless all auxiliary models have the tokens of the policy, and those
     that it is compared with have embeddings for all of them. Reads no weights."""
-    for role, one in recipe.stage.auxiliary.items():
-        if one.model is None:
+    for role, auxiliary in recipe.stage.auxiliary.items():
+        if auxiliary.model is None:
             continue
         base, model, _ = parts_of(recipe, role)
         tokenizer = open_codec(replace(recipe, model=model), base).tokenizer

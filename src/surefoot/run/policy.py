@@ -88,12 +88,12 @@ def open_policy(
     ``is_new`` is False if a checkpoint has the values of what the method adds. ``longest`` are the
     tokens of the longest document in packed rows."""
     options = options_of(recipe, is_read=is_read, is_new=is_new, longest=longest)
-    made = open_network(base, recipe.model, tokenizer, world, options)
-    share = made.num_trainable / made.num_parameters
-    logger.info("trainable parameters: %s (%.3g %% of all)", f"{made.num_trainable:,}", 100 * share)
-    if {row.trained for row in made.coverage} != {FULL}:
-        logger.info("%s", table(made.coverage))
-    return made
+    network = open_network(base, recipe.model, tokenizer, world, options)
+    percent = 100 * network.num_trainable / network.num_parameters
+    logger.info("trainable parameters: %s (%.3g %% of all)", f"{network.num_trainable:,}", percent)
+    if {row.trained for row in network.coverage} != {FULL}:
+        logger.info("%s", table(network.coverage))
+    return network
 
 
 def options_of(
@@ -123,7 +123,7 @@ def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
     """Raise what is known to be wrong before the data is encoded, which may take hours."""
     if why := slowness(choose(recipe.train.precision), device()):
         logger.warning("%s", why)
-    auxiliary = [one for one in recipe.stage.auxiliary.values() if one.model is not None]
+    auxiliaries = [other for other in recipe.stage.auxiliary.values() if other.model is not None]
     refuse_early(
         resolve(recipe.model),
         recipe.model,
@@ -132,7 +132,7 @@ def check_early(recipe: Recipe, world: World, codec: Codec) -> None:
         num_processes=world.size,
         output_dir=recipe.train.folder,
         tokenizer=codec.tokenizer,
-        others=[model_of(one, recipe.model) for one in auxiliary],
+        others=[model_of(auxiliary, recipe.model) for auxiliary in auxiliaries],
     )
 
 
@@ -147,12 +147,13 @@ def settle_packing(recipe: Recipe, trainer: Trainer, policy: Network, *, is_resu
         policy.verify_packing()  # it has values only now
     is_free = recipe.model.attention == "auto" and world.pp == 1
     if is_free and inner.config._attn_implementation == f"{packed_attention.PREFIX}sdpa":
-        known = kernels.packed_attention or (packed_attention.BY_DOCUMENT if is_resumed else None)
+        kernel = kernels.packed_attention or (packed_attention.BY_DOCUMENT if is_resumed else None)
         bounds = data_loading.packed_bounds(recipe, trainer.windows.loader)
-        if known is None and world.is_main:
+        if kernel is None and world.is_main:
             dtype = COMPUTED_IN.get(policy.options.precision, inner.dtype)
-            known = packed_attention.choose(packed_attention.row_of(inner, bounds, device(), dtype))
-        kernels.packed_attention = packed_attention.use(inner, world.from_main(known))
+            row = packed_attention.row_of(inner, bounds, device(), dtype)
+            kernel = packed_attention.choose(row)
+        kernels.packed_attention = packed_attention.use(inner, world.from_main(kernel))
     sharing = select_prompt_sharing(policy.sharing, inner, kernels.shared_prompts)
     kernels.shared_prompts = sharing
 

@@ -27,7 +27,7 @@ def resolved(recipe: Recipe) -> Recipe:
         model,
         path=located(model.path),
         adapter=None if model.adapter is None else adapter_in(Path(model.adapter)),
-        frozen_adapters=tuple(adapter_in(Path(one)) for one in model.frozen_adapters),
+        frozen_adapters=tuple(adapter_in(Path(folder)) for folder in model.frozen_adapters),
     )
     return with_adapter_settings(replace(recipe, model=model))
 
@@ -60,16 +60,16 @@ def _with_models(section: Any) -> Any:
     cls: type = type(section)
     for name in schema.settings(cls):
         value = getattr(section, name)
-        found = _model(value)
-        if found is not value:
-            changed[name] = found
+        resolved_value = _model(value)
+        if resolved_value is not value:
+            changed[name] = resolved_value
     return replace(section, **changed) if changed else section
 
 
 def _model(value: Any) -> Any:
     if isinstance(value, ModelPath):
-        found = located(value)
-        return value if found == value else ModelPath(found)
+        folder = located(value)
+        return value if folder == value else ModelPath(folder)
     if isinstance(value, tuple):
         items = tuple(map(_model, value))
         return value if all(a is b for a, b in zip(items, value, strict=True)) else items
@@ -83,21 +83,21 @@ def with_adapter_settings(recipe: Recipe) -> Recipe:
     if adapter is None:
         return recipe
     try:
-        found = replace(recipe, method=recipe.method.continued(adapter))
+        continued = replace(recipe, method=recipe.method.continued(adapter))
     except (ValueError, TypeError) as error:
-        said = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
-        raise schema.recipe_error([Problem(("model", "adapter"), said)]) from None
+        problem = f"{recipe.model.adapter}/{ADAPTER} has settings that are not supported: {error}"
+        raise schema.recipe_error([Problem(("model", "adapter"), problem)]) from None
     usual = replace(recipe, method=type(recipe.method)())
-    own = {change.path for change in changes(recipe, usual)}
+    set_paths = {change.path for change in changes(recipe, usual)}
     problems = [
         Problem(
             tuple(change.path.split(".")),
             f"{change.old}, but {change.new} in model.adapter ({recipe.model.adapter}); leave it "
             "out to continue with the adapter's",
         )
-        for change in changes(recipe, found)
-        if change.path in own
+        for change in changes(recipe, continued)
+        if change.path in set_paths
     ]
     if problems:
         raise schema.recipe_error(problems)
-    return found
+    return continued

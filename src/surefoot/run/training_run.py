@@ -85,10 +85,10 @@ def train(
         overrides, model = {"model.path": str(model), **overrides}, None
     if model is not None and not isinstance(model, nn.Module):
         overrides, model = {"model": model, **overrides}, None
-    given = Given(
+    objects = Given(
         train_dataset=train_dataset, eval_dataset=eval_dataset, model=model, tokenizer=tokenizer
     )
-    loaded = given.stored(read_recipe(recipe, given.overrides(overrides)))
+    loaded = objects.stored(read_recipe(recipe, objects.overrides(overrides)))
     return run(loaded, callbacks=callbacks, trust_pickle=trust_pickle, parts=parts)
 
 
@@ -170,9 +170,9 @@ def _fit(trainer: Trainer, *, tries_heaviest: bool = False) -> Outcome:
         return outcome_of(trainer)
     if state.is_complete:
         logger.info("the last step is saved, but the run was ended before its results were written")
-    told = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
+    explain_rank_loss = explain_peer_loss(trainer.world.rank, lambda: trainer.signal)
     # also after the last step: a signal lets the last upload finish
-    with trainer.stop, told, explain_out_of_memory(trainer):
+    with trainer.stop, explain_rank_loss, explain_out_of_memory(trainer):
         if tries_heaviest:
             trainer.try_heaviest()
         trainer.fit()
