@@ -16,7 +16,7 @@ import state
 import torch
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.disk.commit import committed
 from surefoot.checkpoint.layouts.opening import open_folder

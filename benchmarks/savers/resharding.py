@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.disk.tensorfile import explain
 from surefoot.checkpoint.layouts.layout import file_name

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.layouts.opening import open_folder

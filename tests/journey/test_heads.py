@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import surefoot
 from project import Project, checkpoints, in_child, losses
 from surefoot.batch import Loss, OutputSpec
-from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.layouts.detection import open_contents
 from surefoot.checkpoint.sources.source import FolderSource, read_whole
 from surefoot.checkpoint.verification import verify

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..checkpoint.layouts.adapter_merge import same_values
 from ..checkpoint.layouts.opening import open_named
-from ..checkpoint.sources.lora import same_values
 from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError

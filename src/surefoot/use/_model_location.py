@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.converting.model_files import read_config
+from ..checkpoint.converting.origin import read_config
 from ..checkpoint.disk.commit import named, step_of
 from ..checkpoint.layouts.detection import detect_layout, open_weights
 from ..checkpoint.remote import stores

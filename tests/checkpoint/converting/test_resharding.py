@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from counting import Counting
-from surefoot.checkpoint.converting.resharding import plan_reshard, reshard
+from surefoot.checkpoint.converting._resharding import plan_reshard, reshard
 from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-from surefoot.checkpoint.converting.resharding import reshard
+from surefoot.checkpoint.converting._resharding import reshard
 from surefoot.checkpoint.converting.targets import write_dcp
 from surefoot.checkpoint.layouts.layout import file_name, shard_files
 from surefoot.checkpoint.layouts.opening import open_folder

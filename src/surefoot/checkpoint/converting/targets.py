@@ -25,9 +25,20 @@ from ..layouts.opening import open_folder
 from ..sources.copying import Progress, cast, copy, fill, silent
 from ..sources.source import Renamed, TensorSource
 from ..sources.weights import ADAPTER_CONFIG, DISTRIBUTED
-from .model_files import adapter_files, companions, named_as, refuse_adapter
-from .origin import Done, ModelTarget, OptionError, Origin, RewardHead, Target, WeightsTarget
-from .resharding import ALONE, reshard, tensors_of_ranks, write_weights
+from ._resharding import ALONE, reshard, tensors_of_ranks, write_weights
+from .origin import (
+    Done,
+    ModelTarget,
+    OptionError,
+    Origin,
+    RewardHead,
+    Target,
+    WeightsTarget,
+    adapter_files,
+    companions,
+    named_as,
+    refuse_adapter,
+)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoint.converting.model_files import companions
-from ...checkpoint.converting.origin import Done, ModelTarget, Origin
+from ...checkpoint.converting.origin import Done, ModelTarget, Origin, companions
 from ...checkpoint.disk.commit import named, new_folder, refuse_taken, write_small
 from ...checkpoint.disk.folder import companions_of, open_checkpoint
 from ...checkpoint.disk.tensorfile import FilePlan, build, num_bytes

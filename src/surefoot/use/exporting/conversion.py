@@ -15,8 +15,16 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from ...checkpoint.converting.model_files import configs, read_config
-from ...checkpoint.converting.origin import Done, Hints, Origin, RewardHead, Target, WholeModel
+from ...checkpoint.converting.origin import (
+    Done,
+    Hints,
+    Origin,
+    RewardHead,
+    Target,
+    WholeModel,
+    configs,
+    read_config,
+)
 from ...checkpoint.converting.targets import HuggingFaceModel
 from ...checkpoint.disk.folder import companions_of
 from ...checkpoint.layouts.opening import has_opener, open_any, open_named

@@ -10,11 +10,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...checkpoint.converting.model_files import read_config
-from ...checkpoint.layouts.adapter_merge import PREFIX, TOKENS, AsLoRA, Updated, merged
+from ...checkpoint.converting.origin import read_config
+from ...checkpoint.layouts.adapter_merge import (
+    PREFIX,
+    TOKENS,
+    AsLoRA,
+    ExpertSlice,
+    Updated,
+    merged,
+    same_values,
+)
 from ...checkpoint.layouts.detection import is_sequence_classification
 from ...checkpoint.layouts.opening import open_folder, open_named
-from ...checkpoint.sources.lora import ExpertSlice, same_values
 from ...checkpoint.sources.source import Renamed, Shape, TensorSource
 from ...data.section import without_datasets
 from ...data.text.codec import Codec
