@@ -294,12 +294,12 @@ class BenchResult:
         """Of the time, by phase."""
         return {name: spent / self.seconds for name, spent in self.phases.items()}
 
-    def as_data(self, one: SingleRankRecipe) -> dict[str, object]:
+    def as_data(self, single_rank: SingleRankRecipe) -> dict[str, object]:
         """All figures, in bytes, tokens and seconds, as ``surefoot bench --json`` prints them."""
         return {
-            "num_processes": one.num_processes,
+            "num_processes": single_rank.num_processes,
             "measured_processes": 1,
-            "examples_a_step": one.recipe.train.global_batch_size,
+            "examples_a_step": single_rank.recipe.train.global_batch_size,
             "tokens_per_second": self.tokens_per_second,
             "trained_tokens_per_second": self.trained_tokens_per_second,
             "step_seconds": self.step_seconds,

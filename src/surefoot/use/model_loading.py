@@ -368,7 +368,7 @@ def _on_base(adapter: ModelLocation, base: ModelLocation) -> ModelFolders:
 
 
 def _base_of(adapter: ModelLocation, base: str | Path | None, damaged: Damaged) -> ModelLocation:
-    """The base of an adapter: the base one, or the one in its files, if these are still what the
+    """The base of an adapter: ``base``, or the one in its files, if these are still what the
     adapter was trained on."""
     if base is not None:
         located = locate(base, damaged)

@@ -154,37 +154,37 @@ def build(
     return DryRunModel(networks[POLICY], tensors, recipe, steps, others, keeps_first)
 
 
-def optimizer_state(skeleton: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
+def optimizer_state(dry_run: DryRunModel) -> dict[str, dict[str, torch.Tensor]]:
     """The state of the recipe's optimizer after a step, by parameter, when it is largest, as the
     optimizer declares it; fake tensors."""
-    optim, layouts, state = skeleton.recipe.optim, skeleton.network.layouts, {}
-    turn = skeleton.largest_turn
-    for name, parameter in skeleton.network.named.items():
+    optim, layouts, state = dry_run.recipe.optim, dry_run.network.layouts, {}
+    turn = dry_run.largest_turn
+    for name, parameter in dry_run.network.named.items():
         if name not in turn:
             continue
-        shapes = shapes_of_state(optim, parameter, layouts[name], skeleton.shape_at_once(name))
-        with skeleton.tensors.mode:
+        shapes = shapes_of_state(optim, parameter, layouts[name], dry_run.shape_at_once(name))
+        with dry_run.tensors.mode:
             state[name] = {
                 key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes.items()
             }
     return state
 
 
-def describe(skeleton: DryRunModel) -> list[Weight]:
+def describe(dry_run: DryRunModel) -> list[Weight]:
     """Every parameter and buffer of the model, with its optimizer state."""
-    state = optimizer_state(skeleton)
-    skeleton.train(skeleton.largest_turn)
-    names = {id(p): name for name, p in skeleton.network.named.items()}
+    state = optimizer_state(dry_run)
+    dry_run.train(dry_run.largest_turn)
+    names = {id(p): name for name, p in dry_run.network.named.items()}
     blocks = {
         id(tensor): index
-        for index, layer in enumerate(layers(skeleton.network.module))
+        for index, layer in enumerate(layers(dry_run.network.module))
         for tensor in layer.parameters()
     }
-    inner = skeleton.network.inner
+    inner = dry_run.network.inner
     head, last = inner.get_output_embeddings(), inner.get_input_embeddings()
     is_tied = head is not None and last is not None and head.weight is last.weight
     weights = []
-    for parameter in skeleton.network.module.parameters():
+    for parameter in dry_run.network.module.parameters():
         name = names.get(id(parameter), "")
         state_tensors = state.get(name, {}).values()
         weights.append(
@@ -193,18 +193,18 @@ def describe(skeleton: DryRunModel) -> list[Weight]:
                 parameter.element_size(),
                 parameter.requires_grad,
                 blocks.get(id(parameter)),
-                state=sum(t.nbytes for t in state_tensors if t.ndim) + skeleton.copied(name),
+                state=sum(t.nbytes for t in state_tensors if t.ndim) + dry_run.copied(name),
                 scalars=sum(tensor.nbytes for tensor in state_tensors if not tensor.ndim),
                 is_last=last is not None and parameter is last.weight and not is_tied,
-                kept=skeleton.kept_gradient(name) if parameter.requires_grad else 0,
+                kept=dry_run.kept_gradient(name) if parameter.requires_grad else 0,
             )
         )
     weights += [
         Weight(tuple(p.shape), p.element_size(), False, layer)
-        for number, other in enumerate(skeleton.others, 1)
+        for number, other in enumerate(dry_run.others, 1)
         for p, layer in _layered(other.module, number)
     ]
-    modules = [skeleton.network.module, *(other.module for other in skeleton.others)]
+    modules = [dry_run.network.module, *(other.module for other in dry_run.others)]
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
     weights += [
         Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers
@@ -223,30 +223,30 @@ def _layered(module: nn.Module, number: int) -> Iterator[tuple[nn.Parameter, int
     return ((parameter, blocks.get(id(parameter))) for parameter in module.parameters())
 
 
-def dry_run_batch(skeleton: DryRunModel, batch: Batch) -> Pass:
+def dry_run_batch(dry_run: DryRunModel, batch: Batch) -> Pass:
     """Run ``batch``, which may be real, forward and backward. Raises ``NotRehearsedError`` if the
     model reads values, which do not exist, or uses a kernel for which torch has no shapes."""
     was_disabled, _LOGGER.disabled = _LOGGER.disabled, True
     try:
         passes = []
-        for turn in skeleton.deepest_turns:
-            skeleton.train(turn)
-            passes.append(_measure_pass(skeleton, batch))
+        for turn in dry_run.deepest_turns:
+            dry_run.train(turn)
+            passes.append(_measure_pass(dry_run, batch))
         return max(passes, key=lambda measured: measured.at_peak.total)
     except (RuntimeError, NotImplementedError) as error:
-        name = type(skeleton.network.inner).__name__
+        name = type(dry_run.network.inner).__name__
         raise NotRehearsedError(f"{name} cannot run on fake tensors: {first_line(error)}") from None
     finally:
         _LOGGER.disabled = was_disabled
 
 
-def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
-    batch = widened(batch, skeleton.setting.tp if skeleton.setting.sequence_parallel else 1)
-    module, inner, grown = skeleton.network.module, skeleton.network.inner, 0
-    modules = [module, *(other.module for other in skeleton.others)]
+def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
+    batch = widened(batch, dry_run.setting.tp if dry_run.setting.sequence_parallel else 1)
+    module, inner, grown = dry_run.network.module, dry_run.network.inner, 0
+    modules = [module, *(other.module for other in dry_run.others)]
     model_tensors = [tensor for each in modules for tensor in (*each.parameters(), *each.buffers())]
     kept_bytes: dict[torch.Tensor, int] = {
-        p: skeleton.kept_gradient(name) for name, p in skeleton.network.named.items()
+        p: dry_run.kept_gradient(name) for name, p in dry_run.network.named.items()
     }
 
     def drop(parameter: torch.Tensor) -> None:
@@ -263,10 +263,10 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
     kernel = inner.config._attn_implementation
     if _needs_no_mask(inner, batch):
         inner.set_attn_implementation(UNMASKED)
-    size, vocabulary = inner.config.get_text_config().vocab_size, skeleton.tensors.vocabulary
+    size, vocabulary = inner.config.get_text_config().vocab_size, dry_run.tensors.vocabulary
     live = LiveBytes(model_tensors, size if vocabulary is None else vocabulary.width, lambda: grown)
     try:
-        saved = _saved(skeleton, batch, live)
+        saved = _saved(dry_run, batch, live)
     finally:
         inner.set_attn_implementation(kernel)
         for hook in hooks:
@@ -276,12 +276,12 @@ def _measure_pass(skeleton: DryRunModel, batch: Batch) -> Pass:
     )
 
 
-def _saved(skeleton: DryRunModel, batch: Batch, live: LiveBytes) -> Snapshot:
+def _saved(dry_run: DryRunModel, batch: Batch, live: LiveBytes) -> Snapshot:
     """Run the model forward and backward; returns what was saved in between."""
-    stage, mode = skeleton.recipe.stage, skeleton.tensors.mode
+    stage, mode = dry_run.recipe.stage, dry_run.tensors.mode
     fake_batch = batch.located().mapped(mode.from_tensor)
     with mode, live:
-        outputs = skeleton.network.engine.runner.run(fake_batch, stage.spec)
+        outputs = dry_run.network.engine.runner.run(fake_batch, stage.spec)
         loss = with_router_loss(stage.loss(POLICY, outputs, fake_batch), outputs).total
         del outputs
         saved = live.now

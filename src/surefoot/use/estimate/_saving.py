@@ -47,26 +47,26 @@ _IN_MANIFEST, _OF_RECORD = 180, 450
 
 
 def size_of_checkpoint(
-    skeleton: DryRunModel, codec: Codec, base: Path, *, num_logs: int
+    dry_run: DryRunModel, codec: Codec, base: Path, *, num_logs: int
 ) -> CheckpointSize:
     """The size of a checkpoint of the run, at its end, with ``num_logs`` records in it."""
-    recipe, state = skeleton.recipe, optimizer_state(skeleton)
-    saver = build_saver(recipe, skeleton.network, codec, BaseModel(recipe.model, base))
+    recipe, state = dry_run.recipe, optimizer_state(dry_run)
+    saver = build_saver(recipe, dry_run.network, codec, BaseModel(recipe.model, base))
     job, live = prepare(
         recipe.train.folder,
         0,
         {
-            "model": _Held(_plain(skeleton.network.weights.state_dict())),
+            "model": _Held(_plain(dry_run.network.weights.state_dict())),
             "optimizer": _Held({name: _plain(tensors) for name, tensors in state.items()}),
             "trainer": TrainerState(),
             "random": RandomState(),
         },
-        kind=skeleton.network.weights.kind,
+        kind=dry_run.network.weights.kind,
         companions=saver.companions,
         max_shard_size=recipe.checkpoint.max_shard_size,
         crew=saver.writers,
     )
-    never_updated = live.groups["model"].keys() - frozenset[str]().union(*skeleton.turns)
+    never_updated = live.groups["model"].keys() - frozenset[str]().union(*dry_run.turns)
     weights, optimizer, unchanging = 0, 0, 0
     rest = sum(map(len, job.small.values())) + num_logs * _OF_RECORD
     for shard in job.shards:

@@ -142,12 +142,12 @@ def imported() -> int:
     return resident_bytes
 
 
-def saving_of(skeleton: DryRunModel, ground: PlanBase) -> Saving:
+def saving_of(dry_run: DryRunModel, ground: PlanBase) -> Saving:
     """What the checkpoints of a run take."""
     course = ground.course
-    section, train = skeleton.recipe.checkpoint, skeleton.recipe.train
+    section, train = dry_run.recipe.checkpoint, dry_run.recipe.train
     num_logs = course.steps // train.log_steps if train.log_steps else 0
-    size = size_of_checkpoint(skeleton, ground.codec, ground.base, num_logs=num_logs)
+    size = size_of_checkpoint(dry_run, ground.codec, ground.base, num_logs=num_logs)
     saves = saved_steps(
         steps=course.steps,
         steps_per_epoch=course.steps_per_epoch,
@@ -156,7 +156,7 @@ def saving_of(skeleton: DryRunModel, ground: PlanBase) -> Saving:
     )
     evaluates = train.eval_steps or train.eval_minutes or train.eval_epoch
     at_once = most_at_once(saves, section.rule(), (section.keep_best or 1) if evaluates else 0)
-    is_adapter = not skeleton.recipe.method.saves_base_model
+    is_adapter = not dry_run.recipe.method.saves_base_model
     copy = snapshot_size(size, ground.machine.num_processes, is_adapter=is_adapter)
     return Saving(
         size=size,

@@ -221,10 +221,10 @@ def memory_of(recipe: Recipe, machine: Machine, rank_model: DryRunModel, peak_pa
     return replace(estimate, weights=estimate.weights + more, peak=estimate.peak + more)
 
 
-def _update_size(recipe: Recipe, skeleton: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
+def _update_size(recipe: Recipe, dry_run: DryRunModel, mesh: MeshShape, *, offloads: bool) -> int:
     """Bytes that an update takes for a moment: bfloat16 weights in float32, and a state that rests
     in main memory."""
-    trained = [weight for weight in skeleton.weights if weight.is_trained]
+    trained = [weight for weight in dry_run.weights if weight.is_trained]
     gradients_of_bf16 = [
         weight.gradient(mesh.dp_shard) // 2 for weight in trained if weight.item_size == 2
     ]
