@@ -87,7 +87,7 @@ class _Turn:
     place: Place  # of the next window
     loaded: Sequence[Features] | None  # its examples, if the turn began it
     inside: WindowState  # before the turn
-    kept: Mapping[str, float]  # by the stage, before the turn
+    stage_values: Mapping[str, float]  # what the stage keeps, before the turn
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Windows:
     def _taken(self, turn: _Turn) -> StepInput:
         self.loader.resize(self.memory.micro_batch_size)
         place, figures, seconds = turn.place, dict[str, float](), 0.0
-        self.inside, self.stage_state.values = replace(turn.inside), turn.kept
+        self.inside, self.stage_state.values = replace(turn.inside), turn.stage_values
         if turn.loaded is not None:
             started = time.monotonic()
             prepared = self.stage.prepare(self.context(place), turn.loaded)
