@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import click
@@ -17,7 +18,9 @@ from gguf import GGML_QUANT_SIZES
 from surefoot.cli.main import listed, main
 from surefoot.data.text.families import TemplateFamily, families
 from surefoot.optim import OPTIMIZERS
-from surefoot.optim.optimizer import bytes_per_element, can_shard
+from surefoot.optim.optimizer import Optimizer, declared_state
+from surefoot.optim.state_tensor import ParameterKind
+from surefoot.parallel.sharding import AxisShard
 from surefoot.plugins.gguf.architectures import ARCHITECTURES, GGUFArchitecture
 from surefoot.plugins.gguf.formats import FORMATS, Format
 from surefoot.plugins.gguf.vocabulary import PRE_TOKENIZERS
@@ -29,6 +32,8 @@ from surefoot.schema import Setting, json_schema, markdown, settings, variant_na
 from surefoot.schema._reading import write_setting
 
 WIDTH = 88
+SIDE = 4096  # of the matrix in the reference
+_SIZES = {"": 4, "float32": 4, "bfloat16": 2, "uint8": 1}
 NOTE = "<!-- Written by `make docs` from the code. Do not edit. -->\n"
 RECIPE = """# The recipe
 
@@ -189,16 +194,34 @@ def _optimizers() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for name, cls in OPTIMIZERS.items():
         optim = cls()
-        of_matrix, keys = bytes_per_element(optim, is_matrix=True)
-        of_other, _ = bytes_per_element(optim, is_matrix=False)
+        of_matrix, keys = _bytes_per_element(optim, is_matrix=True)
+        of_other, _ = _bytes_per_element(optim, is_matrix=False)
         axes = ", ".join(
-            f"`{a}`" for a, dim in (("dp_shard", 0), ("tp", 1)) if can_shard(optim, dim)
+            f"`{a}`" for a, dim in (("dp_shard", 0), ("tp", 1)) if _can_shard(optim, dim)
         )
         tensors = ", ".join(f"`{key}`" for key in keys)
         about = markdown(inspect.getdoc(cls) or "")
         cells = [f"`{name}`", f"{of_matrix:.3g}", f"{of_other:.3g}", tensors, axes, about]
         yield "| " + " | ".join(cells) + " |"
     yield ""
+
+
+def _bytes_per_element(optim: Optimizer, *, is_matrix: bool) -> tuple[float, list[str]]:
+    """The bytes of state of an element of a large matrix that is updated in float32, and the keys
+    of the tensors that are not scalars."""
+    shape, size = (SIDE, SIDE), 0
+    declared = declared_state(optim, shape, ParameterKind(is_matrix))
+    tensors = {key: tensor for key, tensor in declared.items() if tensor.shape(shape)}
+    for tensor in tensors.values():
+        size += prod(tensor.shape(shape)) * _SIZES[tensor.dtype]
+    return size / SIDE**2, list(tensors)
+
+
+def _can_shard(optim: Optimizer, dim: int) -> bool:
+    """Whether the state of matrices can be sharded along ``dim``."""
+    shape, cut = (SIDE, SIDE), (AxisShard("any", dim),)
+    tensors = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
+    return all(each.cuts is not None and each.cuts(shape, cut) is not None for each in tensors)
 
 
 def _sections() -> Iterator[str]:

@@ -15,11 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from ..errors import RecipeError, counted
-from ..parallel.sharding import AxisShard
 from ..schema import must
 from ._rules import modules as rules
 from .state_tensor import ParameterKind, ParameterKinds, Shape, StateTensor, check_kinds, layout_of
@@ -139,28 +137,6 @@ def declared_state(optim: Optimizer, shape: Shape, layout: ParameterKind) -> dic
     """The tensors of the state of a parameter, by key."""
     tensors = optim.state_tensors.items()
     return {key: tensor for key, tensor in tensors if tensor.belongs_to(shape, layout)}
-
-
-SIDE = 4096  # of the matrix in the reference
-_SIZES = {"": 4, "float32": 4, "bfloat16": 2, "uint8": 1}
-
-
-def bytes_per_element(optim: Optimizer, *, is_matrix: bool) -> tuple[float, list[str]]:
-    """The bytes of state of an element of a large matrix that is updated in float32, and the keys
-    of the tensors that are not scalars."""
-    shape, size = (SIDE, SIDE), 0
-    declared = declared_state(optim, shape, ParameterKind(is_matrix))
-    tensors = {key: tensor for key, tensor in declared.items() if tensor.shape(shape)}
-    for tensor in tensors.values():
-        size += prod(tensor.shape(shape)) * _SIZES[tensor.dtype]
-    return size / SIDE**2, list(tensors)
-
-
-def can_shard(optim: Optimizer, dim: int) -> bool:
-    """Whether the state of matrices can be sharded along ``dim``."""
-    shape, cut = (SIDE, SIDE), (AxisShard("any", dim),)
-    tensors = declared_state(optim, shape, ParameterKind(is_matrix=True)).values()
-    return all(each.cuts is not None and each.cuts(shape, cut) is not None for each in tensors)
 
 
 Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
