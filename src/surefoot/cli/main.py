@@ -92,9 +92,8 @@ class Commands(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The commands and options that begin so; no command is imported for it."""
-        commands = [
-            CompletionItem(n, help=h) for n, h in listed().items() if n.startswith(incomplete)
-        ]
+        matches = ((n, h) for n, h in listed().items() if n.startswith(incomplete))
+        commands = [CompletionItem(n, help=h) for n, h in matches]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(

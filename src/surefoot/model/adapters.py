@@ -280,10 +280,8 @@ def has_exact_lengths(module: nn.Module) -> bool:
 
 def _magnitudes(model: nn.Module) -> dict[str, DoraLinearLayer]:
     """Those of linear layers, by name."""
-    candidates = (
-        (name, m) for name, m in model.named_modules() if name.count("lora_magnitude_vector.")
-    )
-    return {name: module for name, module in candidates if has_exact_lengths(module)}
+    modules = {n: m for n, m in model.named_modules() if n.count("lora_magnitude_vector.")}
+    return {name: module for name, module in modules.items() if has_exact_lengths(module)}
 
 
 def _forward(

@@ -179,11 +179,8 @@ def _extend(config: PretrainedConfig, section: ModelSection, folder: Path) -> No
             f"model.max_positions: {max_positions:,} is less than the {positions:,} positions that "
             f"{folder} has; for shorter examples, set data.cutoff_len"
         )
-    scaled = {
-        **config.rope_parameters,
-        "rope_type": section.rope_scaling,
-        "factor": max_positions / positions,
-    }
+    factor = max_positions / positions
+    scaled = {**config.rope_parameters, "rope_type": section.rope_scaling, "factor": factor}
     if section.rope_scaling != "linear":
         scaled["original_max_position_embeddings"] = positions
     if section.rope_scaling == "llama3":

@@ -263,11 +263,8 @@ def _row(vocabulary: int, start: int, *, shares: bool) -> Batch:
     tokens = torch.arange(_FIRST + sum(_PAIR))
     first, prompt, first_response, second_response = torch.split(tokens, [_FIRST, *_PAIR])
     both = [torch.cat([prompt, first_response]), torch.cat([prompt, second_response])]
-    documents = [
-        first,
-        *([torch.cat([prompt, first_response, second_response])] if shares else ()),
-        *both,
-    ]
+    shared = [torch.cat([prompt, first_response, second_response])] if shares else []
+    documents = [first, *shared, *both]
     token = torch.cat(documents)
     ids = torch.where(token < _FIRST, token + start, token) % vocabulary
     positions = (

@@ -166,10 +166,8 @@ def compile_layers(layers: Sequence[nn.Module], *, backend: str = "inductor") ->
 
     @cache
     def compiled(function: Function) -> Function:
-        compiled_function: Function = torch.compile(
-            function, backend=backend, options=options, dynamic=True
-        )
-        return compiled_function
+        compiled: Function = torch.compile(function, backend=backend, options=options, dynamic=True)
+        return compiled
 
     for layer in layers:
         disable_fused_lora(layer)

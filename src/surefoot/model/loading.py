@@ -300,10 +300,8 @@ def names_stored(model: PreTrainedModel, stored: Tensors) -> dict[str, str]:
 def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that are saved in files of ``model``, tied ones once."""
     yield from model.named_parameters()
-    persistent_names = model.state_dict().keys()
-    yield from (
-        (name, buffer) for name, buffer in model.named_buffers() if name in persistent_names
-    )
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 @torch.no_grad()
@@ -413,9 +411,8 @@ def on_meta(model: nn.Module) -> Iterator[None]:
             dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
             empty = torch.empty_like(tensor, device="meta", dtype=dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
-            blanks[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            )
+            new = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            blanks[id(tensor)] = new
         return blanks[id(tensor)]
 
     try:

@@ -103,10 +103,8 @@ def _joined(
     held_out: Mapping[str, WindowSet],
 ) -> RunColumns:
     if train is not None:
-        with_columns = {
-            name: with_items(examples, columns) for name, examples in data.evals.items()
-        }
-        data = replace(data, train=with_items(train.items, columns), evals=with_columns)
+        held_out_items = {name: with_items(items, columns) for name, items in data.evals.items()}
+        data = replace(data, train=with_items(train.items, columns), evals=held_out_items)
     evals = {
         name: EvaluationSet(examples, with_windows(held_out[name], columns))
         for name, examples in data.evals.items()

@@ -220,9 +220,7 @@ def is_compared(recipe: Recipe, role: str) -> bool:
 def needs_start(recipe: Recipe) -> bool:
     """Whether windows are prepared with the policy as it was before the first step."""
     models = auxiliary_models(recipe.stage, "window").items()
-    return any(
-        auxiliary.model is None and not is_compared(recipe, role) for role, auxiliary in models
-    )
+    return any(each.model is None and not is_compared(recipe, role) for role, each in models)
 
 
 def is_base_of_policy(recipe: Recipe, role: str) -> bool:

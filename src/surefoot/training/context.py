@@ -138,11 +138,9 @@ class NetworkContext:
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError
     ) -> Rewarded:
         """Of each reward those of all rollouts; tasks run on rank 0. Raises ``RunError``."""
-        repetitions = [
-            self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)
-        ]
-        self.recorded.append(Recorded(rollouts, rewards, repetitions))
-        return repetitions[0]
+        results = [self._rewarded(rewards, rollouts, seconds, on_error) for _ in range(self.times)]
+        self.recorded.append(Recorded(rollouts, rewards, results))
+        return results[0]
 
     def _rewarded(
         self, rewards: Rewards, rollouts: Rollouts, seconds: float, on_error: OnError

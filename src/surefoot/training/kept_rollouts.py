@@ -36,18 +36,14 @@ class Recorded:
     @property
     def by_reward(self) -> Sequence[Mapping[str, Sequence[float | None]]]:
         """The rewards by name, of each time."""
-        return [
-            dict(zip(self.rewards_by_name, rewarded.by_reward, strict=True))
-            for rewarded in self.repetitions
-        ]
+        names = self.rewards_by_name
+        return [dict(zip(names, each.by_reward, strict=True)) for each in self.repetitions]
 
     @property
     def rewards(self) -> list[float | None]:
         """The sum for each rollout, as it is trained on."""
-        return total(
-            self.repetitions[0].by_reward,
-            [reward.weight for reward in self.rewards_by_name.values()],
-        )
+        weights = [reward.weight for reward in self.rewards_by_name.values()]
+        return total(self.repetitions[0].by_reward, weights)
 
 
 @dataclass(frozen=True)

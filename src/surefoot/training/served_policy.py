@@ -126,9 +126,7 @@ class ServedPolicy:
             journal.forget_older()
         groups = _groups(request.prompts, existing)
         with ThreadPoolExecutor(self.server.concurrency) as pool:
-            futures = {
-                pool.submit(self._ask, request, group, stop): at for group, at in groups.items()
-            }
+            futures = {pool.submit(self._ask, request, g, stop): at for g, at in groups.items()}
             for future in as_completed(futures):
                 try:
                     arrived = dict(zip(futures[future], future.result(), strict=True))

@@ -318,10 +318,8 @@ class Learner:
     def num_saved_bytes(self) -> int:
         """About the bytes of this rank's part of a checkpoint, once the optimizer has a state."""
         is_full = self.weights.kind == "full"
-        named_parameters = self.module.named_parameters()
-        weights = [
-            p for name, p in named_parameters if is_full or p.requires_grad or is_added(name)
-        ]
+        named = self.module.named_parameters()
+        weights = [p for name, p in named if is_full or p.requires_grad or is_added(name)]
         states = self.step.optimizer.state.values()
         moments = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
         return sum(local(tensor).nbytes for tensor in [*weights, *moments])

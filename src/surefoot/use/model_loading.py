@@ -266,9 +266,8 @@ class ModelFolders:
     @property
     def all(self) -> tuple[Path, ...]:
         """The folders of all weights."""
-        return tuple(
-            folder for folder in (self.model, self.adapter, self.weights) if folder is not None
-        )
+        folders = (self.model, self.adapter, self.weights)
+        return tuple(folder for folder in folders if folder is not None)
 
     @property
     def is_reward(self) -> bool:

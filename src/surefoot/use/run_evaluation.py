@@ -72,9 +72,7 @@ class EvaluationReport:
 
     def compared(self, compare: Compare) -> EvaluationReport:
         """With the similarity of responses to those of the data, by ``compare``."""
-        results = [
-            replace(result, similarity=_similarity(result, compare)) for result in self.results
-        ]
+        results = [replace(r, similarity=_similarity(r, compare)) for r in self.results]
         return replace(self, results=results, similarity=_similarity(self, compare))
 
     @property

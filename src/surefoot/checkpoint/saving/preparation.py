@@ -98,10 +98,7 @@ def prepare(
         sharded = {role: skeleton[role] for role in groups if role in skeleton}
         nonce, parent, plan = crew.agree(_local_tensors(parts, tensors, crew), sharded, parent)
         tensors = plan.tensors
-        parts = {
-            role: _narrowed(local_boxes, plan.mine.get(role, {}))
-            for role, local_boxes in parts.items()
-        }
+        parts = {role: _narrowed(boxes, plan.mine.get(role, {})) for role, boxes in parts.items()}
         skeleton |= plan.optimizers
     shards = _shards(parts, tensors, kind, max_shard_size, crew)
     ours = {**indexes(shards, crew.size), STATE: _dump_skeleton(skeleton)} if crew.rank == 0 else {}
@@ -120,9 +117,7 @@ def prepare(
         mesh=crew.mesh,
         nonce=nonce,
     )
-    values = {
-        role: {n: p.values for n, p in local_boxes.items()} for role, local_boxes in parts.items()
-    }
+    values = {role: {n: p.values for n, p in boxes.items()} for role, boxes in parts.items()}
     return job, LiveTensors(values)
 
 

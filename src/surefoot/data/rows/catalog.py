@@ -136,9 +136,8 @@ class Catalog:
                 "the folder that contains it, or name a file such as rows.jsonl or a hub id such "
                 "as tatsu-lab/alpaca"
             )
-        listed = ", ".join(list(self._registry)[:10]) + (
-            ", ..." if len(self._registry) > 10 else ""
-        )
+        more = ", ..." if len(self._registry) > 10 else ""
+        listed = ", ".join(list(self._registry)[:10]) + more
         hint = nearest(source, self._registry) or f" (it has {listed})"
         return DataError(f"dataset {source!r} is not in {self._path}{hint}")
 

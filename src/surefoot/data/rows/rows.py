@@ -64,9 +64,7 @@ def read_examples(
     numbered = enumerate(rows) if chosen is None else _among(enumerate(rows), chosen)
     for index, row in islice(numbered, max_samples):
         if not isinstance(row, BrokenRow):
-            first_values |= {
-                name: value for name, value in row.items() if first_values.get(name) is None
-            }
+            first_values |= {n: v for n, v in row.items() if first_values.get(n) is None}
             check_columns(entry, index, row)
         item = _read(entry, index, row, read)
         if isinstance(item, BrokenRow) and not item.is_dropped:

@@ -255,9 +255,7 @@ class Completion(ServedResponses[CompletionBody]):
             choice["logprobs"] = {
                 "tokens": [self._named(token.id)],
                 "token_logprobs": [max(token.logp, _LEAST)],
-                "top_logprobs": [
-                    {self._named(token_id): max(logp, _LEAST) for token_id, logp in pairs}
-                ],
+                "top_logprobs": [{self._named(i): max(logp, _LEAST) for i, logp in pairs}],
                 "text_offset": [offset],
             }
             self.offsets[place] = offset + len(self.model.exactly([token.id]))

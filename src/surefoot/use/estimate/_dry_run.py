@@ -206,9 +206,7 @@ def describe(dry_run: DryRunModel) -> list[Weight]:
     ]
     modules = [dry_run.network.module, *(other.module for other in dry_run.others)]
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
-    weights += [
-        Weight(tuple(b.shape), b.element_size(), False, None, is_cut=False) for b in buffers
-    ]
+    weights += [Weight((*b.shape,), b.element_size(), False, None, is_cut=False) for b in buffers]
     return weights
 
 

@@ -103,10 +103,8 @@ class Renderer:
             tail = self.render(probe).rpartition("Answer")[2]
         except TemplateError:
             return None
-        candidates = [
-            (tail.find(token), -len(token), token) for token in self._added if token in tail
-        ]
-        return min(candidates)[2] if candidates else None
+        inside = [token for token in self._added if token in tail]
+        return min(inside, key=lambda token: (tail.find(token), -len(token), token), default=None)
 
     def reads(self, key: str) -> bool:
         """Whether a message's ``key`` may change the text: the template names it, or writes
