@@ -54,7 +54,8 @@ def test_a_stream_takes_the_same_memory_whatever_its_length(tmp_path):
     few, many = (section(tmp_path / str(rows), rows) for rows in (FEW, MANY))
     stream_an_epoch(section(tmp_path / "warm up", 100))
     bounds = [peak(partial(stream_an_epoch, data)) for data in (few, many)]
-    assert bounds[1] < bounds[0] + 200_000  # of 12 MB more text
+    # Of 12 MB more text: 12 more shards are open, up to 32 in all, with 16 KB of offsets each.
+    assert bounds[1] < bounds[0] + 300_000
 
 
 def test_a_whole_dataset_takes_a_few_bytes_of_memory_for_an_example(tmp_path):

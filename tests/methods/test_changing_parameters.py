@@ -147,7 +147,7 @@ def test_checkpoints_inside_a_block_share_what_it_does_not_train(project, tmp_pa
 def test_the_log_tells_which_block_is_trained_and_seldom(project, tmp_path, caplog):
     caplog.set_level("INFO", "surefoot")
     build(at(project, tmp_path / "run", BAdam(switch_interval=1), 100)).fit()
-    lines = [r.getMessage() for r in caplog.records if r.name.endswith("training.learner")]
+    lines = [r.getMessage() for r in caplog.records if r.name.endswith("training.step")]
     assert lines == ["steps 1 to 1 train layer 0"]
     table = next(r.getMessage() for r in caplog.records if "of all weights" in r.getMessage())
     rows = [line.split("%") for line in table.splitlines()[1:]]
