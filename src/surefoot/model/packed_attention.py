@@ -239,12 +239,7 @@ def by_document(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]]:
             options.get("scaling"), dropout, window, options.get("softcap"), options.get("s_aux")
         )
         parts = bounds.parts
-        runs = [
-            n
-            for prompt, first_length, second_length in parts
-            for n in (prompt + first_length, second_length)
-            if n
-        ]
+        runs = [n for prompt, first, second in parts for n in (prompt + first, second) if n]
 
         def each_alone(heads: Heads) -> torch.Tensor:
             # split, not slices: the backward pass of a slice would fill a whole row with zeros

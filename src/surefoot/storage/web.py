@@ -142,13 +142,8 @@ class PromptProtocol(H11Protocol):
         """A visitor has come."""
         super().connection_made(transport)
         self._wait()
-        waiting = [
-            visitor
-            for visitor in self.connections
-            if isinstance(visitor, PromptProtocol)
-            and visitor.is_waiting
-            and not visitor.transport.is_closing()
-        ]
+        visitors = [each for each in self.connections if isinstance(each, PromptProtocol)]
+        waiting = [v for v in visitors if v.is_waiting and not v.transport.is_closing()]
         if len(waiting) > MOST_WAITING:
             min(waiting, key=lambda visitor: visitor._since).transport.close()
 

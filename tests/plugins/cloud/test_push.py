@@ -134,7 +134,7 @@ def test_a_public_repository_is_not_used_for_what_is_private(project, hub):
         push(project / "run" / "checkpoint-2", target())
 
 
-def test_a_later_checkpoint_replaces_an_earlier_one_but_no_edited_card(project, hub):
+def test_a_later_checkpoint_replaces_an_earlier_one_but_no_edits(project, hub):
     push(project / "run" / "checkpoint-2", target())
     files(hub)["README.md"] += b"A note of mine.\n"
     before = files(hub)["adapter_model.safetensors"]
@@ -143,6 +143,18 @@ def test_a_later_checkpoint_replaces_an_earlier_one_but_no_edited_card(project, 
         assert "README.md was edited in the repository, and is left" in plan.notes[-1]
         assert files(hub)["README.md"].endswith(b"A note of mine.\n")
     assert files(hub)["adapter_model.safetensors"] != before
+    files(hub)["adapter_config.json"] = b"{}"  # somebody edits what must not differ
+    with pytest.raises(ModelError, match=r"something else \(adapter_config.json\)"):
+        push(project / "run", target())
+    assert files(hub)["adapter_config.json"] == b"{}"
+
+
+@pytest.mark.parametrize("marker", [b"[]", b'{"format": "surefoot-upload"}', b'{"files": 1}', b"{"])
+def test_a_marker_of_something_else_is_no_upload_of_a_run(project, hub, marker):
+    push(project / "run", target())
+    files(hub)["surefoot.json"] = marker
+    with pytest.raises(ModelError, match="holds something else"):
+        push(project / "run", target())
 
 
 def test_a_dry_run_changes_nothing(project, hub):
@@ -189,6 +201,9 @@ def test_files_that_are_not_part_of_the_model_any_more_are_removed(project, hub,
     push(run, target())
     (run / "loss.png").unlink()
     files(hub)["notes.txt"] = b"somebody's"
+    drawn, files(hub)["loss.png"] = files(hub)["loss.png"], b"edited"
+    assert not push(run, target(), dry_run=True).removed
+    files(hub)["loss.png"] = drawn
     plan = push(run, target())
     assert plan.removed == ["loss.png"]
     assert "loss.png" not in files(hub)

@@ -266,10 +266,8 @@ class ComputedSource(ReplacingSource):
 
     def made(self) -> Mapping[str, tuple[Shape, Sequence[str]]]:
         """The new tensors."""
-        return {
-            name: (tensor.shape, [*tensor.parts.values(), *tensor.unused])
-            for name, tensor in self.computed.items()
-        }
+        tensors = self.computed.items()
+        return {name: (t.shape, [*t.parts.values(), *t.unused]) for name, t in tensors}
 
     def read_made(self, name: str, box: Box) -> torch.Tensor:
         """Computed from its parts, which are read in full."""

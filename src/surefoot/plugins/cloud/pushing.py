@@ -1,9 +1,10 @@
 """Upload a model to the Hugging Face hub: what differs from the repository, in one commit.
 
-``surefoot.json`` in the repository names the run that was uploaded, and its files. So a later
-upload of the same run knows which files to replace, and which are not part of it any more. The
-library asks the hub which contents it has by their hash, and sends the others. So an upload that
-was interrupted sends nothing twice, and the repository changes at once or not at all.
+``surefoot.json`` in the repository names the run that was uploaded, and its files with their
+hashes. So a later upload of the same run knows which files to replace, which are not part of it any
+more, and which somebody has edited since. The library asks the hub which contents it has by their
+hash, and sends the others. So an upload that was interrupted sends nothing twice, and the
+repository changes at once or not at all.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, hf_hub_url
 from huggingface_hub.errors import (  # type: ignore[attr-defined]
@@ -41,6 +41,8 @@ MARKER, CARD = "surefoot.json", "README.md"
 FORMAT = "surefoot-upload"
 _SHOWN = 5  # files of somebody else that an error names
 _OF_THE_HUB = ".gitattributes"  # which it creates by itself
+_MAX_IN_GIT = 10 << 20  # bytes; the hub stores larger files by their sha256 alone
+_Hashes = tuple[str, str]  # sha256, and the hash that git has, empty for large files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,8 @@ class Repository:
     is_private: bool
     commit: str
     files: Mapping[str, RepoFile]
-    marker: Mapping[str, Any]  # ``surefoot.json``, if an upload of a run has left it
+    source: str  # the run that was uploaded last; empty if none was
+    uploaded: Mapping[str, _Hashes]  # its files
 
 
 def push(
@@ -100,22 +103,24 @@ def push(
     files = _with_card(contents, api, target, redaction, notes)
     with _explained(target.name):
         there = _find(api, target.name)
-    removed = list[str]()
+    removed, uploaded = list[str](), dict[str, _Hashes]()
     if there is not None:
-        is_our_run = bool(contents.source) and there.marker.get("source") == contents.source
-        _refuse(there, target, is_our_run=is_our_run)
-        if is_our_run:
-            listed = [name for name in there.marker["files"] if name in there.files]
-            removed = [name for name in listed if name not in files and not _is_of_step(name)]
-            if (card := there.files.get(CARD)) and card.blob_id != there.marker["card"]:
+        others = there.files.keys() - {MARKER, _OF_THE_HUB}
+        if contents.source and there.source == contents.source:
+            uploaded = {**there.uploaded}
+            unchanged = {name for name in others if _is_as_uploaded(there, name)}
+            others = others & files.keys() - unchanged
+            removed = sorted(n for n in unchanged - files.keys() if not _is_of_step(n))
+            if CARD in others:
                 notes.append(f"{CARD} was edited in the repository, and is left as it is there")
                 files[CARD] = None
+        _refuse(there, target, sorted(others - {name for name in files if files[name] is None}))
     uploads = [file for _, file in sorted(files.items()) if file is not None]
     url = f"{api.endpoint}/{target.name}"
     upload = Upload(target, url, uploads, removed, there is None, list(dict.fromkeys(notes)))
     if not dry_run:
         with _explained(target.name):
-            _commit(api, upload, there, contents.source)
+            _commit(api, upload, there, contents.source, uploaded)
     return upload
 
 
@@ -149,25 +154,41 @@ def _find(api: HfApi, name: str) -> Repository | None:
         return None
     tree = api.list_repo_tree(name, recursive=True, revision=about.sha)
     files = {each.path: each for each in tree if isinstance(each, RepoFile)}
-    marker: Any = None
+    marker = b""
     if MARKER in files:
         url = hf_hub_url(name, MARKER, revision=about.sha, endpoint=constants.ENDPOINT)
         answer = get_session().get(url, headers=build_hf_headers(), follow_redirects=True)
         hf_raise_for_status(answer)
-        with suppress(ValueError):  # somebody else's file of this name
-            marker = json.loads(answer.content)
-    is_ours = isinstance(marker, dict) and marker.get("format") == FORMAT
-    return Repository(bool(about.private), about.sha or "", files, marker if is_ours else {})
+        marker = answer.content
+    return Repository(bool(about.private), about.sha or "", files, *_parsed(marker))
 
 
-def _refuse(there: Repository, target: Destination, *, is_our_run: bool) -> None:
-    """Raise ``ModelError`` for a repository that must not be changed."""
+def _parsed(marker: bytes) -> tuple[str, dict[str, _Hashes]]:
+    """The run and the files that were uploaded last; none if the marker is somebody else's."""
+    try:
+        content = json.loads(marker)
+        files = {str(path): (str(h[0]), str(h[1])) for path, h in content["files"].items()}
+        if content["format"] == FORMAT:
+            return str(content["source"]), files
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        pass
+    return "", {}
+
+
+def _is_as_uploaded(there: Repository, name: str) -> bool:
+    """Whether nobody has changed the file since the last upload of a run."""
+    entry, (sha256, git) = there.files[name], there.uploaded.get(name, ("", ""))
+    return entry.lfs.sha256 == sha256 if entry.lfs is not None else entry.blob_id == git
+
+
+def _refuse(there: Repository, target: Destination, others: Sequence[str]) -> None:
+    """Raise ``ModelError`` for a repository that must not be changed. ``others`` are files that
+    somebody else has put there, or edited."""
     if target.is_private and not there.is_private:
         raise ModelError(
             f"{target.name} exists and is public; upload to a private repository, or say --public"
         )
-    others = sorted(there.files.keys() - {MARKER, _OF_THE_HUB})
-    if others and not is_our_run and not target.replaces:
+    if others and not target.replaces:
         more = len(others) - _SHOWN
         rest = f" and {counted(more, 'other file')}" if more > 0 else ""
         raise ModelError(
@@ -182,21 +203,30 @@ def _is_of_step(path: str) -> bool:
     return step_of(Path(PurePosixPath(path).parts[0])) >= 0
 
 
-def _commit(api: HfApi, upload: Upload, there: Repository | None, source: str) -> None:
-    """Make the changes in one commit, which the library omits if there are none."""
-    name, files = upload.target.name, {file.path: file for file in upload.files}
+def _commit(
+    api: HfApi,
+    upload: Upload,
+    there: Repository | None,
+    source: str,
+    uploaded: Mapping[str, _Hashes],
+) -> None:
+    """Make the changes in one commit, which the library omits if there are none. ``uploaded`` are
+    files of this run that were uploaded before; those of checkpoints stay."""
+    name = upload.target.name
     if there is None:
         api.create_repo(name, private=upload.target.is_private, exist_ok=True)
-    card = git_hash(files[CARD].read()) if CARD in files else there and there.marker["card"]
-    fields = {"format": FORMAT, "version": 1, "source": source, "card": card, "files": [*files]}
-    marker = LocalFile(MARKER, (json.dumps(fields, indent=2) + "\n").encode())
-    adding = [
-        CommitOperationAdd(
-            path_in_repo=file.path,
-            path_or_fileobj=file.source if isinstance(file.source, bytes) else str(file.source),
-        )
-        for file in [*upload.files, marker]
-    ]
+    adding = [_addition(file) for file in upload.files]
+    files = {path: hashes for path, hashes in uploaded.items() if path not in upload.removed}
+    for file, addition in zip(upload.files, adding, strict=True):
+        git = git_hash(file.read()) if file.size <= _MAX_IN_GIT else ""
+        files[file.path] = addition.upload_info.sha256.hex(), git
+    fields = {
+        "format": FORMAT,
+        "version": 1,
+        "source": source,
+        "files": dict(sorted(files.items())),
+    }
+    adding.append(_addition(LocalFile(MARKER, (json.dumps(fields, indent=2) + "\n").encode())))
     # huggingface_hub 2.4 sends equal files of one commit, such as of two checkpoints, once each
     each_once = {addition.upload_info.sha256: addition for addition in adding}
     api.preupload_lfs_files(name, list(each_once.values()), free_memory=False)
@@ -206,6 +236,11 @@ def _commit(api: HfApi, upload: Upload, there: Repository | None, source: str) -
         commit_message="Upload with Surefoot",
         parent_commit=None if there is None else there.commit or None,
     )
+
+
+def _addition(file: LocalFile) -> CommitOperationAdd:
+    source = file.source if isinstance(file.source, bytes) else str(file.source)
+    return CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=source)
 
 
 @contextmanager

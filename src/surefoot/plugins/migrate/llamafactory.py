@@ -313,10 +313,8 @@ def _mesh(arguments: GivenArguments) -> Settings:
     data_ranks, rest = divmod(num_ranks, tp)
     if rest:
         raise RefusedError("deepspeed", f"autotp_size {tp} does not divide the {num_ranks} ranks")
-    micro, steps = (
-        arguments["per_device_train_batch_size"],
-        arguments["gradient_accumulation_steps"],
-    )
+    micro = arguments["per_device_train_batch_size"]
+    steps = arguments["gradient_accumulation_steps"]
     buffered = arguments["ppo_buffer_size"] if arguments["stage"] == "ppo" else 1
     settings: Settings = {
         "train.micro_batch_size": "auto" if arguments["auto_find_batch_size"] else micro,
@@ -363,9 +361,8 @@ def _of_fsdp(arguments: GivenArguments) -> Settings:
     if "offload" in options:
         message = "offload: weights stay on the GPU; use quantization_bit, badam or more ranks"
         raise RefusedError("fsdp", message)
-    config = (
-        dict(_content("fsdp_config", arguments["fsdp_config"])) if arguments["fsdp_config"] else {}
-    )
+    given_config = arguments["fsdp_config"]
+    config = dict(_content("fsdp_config", given_config)) if given_config else {}
     inner = config.get("fsdp_config")
     config |= inner if isinstance(inner, Mapping) else {}
     fsdp_keys = FILES["FSDP files of accelerate"]

@@ -156,9 +156,7 @@ def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]
             wrapped = attach_empty(model, adapter)
     except (ModelError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
-    module_names = {
-        id(module): name.removeprefix(PREFIX) for name, module in wrapped.named_modules()
-    }
+    module_names = {id(m): name.removeprefix(PREFIX) for name, m in wrapped.named_modules()}
     updated = {}
     for parameter, layer in adapted(wrapped).items():
         if parameter not in fused:  # a tied one has no name of its own

@@ -132,9 +132,8 @@ def read_receipt(target: Path) -> Receipt:
                 f"{path}: its format is {version}, this version reads {_FORMAT}; update surefoot"
             )
         origin = {n: v for n, v in content.pop("made_from").items() if n != "manifest"}
-        identities = {
-            n: FileIdentity(**fields, stamp="") for n, fields in content.pop("files").items()
-        }
+        entries = content.pop("files")
+        identities = {name: FileIdentity(**entry, stamp="") for name, entry in entries.items()}
         return Receipt(
             artefact=Artefact(**content.pop("artefact")),
             made_from=ExportOrigin(**origin),
