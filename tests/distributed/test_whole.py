@@ -120,6 +120,8 @@ def test_none_writes_much_more_than_another(count, mesh, tmp_path):
 
     sizes, alone = ranks.run(count, work, **mesh), work(ALONE)
     assert sum(sizes) == alone
+    if "dp_shard" not in mesh:  # cut by ceilings, a vocabulary of 97 is 25, 25, 25, 22
+        assert max(sizes) <= 1.02 * alone / count
     assert max(sizes) <= 1.1 * alone / count
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from answering import near, sample
+from answering import keeps_bits, near, sample
 from surefoot.generate import generation
 from surefoot.generate.responses import TextUntil, decoder
 from surefoot.generate.section import GenerateSection, with_options
@@ -169,12 +169,12 @@ def test_a_response_with_stop_texts_is_the_same_whatever_is_beside_it():
 
     whole = sampled(prompts, 9)
     assert {one.text_before_stop is None for one in whole.values()} == {True, False}
-    expected = [whole[i] for i in range(9)]
+    expected, same_bits = [whole[i] for i in range(9)], keeps_bits(network, 40)
     for size in (1, 2):
         found = sampled(prompts, size)
-        assert near([found[i] for i in range(9)], expected)
+        assert near([found[i] for i in range(9)], expected, same_bits=same_bits)
     alone = [sampled([prompt], 1)[0] for prompt in prompts]
-    assert near(alone, expected)
+    assert near(alone, expected, same_bits=same_bits)
 
 
 def test_rows_that_have_ended_are_not_computed(network):

@@ -41,9 +41,9 @@ def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-# Usual bytes of a tensor in the manifest, beside its name, which is there twice; and of a record of
-# the history in the two files with it.
-_IN_MANIFEST, _OF_RECORD = 180, 450
+# Usual bytes of a tensor in the manifest, beside its name, which is there twice; of a file there;
+# and of a record of the history in the two files with it.
+_OF_TENSOR, _OF_FILE, _OF_RECORD = 180, 200, 450
 
 
 def size_of_checkpoint(
@@ -69,12 +69,13 @@ def size_of_checkpoint(
     never_updated = live.groups["model"].keys() - frozenset[str]().union(*dry_run.turns)
     weights, optimizer, unchanging = 0, 0, 0
     rest = sum(map(len, job.small.values())) + num_logs * _OF_RECORD
+    rest += _OF_FILE * (len(job.small) + len(job.shards))
     for shard in job.shards:
         role, num_bytes = FileRole(shard.role), shard.plan.header.file_size
         weights += num_bytes if role.is_weights else 0
         optimizer += num_bytes if role.is_optimizer else 0
         rest += num_bytes if role.is_of_rank_0 else 0
-        rest += sum(_IN_MANIFEST + 2 * len(name) for name in shard.plan.header.entries)
+        rest += sum(_OF_TENSOR + 2 * len(name) for name in shard.plan.header.entries)
         if role.is_weights and shard.plan.header.entries.keys() <= never_updated:
             unchanging += num_bytes
     return CheckpointSize(
