@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -117,6 +118,16 @@ def test_other_ranges_are_refused_and_more_trials_are_not(project, done):
     assert "seed: 0 -> 7; train.max_steps: 24 -> 50" in err
     after = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert after == before
+
+
+def test_trials_of_which_nobody_knows_what_was_searched_are_refused(project, done, tmp_path):
+    """Else trials of other settings would be compared with them."""
+    folder = shutil.copytree(project.folder / "run-sweep", tmp_path / "sweep")
+    lines = (folder / "study.journal").read_text().splitlines(keepends=True)
+    (folder / "study.journal").write_text("".join(li for li in lines if '"ranges"' not in li))
+    code, _, err = surefoot("sweep", project.recipe, RATES, "--output", folder)
+    assert code == 2
+    assert "does not say what was searched; choose another --output" in err
 
 
 def test_a_failed_trial_stops_nobody_and_a_bad_one_ends_early(project, tmp_path):

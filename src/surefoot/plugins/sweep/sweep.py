@@ -108,6 +108,11 @@ class Sweep:
             "recipe": plain(self.space.base),
         }
         before = self.study.user_attrs.get(_SEARCH)
+        if before is None and self.study.get_trials(deepcopy=False):
+            raise RunError(
+                f"{self.output}: its trials are of an earlier version, and {STUDY} does not say "
+                "what was searched; choose another --output"
+            )
         if before is None:
             self.study.set_user_attr(_SEARCH, search)
             return
