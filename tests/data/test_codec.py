@@ -99,6 +99,21 @@ def test_arguments_that_a_template_does_not_use_are_named_and_others_refused(cap
     assert refused == Dropped("chat_template_kwargs: 'messages' is no argument of a row")
 
 
+def test_arguments_with_which_no_response_can_be_located_cost_that_row_only():
+    tokenizer = tiny_tokenizers.tokenizer("qwen")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {{ start }}{% endif %}"
+    )
+    section = DataSection(datasets=("any",))
+    made = Codec(tokenizer, section_template(section, tokenizer), section)
+    dropped, trained = made.encode_chats(
+        [chat("q", "a", template_arguments={"start": "So: "}), chat("q", "a")]
+    )
+    assert "the response cannot be located" in dropped.reason
+    assert learnt(made, only(trained)) == ["a<|im_end|>"]
+
+
 def learnt(made, item):
     """The text of each stretch of labels."""
     pieces, before = [], IGNORE_INDEX

@@ -91,7 +91,11 @@ def test_a_model_without_a_template_takes_plain_texts_only(folder, prompts):
 def test_arguments_of_a_row_reach_the_template(tmp_path, prompts):
     from transformers import AutoTokenizer
 
-    source = folders.CHATML + "{%- if enable_thinking is false %}<empty>{%- endif %}"
+    """Of a prompt only, so that no conversation with a response begins with it."""
+    plain = folders.CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    source = (
+        plain + "{%- if add_generation_prompt and enable_thinking is false %}<empty>{%- endif %}"
+    )
     folder = folders.save_model(tmp_path / "model", template=source, **LIVELY)
     opened, known = open_model(folder), AutoTokenizer.from_pretrained(folder)
     rows = [{"prompt": "Hi"}, {"prompt": "Hi", "chat_template_kwargs": {"enable_thinking": False}}]

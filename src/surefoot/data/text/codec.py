@@ -303,6 +303,8 @@ class Codec:
     def _drafted(self, example: Example) -> RenderedConversation | Dropped:
         try:
             codec = self.given(example.template_arguments)
+            if codec is not self:  # what the arguments of a row break costs that row, not the run
+                _ = codec._locator
         except TemplateError as error:
             return Dropped(str(error))
         return codec._draft(example)
@@ -321,14 +323,13 @@ class Codec:
 
     def _with_arguments(self, arguments: JSON) -> Codec:
         check_row_arguments(self.template.source, arguments, self.template.name)
-        thinking = arguments.get("enable_thinking")
         section = self.section
-        if isinstance(thinking, bool):
+        if isinstance(thinking := arguments.get("enable_thinking"), bool):
             section = replace(section, enable_thinking=thinking)
         codec = self.with_section(section)
-        renderer = self._renderer.with_arguments(arguments)
-        locator = ResponseLocator(renderer, self.template.last_ends)
-        vars(codec).update(_renderer=renderer, _locator=locator, _chat=self._chat)
+        # Responses are located when they are trained on: a prompt need not begin a conversation.
+        vars(codec).pop("_locator", None)
+        vars(codec).update(_renderer=self._renderer.with_arguments(arguments), _chat=self._chat)
         return codec
 
     def _draft(self, example: Example) -> RenderedConversation | Dropped:
