@@ -24,7 +24,7 @@ from measure import interleaved, machine, ratio, say, spread, table, versions
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from surefoot.use import open_model
-from surefoot.use.answer_journal import Output
+from surefoot.use.prediction import Output
 
 SHOTS, OURS, THEIRS = 5, "Surefoot", "lm-eval's hf"
 LETTERS = "ABCD"
@@ -105,8 +105,8 @@ def subjects_of(folder: Path, batch_size: int) -> dict[str, Callable[[], Any]]:
     """What makes each backend anew: ours stores results, and must not find those of before."""
     from lm_eval.models.huggingface import HFLM
 
-    from surefoot.use.answer_journal import open_results
     from surefoot.use.harness import HarnessModel
+    from surefoot.use.prediction import open_results
 
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=batch_size)
     opened = open_model(folder)

@@ -20,7 +20,7 @@ from statistics import median
 
 import psutil
 
-from surefoot.run.environment import processor
+from surefoot.cli.env import processor
 
 POLL_SECONDS = 0.01
 TIMEOUT_SECONDS = 300.0

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from surefoot.recipe.recipe import read
-from surefoot.use.estimate.fitting import fastest_fit
-from surefoot.use.estimate.rank_memory import Machine
+from surefoot.use.estimate._rank_memory import Machine
+from surefoot.use.estimate.plan import fastest_fit
 
 TOKENS = 2048
 SHARED = {"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151_936}

@@ -25,8 +25,7 @@ ROWS = [
     ["parallel"],
     ["schema"],
     ["storage"],
-    ["extensions"],
-    ["batch", "lazy_exports"],
+    ["batch", "extensions"],
     ["errors", "log"],
     ["terminal_text"],
 ]

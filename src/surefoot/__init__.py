@@ -3,12 +3,11 @@
 import os
 from typing import TYPE_CHECKING
 
-from .lazy_exports import lazy_getattr
+from .extensions import lazy_getattr
 
 if TYPE_CHECKING:
     from .run.from_python import StageParts
-    from .run.launch import Outcome
-    from .run.training_run import train
+    from .run.training_run import Outcome, train
 
 __all__ = ["Outcome", "StageParts", "__version__", "train"]
 __version__ = "0.1.0"
@@ -21,8 +20,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 
 # torch takes seconds to import
 _HOMES = {
-    ".run.training_run": ("train",),
-    ".run.launch": ("Outcome",),
+    ".run.training_run": ("Outcome", "train"),
     ".run.from_python": ("StageParts",),
 }
 __getattr__ = lazy_getattr(__name__, _HOMES)

@@ -3,13 +3,14 @@
 A plugin is one light module that names what it adds by strings, ``"package.module:name"``. A string
 is imported when its entry is used, so that a plugin costs nothing until then. The bundled ones are
 listed here, those of other packages in the entry point group ``surefoot.plugins``. A plugin that is
-broken takes nothing with it: its entries are missing, and ``surefoot plugins`` says why.
+broken takes nothing with it: its entries are missing, and ``surefoot plugins`` says why. The names
+that Surefoot's own packages export are imported as late, by ``lazy_getattr``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
@@ -242,3 +243,16 @@ def _why_missing(first: Entry, owner: Installed, place: str, taken: Collection[s
     except SurefootError as error:
         return str(error)
     return None
+
+
+def lazy_getattr(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], object]:
+    """The ``__getattr__`` of ``package``: ``homes`` are its modules and the names each exports,
+    so that importing one module of a package does not import all the others, and torch."""
+    modules = {name: home for home, names in homes.items() for name in names}
+
+    def find(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(modules[name], package), name)
+
+    return find

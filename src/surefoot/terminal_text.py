@@ -21,6 +21,7 @@ _ACTING = re.compile(
 _HALVES = re.compile("[\ud800-\udfff]")
 MAX_DEPTH = 64  # of values; Python's and pydantic's writers of JSON end at some hundred
 _LARGEST = sys.float_info.max  # an integer of thousands of digits cannot be printed
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def visible(text: str) -> str:
@@ -59,3 +60,13 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def in_bytes(num_bytes: int | None) -> str:
+    """Three digits and a decimal unit, as disks are sold and file managers count."""
+    if num_bytes is None:
+        return ""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.3g} {_UNITS[unit]}"

@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from surefoot import __version__
+from surefoot.cli import env as env
 from surefoot.cli.main import main
-from surefoot.run import environment as env
 from surefoot.run.policy import used_here
 
 

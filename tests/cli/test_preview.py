@@ -11,8 +11,13 @@ from folders import save_data, save_recipe
 from project import Project
 from surefoot.cli.data import histogram, show
 from surefoot.cli.main import main
-from surefoot.use.data_check.figures import DatasetFigures
-from surefoot.use.data_check.preview import PreviewExample, RenderedExample, TextSpan, num_limited
+from surefoot.use.data_check.figures import (
+    DatasetFigures,
+    PreviewExample,
+    RenderedExample,
+    TextSpan,
+    num_limited,
+)
 
 LONG = "long " * 40
 

@@ -321,7 +321,7 @@ def test_a_saved_family_is_known_again_from_its_template():
 
 
 def test_the_preview_shows_an_end_that_is_trained_without_being_written():
-    from surefoot.use.data_check.preview import _sequence
+    from surefoot.use.data_check.figures import _sequence
 
     tokenizer = tiny_tokenizers.tokenizer()
     made = Codec(tokenizer, load_template("fewshot", tokenizer), DataSection(datasets=("any",)))

@@ -18,8 +18,8 @@ from surefoot.methods.lora import LoRA
 from surefoot.recipe.recipe import load
 from surefoot.run.folder import opened, with_chosen_size
 from surefoot.training.out_of_memory import FILE
-from surefoot.use.estimate import fitting
-from surefoot.use.estimate.rank_memory import Machine
+from surefoot.use.estimate import plan as fitting
+from surefoot.use.estimate._rank_memory import Machine
 
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 4, "max_steps": 3}
 

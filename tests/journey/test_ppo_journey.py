@@ -23,7 +23,7 @@ from surefoot.training.rewards import by_name
 from surefoot.training.rollout import DatasetRow, Rollout
 from surefoot.use.estimate._dry_run import build as dry_run
 from surefoot.use.estimate._fake_tensors import HoldingOptions
-from surefoot.use.estimate.rank_memory import initial_values_size
+from surefoot.use.estimate._rank_memory import initial_values_size
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"passes": 2, "max_new_tokens": 5}

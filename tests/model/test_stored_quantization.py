@@ -200,7 +200,7 @@ def test_biases_of_zeros_that_a_writer_has_added_are_left_out(tmp_path):
 
 
 def test_a_wrong_part_is_said_before_any_row_is_encoded(tmp_path, monkeypatch):
-    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     folder, _ = made(tmp_path, "gptq")
     path = folder / "model" / "model.safetensors"
     tensors = load_file(path)

@@ -72,7 +72,7 @@ def test_more_pipeline_stages_than_layers_are_refused(project, tmp_path):
 
 @pytest.mark.parametrize("act", [build, partial(measure, steps=1)])
 def test_building_and_benching_refuse_before_any_data_is_encoded(project, monkeypatch, act):
-    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     recipe = load(project, {"model.attention": "flash_attention_2"})
     with pytest.raises(ModelError, match="flash_attention_2 needs a GPU"):
         act(recipe)
@@ -104,7 +104,7 @@ def with_more_tokens(folder):
 def test_what_is_wrong_with_the_files_is_said_before_any_row_is_encoded(
     damage, words, project, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     shutil.copytree(project.parent / "model", tmp_path / "model")
     damage(tmp_path / "model")
     more = {"model.path": str(tmp_path / "model"), "train.output_dir": str(tmp_path / "run")}
@@ -115,7 +115,7 @@ def test_what_is_wrong_with_the_files_is_said_before_any_row_is_encoded(
 def test_the_files_of_a_reference_and_of_an_adapter_are_looked_at_too(
     project, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("surefoot.run.data_loading.open_data", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("surefoot.run._data_loading.open_data", lambda *_: pytest.fail("encoded"))
     base = project.parent / "model"
     shutil.copytree(base, tmp_path / "reference")
     truncated(tmp_path / "reference")

@@ -17,7 +17,7 @@ from surefoot.checkpoint.sources.source import read_whole
 from surefoot.errors import ModelError
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.use import export
-from surefoot.use.exporting.merged_model import meta_model
+from surefoot.use.exporting.conversion import meta_model
 from surefoot.use.model_loading import find_parts
 
 pytest.importorskip("compressed_tensors")

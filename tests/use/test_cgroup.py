@@ -11,7 +11,7 @@ from project import Project, in_child, losses, model_folder
 from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
-from surefoot.use.estimate.fitting import choose_micro_batch_size
+from surefoot.use.estimate.plan import choose_micro_batch_size
 
 ROOTS = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
 LIMITS = {ROOTS[0]: "memory.limit_in_bytes", ROOTS[1]: "memory.max"}

@@ -11,16 +11,16 @@ from surefoot.recipe.recipe import load
 from surefoot.run.training_run import run
 from surefoot.storage.memory import free_memory
 from surefoot.training.section import TrainSection
-from surefoot.use.estimate import fitting
-from surefoot.use.estimate.fitting import (
+from surefoot.use.estimate import plan as fitting
+from surefoot.use.estimate._rank_memory import Machine
+from surefoot.use.estimate.plan import (
     RECOMPUTE,
     changed,
     choose_micro_batch_size,
     fastest_fit,
     largest_fit,
+    make_plan,
 )
-from surefoot.use.estimate.plan import make_plan
-from surefoot.use.estimate.rank_memory import Machine
 
 GPU = Machine(1, on_gpu=True)
 

@@ -5,7 +5,7 @@ import torch
 
 from surefoot.checkpoint.sources.source import TensorsInMemory
 from surefoot.parallel.box import Box
-from surefoot.use.exporting.merged_model import Grown
+from surefoot.use.exporting.conversion import Grown
 
 WEIGHT = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 GROWN = Grown(TensorsInMemory({"embed": WEIGHT, "other": WEIGHT}), frozenset({"embed"}), 8)

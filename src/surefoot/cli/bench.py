@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import counted
+from ..terminal_text import in_bytes
 from .loading import recipe_arguments, resolved_recipe
-from .table import console, frame, in_bytes, print_json, table
+from .table import console, frame, print_json, table
 
 if TYPE_CHECKING:
     from ..use.bench import BenchResult, SingleRankRecipe

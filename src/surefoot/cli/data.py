@@ -19,8 +19,7 @@ from .loading import loading, recipe_arguments, resolved_recipe
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
     from ..recipe.recipe import Recipe
-    from ..use.data_check.figures import DataCheck, DatasetFigures
-    from ..use.data_check.preview import PreviewExample
+    from ..use.data_check.figures import DataCheck, DatasetFigures, PreviewExample
 
 ROWS = 2000  # of each dataset, unless all are asked for; said in the help, before slow imports
 LEARNT, REJECTED = "bold green", "bold red"
@@ -76,7 +75,7 @@ def preview(
     loaded, codec = _with_codec(recipe, overrides)
     with loading():
         from ..use.data_check.check import preview_data
-        from ..use.data_check.preview_page import examples_page, write_page
+        from .preview_page import examples_page, write_page
 
     limit, cutoff_len = None if all_rows else ROWS, codec.section.longest
     datasets = preview_data(loaded, codec, dataset=dataset, count=count, limit=limit)
@@ -225,7 +224,7 @@ def _show_example(console: Console, shown: PreviewExample) -> None:
 
 def histogram(lengths: Iterable[int], cutoff_len: int) -> Iterator[str]:
     """Lines with bars, and the position of ``cutoff_len`` among the lengths, or counts of them."""
-    from ..use.data_check.preview import length_bins, quantiles
+    from ..use.data_check.figures import length_bins, quantiles
 
     counts = Counter(lengths)
     bins = length_bins(counts, cutoff_len)

@@ -91,7 +91,12 @@ def eval_(
         raise RecipeError("--include-path: has no effect without --tasks; remove it")
     if output is None and not as_json and _as_its_program(recipe, overrides, options):
         return
-    compare = comparison() if options["similarity"] else None
+    compare = None
+    if options["similarity"]:
+        with loading():
+            from ..use.run_evaluation import comparison
+
+        compare = comparison()
     run_options = {name: options[name] for name in ("model", "base", "dataset", "limit")}
     _of_recipe(
         recipe, overrides, output=output, as_json=as_json, compare=compare, options=run_options
@@ -111,18 +116,6 @@ def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str,
         return False
     model = options["model"] or (None if converted.extras.trains else "base")
     return converted.extras.evaluate(resolved(load_converted(converted)), model)
-
-
-def comparison() -> Compare:
-    """BLEU and ROUGE. Raises ``RunError``: their packages are not installed."""
-    try:
-        from ..use.text_similarity import similarity
-    except ImportError as error:
-        raise RunError(
-            f"BLEU and ROUGE need the package {error.name}; install it: "
-            "pip install 'surefoot[metrics]'"
-        ) from None
-    return similarity
 
 
 def _of_recipe(
@@ -255,8 +248,8 @@ def run_tasks(
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
-        from ..use.answer_journal import Output
         from ..use.model_loading import open_model
+        from ..use.prediction import Output
 
     journal, parallel = Output(output, force), with_replicas(prediction.parallel)
     with joined(parallel) as world:

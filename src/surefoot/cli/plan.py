@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +13,13 @@ from rich.text import Text
 
 from ..errors import counted
 from ..schema.named_values import ByteSize
+from ..terminal_text import in_bytes
 from .loading import loading, recipe_arguments, resolved_recipe
-from .table import console, frame, in_bytes, print_json, table
+from .table import console, frame, print_json, table
 
 if TYPE_CHECKING:
     from ..recipe.recipe import Recipe
     from ..use.estimate.plan import Plan
-    from ..use.estimate.rank_memory import Machine
 
 PARTS = {
     "weights": "parameters and buffers, as stored in memory",
@@ -94,12 +93,10 @@ def plan(
         overrides = (*overrides, f"parallel.num_processes={num_processes}")
     loaded = resolved_recipe(recipe, overrides)
     with loading():
-        from ..use.estimate.plan import as_data, make_plan
-        from ..use.estimate.rank_memory import machine_for
+        from ..use.estimate.plan import as_data, fitted, make_plan
 
-    machine = machine_for(loaded, device)
     with Console(stderr=True).status("rehearsing"):  # seconds; more for models of many layers
-        loaded, machine, fitted_settings = _fitted(loaded, machine, memory)
+        loaded, machine, fitted_settings = fitted(loaded, device, memory)
         run_plan = make_plan(loaded, machine, tokens_per_second)
     if as_json:
         print_json(as_data(run_plan) | ({"fitted": fitted_settings} if fitted_settings else {}))
@@ -108,39 +105,6 @@ def plan(
         words = " ".join(f"{name}={_value(value)}" for name, value in fitted_settings.items())
         console().print(f"fits in memory: {words}", soft_wrap=True)
     show(loaded, run_plan, is_given=tokens_per_second is not None)
-
-
-def _fitted(
-    recipe: Recipe, machine: Machine, memory: int | None
-) -> tuple[Recipe, Machine, dict[str, object]]:
-    """The recipe with settings that fit in ``memory``, the machine with that much, and what was
-    set. Without ``memory``, only a micro-batch size of auto is chosen."""
-    from ..errors import RecipeError
-    from ..use.estimate.fitting import SIZE, changed, fastest_fit, largest_fit
-    from ..use.estimate.plan import imported
-
-    taken = 0 if machine.on_gpu else imported()
-    if memory is None and recipe.train.micro_batch_size != "auto":
-        return recipe, machine, {}
-    if memory is not None:
-        machine = replace(machine, capacity=memory)
-        fit = fastest_fit(recipe, machine, memory, taken=taken)
-    elif machine.capacity is None:
-        raise RecipeError(
-            "train.micro_batch_size: auto depends on the memory of a rank, which is not that of "
-            "this machine; name it with --memory"
-        )
-    else:
-        fit = largest_fit(recipe, machine, machine.capacity, taken=taken)
-    if fit is None:
-        raise RecipeError(
-            f"not even one example per micro-batch fits in {in_bytes(machine.capacity)}, whatever "
-            "is recomputed; lower data.cutoff_len, train an adapter (method: lora, "
-            "model.quantization_bit: 4), or shard the model (--num-processes with "
-            "parallel.dp_shard)"
-        )
-    chosen = fit.changes if memory is not None else {SIZE: fit.micro_batch_size}
-    return changed(recipe, chosen), machine, dict(chosen)
 
 
 def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:

@@ -116,8 +116,7 @@ def _answer(
     with loading():
         from ..parallel.sharded_model import with_replicas
         from ..parallel.world import joined
-        from ..use.answer_journal import Output
-        from ..use.prediction import AnswerOptions, answer_prompts
+        from ..use.prediction import AnswerOptions, Output, answer_prompts
 
     prediction = replace(prediction, parallel=with_replicas(prediction.parallel))
     output = Output(*place)

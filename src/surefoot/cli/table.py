@@ -22,7 +22,6 @@ from ..terminal_text import one_line, plain
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _PIPE_WIDTH = 240
 _UNLIMITED = 100_000  # columns
 _NAME = 44  # characters of a name for which columns are given up
@@ -127,16 +126,6 @@ def mark(sign: str, style: str, text: str) -> Text:
 def number(value: float | None) -> str:
     """Four digits, as losses and norms are read."""
     return "" if value is None else f"{value:.4g}"
-
-
-def in_bytes(num_bytes: int | None) -> str:
-    """Three digits and a decimal unit, as disks are sold and file managers count."""
-    if num_bytes is None:
-        return ""
-    value, unit = float(num_bytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {_UNITS[unit]}"
 
 
 def dims(shape: Iterable[int] | None) -> str:

@@ -22,7 +22,7 @@ from .loading import loading, start_ranks
 if TYPE_CHECKING:
     from ..recipe.recipe import ConvertedFile, Recipe
     from ..run.folder import SizeChoice
-    from ..run.launch import Outcome
+    from ..run.training_run import Outcome
     from ..training.callback import TrainerState
 
 _WRITTEN = ("metrics.jsonl", "loss.png", "all_results.json")  # as far as they exist
@@ -161,7 +161,7 @@ def _choice(recipe: Recipe) -> SizeChoice:
         from surefoot.run.folder import no_choice
 
         return no_choice
-    from surefoot.use.estimate.fitting import choose_micro_batch_size
+    from surefoot.use.estimate.plan import choose_micro_batch_size
 
     return choose_micro_batch_size
 

@@ -11,7 +11,7 @@ of it is called in files. The result is a ``network``, run by an engine of ``run
 
 from typing import TYPE_CHECKING
 
-from ..lazy_exports import lazy_getattr
+from ..extensions import lazy_getattr
 
 if TYPE_CHECKING:
     from ._adapters import StackedWeights

@@ -43,7 +43,7 @@ from ..training.section import CALLBACKS
 from ..training.stage import POLICY
 from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
-from . import data_loading
+from . import _data_loading as data_loading
 from .code_files import check_code, code_of
 from .contexts import RunColumns, build_evaluation, precompute, served_policy
 from .foreign_resume import ForeignTrainer, detect_trainer

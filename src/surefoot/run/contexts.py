@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint.saving.saver import AsyncSaver
+from ..data.order.micro_batches import Collation
 from ..data.store.cache import default_folder
 from ..data.store.dataset import EncodedDataset
 from ..data.text.codec import Codec
@@ -37,8 +38,7 @@ from ..training.rewards import RewardProcess
 from ..training.served_policy import ServedPolicy
 from ..training.stage import POLICY, auxiliary_models
 from ..training.windows import Place, StageState, windows_of_run
-from . import data_loading
-from .data_loading import collation_of
+from . import _data_loading as data_loading
 from .folder import lineage_of
 from .models import needs_start, open_networks
 from .policy import options_of
@@ -77,7 +77,7 @@ def precompute(
     sets = [*([] if train is None else [train]), *held_out.values()]
     columns = columns_of(recipe, folders, sets, world)
     if is_blank:
-        columns.blank(BlankContext(codec, recipe.stage, data_loading.collation_of(recipe)))
+        columns.blank(BlankContext(codec, recipe.stage, collation_of(recipe)))
     ahead = {} if columns.is_complete else auxiliary_models(recipe.stage, "ahead")
 
     def run(policy: Network | None) -> None:
@@ -116,7 +116,7 @@ def _train_set(recipe: Recipe, data: AnyData, world: World) -> WindowSet | None:
     """The training examples, and the windows of the run; None if nothing is computed for them."""
     if not auxiliary_models(recipe.stage, "ahead") or data.whole is None:
         return None
-    loader = data_loading.build_loader(recipe, data, data_loading.collation_of(recipe), world)
+    loader = data_loading.build_loader(recipe, data, collation_of(recipe), world)
     order = {n: value for n, value in loader.state_dict().items() if n not in ("epoch", "window")}
     windows = partial(windows_of_run, loader, recipe.train, recipe.stage)
     return WindowSet(data.whole, windows, str(sorted(order.items())))
@@ -212,3 +212,8 @@ def served_policy(
         world,
         lineage_of(recipe),
     )
+
+
+def collation_of(recipe: Recipe) -> Collation:
+    """How examples become a batch everywhere in a run, and before it."""
+    return Collation(recipe.stage.collate, recipe.data.packing)

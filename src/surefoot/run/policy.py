@@ -39,7 +39,7 @@ from ..training.callback import Kernels
 from ..training.precompute import model_of
 from ..training.step import Learner, Step
 from ..training.trainer import Trainer
-from . import data_loading
+from . import _data_loading as data_loading
 
 logger = logging.getLogger(__name__)
 Around = Callable[[StepRunner], StepRunner]

@@ -6,7 +6,9 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -21,11 +23,12 @@ from ..recipe.recipe import Recipe, load, read
 from ..recipe.recipe_data import find_base, settled
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
-from ..training.callback import TrainerCallback
+from ..training.callback import Record, TrainerCallback, TrainerState
 from ..training.callbacks.jsonl import NAME as METRICS
 from ..training.callbacks.jsonl import restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
+from ._launch import recorded
 from .assembly import Start
 from .assembly import build as build  # noqa: PLC0414 - part of what a run is, from Python
 from .code_files import code_of, try_rewards
@@ -40,11 +43,45 @@ from .folder import (
 )
 from .foreign_resume import refuse_output_dir
 from .from_python import AS_IN_THE_RECIPE, Given, Rows, StageParts
-from .launch import Outcome, recorded
 from .resolving import resolved
 
 logger = logging.getLogger(__name__)
 RESULTS = "all_results.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its state, the trained model, and the signal that stopped it, if one did.
+
+    The model is ready to ``generate``. On several ranks, it is this rank's shards.
+    """
+
+    state: TrainerState
+    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
+    output_dir: Path
+    signal: Signals | None = None
+    is_main: bool = True  # whether this is the rank that speaks for all
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the run."""
+        return self.state.global_step
+
+    @property
+    def log_history(self) -> list[Record]:
+        """All logs and evaluations."""
+        return self.state.log_history
+
+    @property
+    def best_metric(self) -> float | None:
+        """The value of ``train.metric_for_best_model`` at ``best_global_step``."""
+        return self.state.best_metric
+
+    @property
+    def best_global_step(self) -> int | None:
+        """The step of the best checkpoint."""
+        return self.state.best_global_step
 
 
 def train(
@@ -149,7 +186,8 @@ def _run(
                 if start is not None:  # a smaller keep makes room before a save
                     trainer.saver.delete_old(**trainer.ranking)
             with mirror or nullcontext(), uploads or nullcontext(), launch.before_uploads():
-                outcome = launch.ended(_fit(trainer, tries_heaviest=tries_heaviest))
+                outcome = _fit(trainer, tries_heaviest=tries_heaviest)
+                launch.ended(outcome.state, outcome.signal)
                 if uploads is not None:
                     uploads.finish(is_complete=trainer.state.is_complete)
                 return outcome

@@ -13,7 +13,7 @@ first use: a recipe is read without the loop, and torch.
 
 from typing import TYPE_CHECKING
 
-from ..lazy_exports import lazy_getattr
+from ..extensions import lazy_getattr
 
 if TYPE_CHECKING:
     from .callback import Context, TrainerCallback, TrainerControl, TrainerState

@@ -1,10 +1,11 @@
 """What is done with a model, trained or not; each name below is for programs, too.
 
-``model_location.locate`` finds weights by any path, ``model_loading.open_model`` opens them as they
-were trained: with the adapter, the vocabulary and the template. On such a ``LoadedModel`` work
+``_model_location.locate`` finds weights by any path, ``model_loading.open_model`` opens them as
+they were trained: with the adapter, the vocabulary and the template. On such a ``LoadedModel`` work
 ``conversation`` (chat), ``prediction`` (answers and rewards for files), ``run_evaluation`` (what
-training measures, on held-out data), ``harness`` (tasks of lm-eval); ``answer_journal`` keeps their
-results as they come. ``exporting`` writes a model elsewhere from file to file, and verifies it.
+training measures, on held-out data), ``harness`` (tasks of lm-eval); ``prediction.ResultJournal``
+keeps their results as they come. ``exporting`` writes a model elsewhere from file to file, and
+verifies it.
 Before a run, ``data_check`` reads its rows, ``reward_check`` tries its rewards, ``estimate`` says
 what it needs by a step on fake tensors, and ``bench`` how fast it is by a few real ones.
 """

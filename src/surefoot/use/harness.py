@@ -33,8 +33,8 @@ from ..errors import RunError, counted
 from ..generate.likelihood import Likelihood, LikelihoodStore, Question, likelihoods, share_of
 from ..generate.section import GenerateSection
 from ..network.network import Network
-from .answer_journal import KeyedResults, Output, ResultJournal, open_results, samples_in
 from .model_loading import LoadedModel, refuse_reward_model
+from .prediction import KeyedResults, Output, ResultJournal, open_results, samples_in
 
 logger = logging.getLogger(__name__)
 _SEED = 1234  # lm-eval's own

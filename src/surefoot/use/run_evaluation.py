@@ -7,8 +7,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from ..batch import IGNORE_INDEX, Features
 from ..checkpoint.disk.commit import named
@@ -27,13 +30,12 @@ from ..storage import files
 from ..storage.address import Address
 from ..storage.files import make_folder, raising, write_aside
 from ._model_location import locate
-from .answer_journal import Output, open_journal
 from .evaluation import HeldOut, adopt, auxiliary_columns, held_out, measure, num_batches, staying
 from .model_loading import LoadedModel, open_start, open_to_measure
-from .prediction import Progress
+from .prediction import Output, Progress, open_journal
 
 BASE = "base"
-# Responses and their references to metrics, as ``benchmarks.text_similarity`` has them.
+# Responses and their references to metrics, as ``similarity``.
 Compare = Callable[[Sequence[str], Sequence[str]], Mapping[str, float]]
 
 
@@ -340,3 +342,51 @@ def _last_span(labels: Sequence[int]) -> tuple[int, int]:
     positions = [i for i, label in enumerate(labels) if label != IGNORE_INDEX]
     breaks = [b for a, b in pairwise(positions) if b > a + 1]
     return (breaks[-1] if breaks else positions[0]), positions[-1] + 1
+
+
+METRIC_PACKAGES = ("jieba", "nltk", "rouge_chinese", "sacrebleu")  # the extra "metrics"
+_ROUGES = ("rouge-1", "rouge-2", "rouge-l")
+
+
+def comparison() -> Compare:
+    """BLEU and ROUGE. Raises ``RunError``: their packages are not installed."""
+    try:
+        for package in METRIC_PACKAGES:
+            import_module(package)
+    except ImportError as error:
+        raise RunError(
+            f"BLEU and ROUGE need the package {error.name}; install it: "
+            "pip install 'surefoot[metrics]'"
+        ) from None
+    return similarity
+
+
+def row_scores(response: str, reference: str) -> dict[str, float]:
+    """BLEU-4 and the F measures of ROUGE of one response as LLaMA-Factory computes them, from 0 to
+    100 with four digits: words by jieba for ROUGE, characters for BLEU-4 (nltk, smoothing 3)."""
+    import jieba
+    from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
+    from rouge_chinese import Rouge
+
+    jieba.setLogLevel(logging.WARNING)
+    words, expected = (" ".join(jieba.cut(text)) for text in (response, reference))
+    scores = dict.fromkeys(_ROUGES, 0.0)
+    if words.split() and expected.split():
+        (rouge,) = Rouge().get_scores(words, expected)
+        scores = {name: rouge[name]["f"] for name in _ROUGES}
+    smoothing = SmoothingFunction().method3
+    bleu = sentence_bleu([list(reference)], list(response), smoothing_function=smoothing)
+    return {name: round(100 * value, 4) for name, value in {**scores, "bleu-4": bleu}.items()}
+
+
+def similarity(responses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """The means of ``row_scores``, and ``sacrebleu``, of at least one response. sacrebleu's
+    tokenizer is the one for Chinese if the references have Chinese characters."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    rows = [row_scores(*pair) for pair in zip(responses, references, strict=True)]
+    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    is_chinese = any("\u4e00" <= letter <= "\u9fff" for text in references for letter in text)
+    bleu = BLEU(tokenize="zh" if is_chinese else "13a")
+    score = bleu.corpus_score(list(responses), [list(references)]).score
+    return {**{name: means[name] for name in ("bleu-4", *_ROUGES)}, "sacrebleu": float(score)}

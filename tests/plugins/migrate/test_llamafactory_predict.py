@@ -58,7 +58,7 @@ def test_generation_has_their_defaults(folder, tmp_path):
 
 @needs_metrics
 def test_their_predict_example_writes_their_files(folder, tmp_path):
-    from surefoot.use.text_similarity import similarity
+    from surefoot.use.run_evaluation import similarity
 
     code, out, err = cli("train", *words(folder, tmp_path / "out"))
     assert code == 0, err

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("jieba", exc_type=ImportError)
 pytest.importorskip("rouge_chinese", exc_type=ImportError)
-from surefoot.use.text_similarity import row_scores, similarity
+from surefoot.use.run_evaluation import row_scores, similarity
 
 RECORDED = json.loads((Path(__file__).parent / "text_similarity.json").read_text())
 

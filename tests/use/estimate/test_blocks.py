@@ -12,8 +12,8 @@ from surefoot.optim.variants.adamw import AdamW
 from surefoot.recipe.recipe import load
 from surefoot.run.policy import open_policy
 from surefoot.use.estimate._dry_run import dry_run_batch
+from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate.plan import make_plan
-from surefoot.use.estimate.rank_memory import Machine
 
 from .scene import batch, kept, policy, recipe, skeleton, tokenizer
 

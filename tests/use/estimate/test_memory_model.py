@@ -24,7 +24,7 @@ from surefoot.parallel.sharding import AXES
 from surefoot.parallel.world import World
 from surefoot.use.estimate._dry_run import LiveBytes, describe, dry_run_batch
 from surefoot.use.estimate._memory_model import MeshShape, Pass, Snapshot, Weight, gathered, memory
-from surefoot.use.estimate.rank_memory import Machine, memory_of
+from surefoot.use.estimate._rank_memory import Machine, memory_of
 
 from .scene import batch, head_of, policy, recipe, skeleton, total
 

@@ -13,8 +13,8 @@ from surefoot.model.config import num_elements
 from surefoot.recipe.recipe import load
 from surefoot.use.estimate._dry_run import describe, dry_run_batch
 from surefoot.use.estimate._fake_tensors import scales_size, shape_of, will_be_packed
+from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate.plan import make_plan
-from surefoot.use.estimate.rank_memory import Machine
 
 from .scene import batch, kept, policy, recipe, skeleton
 

@@ -10,10 +10,10 @@ from project import Project, metrics
 from surefoot.errors import DataError, ModelError, RecipeError
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
-from surefoot.use.estimate import rank_memory
+from surefoot.use.estimate import _rank_memory as rank_memory
 from surefoot.use.estimate._dry_run import NotRehearsedError
+from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate.plan import make_plan, measured_speed
-from surefoot.use.estimate.rank_memory import Machine
 
 REWARD = Path(__file__).parents[2] / "stage_rewards.py"
 

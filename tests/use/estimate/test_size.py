@@ -6,6 +6,7 @@ import surefoot
 from project import Project
 from surefoot.checkpoint.disk.retention import RetentionPolicy
 from surefoot.recipe.recipe import load
+from surefoot.use.estimate._rank_memory import Machine
 from surefoot.use.estimate._saving import (
     CheckpointSize,
     disk_needed,
@@ -14,7 +15,6 @@ from surefoot.use.estimate._saving import (
     snapshot_size,
 )
 from surefoot.use.estimate.plan import make_plan
-from surefoot.use.estimate.rank_memory import Machine
 
 ALONE = Machine(1, on_gpu=False)
 METHODS = ["full", {"freeze": {"num_layers": 1}}, {"lora": {"rank": 4}}]

@@ -18,7 +18,7 @@ from ...checkpoint.looking.listing import CheckpointLine, list_run, verified
 from ...checkpoint.looking.summary import Group, Summary, Tensor, summarise
 from ...errors import CheckpointError
 from ...storage.address import Address
-from ...terminal_text import one_line
+from ...terminal_text import in_bytes, one_line
 from ..table import (
     JSON,
     PLACE,
@@ -28,7 +28,6 @@ from ..table import (
     dims,
     fitted,
     frame,
-    in_bytes,
     local,
     mark,
     number,

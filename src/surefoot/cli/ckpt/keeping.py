@@ -16,6 +16,7 @@ from ...checkpoint.verification import Report, verify
 from ...errors import CheckpointError
 from ...recipe.run_recipe import prune_options
 from ...storage.address import Address
+from ...terminal_text import in_bytes
 from ..table import (
     FOLDER,
     JSON,
@@ -23,7 +24,6 @@ from ..table import (
     as_dict,
     cell,
     console,
-    in_bytes,
     mark,
     number,
     print_json,

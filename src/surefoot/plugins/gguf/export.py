@@ -38,8 +38,7 @@ from ...model.tokenizer import load_tokenizer
 from ...parallel.box import Box
 from ...recipe.files import ADAPTER, read_text
 from ...recipe.recipe import Recipe
-from ...use.exporting.conversion import whole_model
-from ...use.exporting.merged_model import meta_model, stop_token_ids
+from ...use.exporting.conversion import meta_model, stop_token_ids, whole_model
 from ...use.exporting.receipt import Artefact, receipt_path, write_receipt
 from ...use.model_loading import ModelFolders
 from .architectures import GGUFArchitecture, add_settings, architecture_of, check_rope, window_note

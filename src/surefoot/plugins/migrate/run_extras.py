@@ -45,7 +45,7 @@ class LlamaFactoryExtras(RunExtras):
             message = "is not set; `surefoot eval` evaluates this stage"
             raise self.document.error([Problem(("do_train",), message)])
         if self.after is not None and self.after.with_generate:
-            imported("surefoot.cli.eval:comparison")()
+            imported("surefoot.use.run_evaluation:comparison")()
 
     def finish(self, recipe: Recipe, state: TrainerState) -> None:
         """Put the model into ``output_dir``, or into the local folder of a store."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import click
 
-from ...cli.eval import comparison
 from ...cli.table import progress
 from ...data.text.prompts import write_rows
 from ...errors import RunError
@@ -23,9 +22,15 @@ from ...parallel.world import joined
 from ...recipe.recipe import Recipe
 from ...storage import files
 from ...training.callback import TrainerState
-from ...use.answer_journal import Output
 from ...use.evaluation import adopt, held_out, measure, num_batches
-from ...use.run_evaluation import Generation, evaluated_path, generations, open_evaluated
+from ...use.prediction import Output
+from ...use.run_evaluation import (
+    Generation,
+    comparison,
+    evaluated_path,
+    generations,
+    open_evaluated,
+)
 from .run_extras import AfterTraining
 
 logger = logging.getLogger(__name__)

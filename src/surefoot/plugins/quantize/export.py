@@ -14,8 +14,7 @@ from ...checkpoint.sources.copying import DtypeName, Progress, copy
 from ...checkpoint.sources.source import TensorSource
 from ...errors import ModelError
 from ...storage import files
-from ...use.exporting.conversion import num_weights, whole_model
-from ...use.exporting.merged_model import meta_model
+from ...use.exporting.conversion import meta_model, num_weights, whole_model
 from ...use.exporting.receipt import Artefact, write_receipt
 from ...use.model_loading import ModelFolders
 from .calibration import Calibrator, calibration_rows, open_layerwise

@@ -26,8 +26,18 @@ from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError
 from ...recipe.recipe import Recipe
 from ._rows import hashes_of, oddities, response_of
-from .figures import Counted, DataCheck, DatasetFigures, Overlap, Repeated, findings_of
-from .preview import num_limited, num_tokens_of, num_trained_of, preview_example
+from .figures import (
+    Counted,
+    DataCheck,
+    DatasetFigures,
+    Overlap,
+    Repeated,
+    findings_of,
+    num_limited,
+    num_tokens_of,
+    num_trained_of,
+    preview_example,
+)
 
 logger = logging.getLogger(__name__)
 BATCH = 500

@@ -26,7 +26,7 @@ from ...data.training_data import find, mixing_of
 from ...errors import DataError, counted
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import encoding_of
-from ...run.data_loading import collation_of
+from ...run.contexts import collation_of
 
 ROWS = 1000  # of each dataset, spread evenly over it
 

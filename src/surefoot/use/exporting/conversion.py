@@ -2,7 +2,7 @@
 located.
 
 Weights are copied from file to file box by box, so that memory does not grow with the model. What
-is written appears when all of it is there.
+is written appears when all of it is there. The second half merges an adapter into its base.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.converting.origin import (
     Done,
@@ -27,16 +31,38 @@ from ...checkpoint.converting.origin import (
 )
 from ...checkpoint.converting.targets import HuggingFaceModel
 from ...checkpoint.disk.folder import companions_of
-from ...checkpoint.layouts.opening import has_opener, open_any, open_named
+from ...checkpoint.layouts.adapter_merge import (
+    PREFIX,
+    TOKENS,
+    AsLoRA,
+    ExpertSlice,
+    Updated,
+    merged,
+    same_values,
+)
+from ...checkpoint.layouts.detection import is_sequence_classification
+from ...checkpoint.layouts.opening import has_opener, open_any, open_folder, open_named
 from ...checkpoint.sources.copying import DtypeName, Progress, cast, silent
-from ...checkpoint.sources.source import TensorSource
-from ...model.config import ROPE, old_layers, old_rope
+from ...checkpoint.sources.source import Renamed, Shape, TensorSource
+from ...data.section import without_datasets
+from ...data.text.codec import Codec
+from ...data.text.templates import load_template, saved_source
+from ...errors import CheckpointError, ModelError, first_line
+from ...methods import METHODS
+from ...methods.adapter import AdapterMethod
+from ...model.adapter_files import attach_empty, config_value
+from ...model.config import CONFIG, ROPE, changed_config, extension_of, old_layers, old_rope
+from ...model.lora_targets import adapted
+from ...model.quantization import FORMS
+from ...model.section import ModelSection
 from ...model.tokenizer import load_tokenizer
+from ...model.weights import FullWeights, names_in_files, names_unless_split, places
+from ...network.shard_loading import check_fits, open_base
+from ...parallel.box import Box
 from ...recipe.run_recipe import Damaged
 from .._model_location import locate
 from ..model_loading import ModelFolders, find_parts, with_valid
 from ._reward_model import as_sequence_classification, head_of, v_head_file
-from .merged_model import MergedModel, merged_weights, meta_model, stop_token_ids
 from .receipt import Artefact, write_receipt
 
 USUAL = "surefoot"  # where only a layout or mesh is named
@@ -224,3 +250,218 @@ def _scored(
     source, changes = as_sequence_classification(whole.source, head, model)
     changes = {**whole.changes, **changes, "pad_token_id": pad}
     return MergedModel(source, changes, whole.stop_token_ids)
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """The weights to write, and the resulting changes of ``config.json``."""
+
+    source: TensorSource
+    changes: Mapping[str, object]
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The embedding tensors of a model; ``head`` is stored unless it is tied to ``embed``."""
+
+    embed: str
+    head: str | None
+
+
+def merged_weights(parts: ModelFolders, trust_remote_code: bool) -> MergedModel:
+    """The weights of ``parts`` as one model. Raises ``CheckpointError`` if they do not merge."""
+    section = ModelSection(path=str(parts.model), trust_remote_code=trust_remote_code)
+    base, dequantized = base_weights(parts.model, section)
+    if parts.adapter is None:
+        return MergedModel(base, dequantized)
+    tokenizer = load_tokenizer(parts.tokenizer, trust_remote_code=trust_remote_code)
+    model = meta_model(parts.model, trust_remote_code)
+    names = _names(model)
+    old = base.shapes().get(names.embed, (0,))[0]
+    grown = _grow(base, names, len(tokenizer))
+    updated = updated_tensors(model, parts.adapter)
+    source, is_untied = _merge(grown, parts.adapter, names, updated)
+    rows = source.shapes().get(names.embed, (0,))[0]
+    section = replace(section, **extension_of(parts.adapter))
+    changes = {**dequantized, **changed_config(parts.model, section)}
+    changes |= {"vocab_size": rows} if rows != old else {}
+    if is_untied:
+        changes["tie_word_embeddings"] = False
+    return MergedModel(source, changes, stop_token_ids(tokenizer))
+
+
+def _names(model: PreTrainedModel) -> _Names:
+    """The names of the embeddings."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    embed = modules[id(model.get_input_embeddings())]
+    return _Names(f"{embed}.weight", None if head is None else f"{modules[id(head)]}.weight")
+
+
+def _grow(base: TensorSource, names: _Names, rows: int) -> TensorSource:
+    """``base`` with an embedding for every token of the tokenizer, initialized as in training."""
+    stored = base.shapes()
+    present = [name for name in (names.embed, names.head or "") if name in stored]
+    if not present or stored[present[0]][0] >= rows:
+        return base
+    return Grown(base, frozenset(present), rows)
+
+
+def _merge(
+    base: TensorSource, adapter: Path, names: _Names, updated: Mapping[str, Updated]
+) -> tuple[TensorSource, bool]:
+    """The merge, and whether it untied the embeddings. PEFT may train only one of two tied
+    embeddings, or each for itself; then both are stored. If they are equal
+    (``ensure_weight_tying``), they stay tied."""
+    kind, stored = _as_lora(adapter), base.shapes()
+    is_tied = names.head is not None and names.head not in stored and names.embed in stored
+    touched = _touched(adapter, names) if is_tied else set()
+    if not touched or names.head is None:
+        return merged(base, adapter, updated, kind), False
+    if any(key.endswith(TOKENS) for key in open_folder(adapter).shapes()):
+        raise CheckpointError(
+            f"{adapter}: trains rows of tied embeddings, and {min(touched)} in another way; merge "
+            "it with peft's own merge_and_unload()"
+        )
+    everything = {name: name for name in stored}
+    both = merged(Renamed(base, {**everything, names.head: names.embed}), adapter, updated, kind)
+    if len(touched) > 1 and same_values(both, names.embed, names.head):
+        return Renamed(both, everything), False
+    return both, True
+
+
+def _as_lora(adapter: Path) -> AsLoRA | None:
+    """How the kind of an adapter merges; None, if no method trains it."""
+    kind = config_value(adapter, "peft_type")
+    methods = (method for method in METHODS.values() if issubclass(method, AdapterMethod))
+    return next((method.as_lora for method in methods if method.peft_type == kind), None)
+
+
+def _touched(adapter: Path, names: _Names) -> set[str]:
+    """The embeddings that the adapter changes."""
+    stored = [key.removeprefix(PREFIX) for key in open_folder(adapter).shapes()]
+    keys = [key for key in stored if not key.endswith(TOKENS)]  # PEFT keeps these tied
+    pair = [name for name in (names.embed, names.head) if name is not None]
+    return {name for name in pair if any(k.startswith(name.removesuffix("weight")) for k in keys)}
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Those that end a response by the tokenizer's own chat template; none without one."""
+    if not saved_source(tokenizer):
+        return ()
+    template = load_template("auto", tokenizer)
+    return Codec(tokenizer, template, without_datasets()).stop_token_ids
+
+
+def updated_tensors(model: PreTrainedModel, adapter: Path) -> dict[str, Updated]:
+    """The tensors that each module of the adapter in the folder ``adapter`` changes, by the names
+    in the adapter's file; ``model``, on the meta device, is changed. Raises ``CheckpointError`` if
+    it is of another model, or its experts are not slices of the parameters in memory."""
+    names = names_in_files(model, FullWeights(model).state_dict())
+    fused = {name: len(p) for name, p in model.named_parameters() if p.ndim == 3}  # experts
+    try:
+        slices = {} if not fused else places(model)
+        names |= names_unless_split(model, fused)
+        with torch.device("meta"):
+            wrapped = attach_empty(model, adapter)
+    except (ModelError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{adapter}: cannot be merged into its base: {error}") from None
+    module_names = {id(m): name.removeprefix(PREFIX) for name, m in wrapped.named_modules()}
+    updated = {}
+    for parameter, layer in adapted(wrapped).items():
+        if parameter not in fused:  # a tied one has no name of its own
+            updated[module_names[id(layer)]] = Updated({names.get(parameter, parameter): None})
+            continue
+        parts = {n: at.start for n, at in slices.items() if at.fused == parameter}
+        parts = parts or {names[parameter]: (0, 0, 0)}
+        at = {name: ExpertSlice(fused[parameter], start) for name, start in parts.items()}
+        updated[module_names[id(layer)]] = _of_layer(layer, at)
+    return updated
+
+
+def _of_layer(layer: Any, at: dict[str, ExpertSlice]) -> Updated:
+    """As PEFT's layer says that it merges."""
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    return Updated(dict(at), layer.scaling["default"], is_transposed)
+
+
+BLOCK = 4 << 20  # elements read at a time
+
+
+@dataclass(frozen=True)
+class Grown:
+    """``source`` with ``rows`` rows in some matrices; the new ones are the mean of the old."""
+
+    source: TensorSource
+    names: frozenset[str]
+    rows: int
+    _means: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """More rows in the resized ones."""
+        return {
+            name: (self.rows, *shape[1:]) if name in self.names else shape
+            for name, shape in self.source.shapes().items()
+        }
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Unchanged."""
+        return self.source.dtypes()
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Old rows unchanged, new rows all alike."""
+        if name not in self.names:
+            return self.source.read(name, box)
+        columns = self.source.shapes()[name][1]
+        old = self.source.shapes()[name][0]
+        parts = []
+        if common := box & Box((0, 0), (old, columns)):
+            parts.append(self.source.read(name, common))
+        if new := box & Box((old, 0), (self.rows - old, columns)):
+            mean = self._mean(name)[new.start[1] : new.stop[1]]
+            parts.append(mean.to(self.dtypes()[name]).expand(new.shape))
+        return torch.cat(parts)
+
+    def _mean(self, name: str) -> torch.Tensor:
+        if name not in self._means:
+            shape = self.source.shapes()[name]
+            total = torch.zeros(shape[1], dtype=torch.float64)
+            for box in Box.whole(shape).blocks(max(BLOCK, shape[1])):
+                total += self.source.read(name, box).double().sum(0)
+            self._means[name] = (total / shape[0]).float()
+        return self._means[name]
+
+
+def base_weights(folder: Path, section: ModelSection) -> tuple[TensorSource, Mapping[str, object]]:
+    """The weights in ``folder``, and the changes of its ``config.json`` that they need. Raises
+    ``ModelError`` if they are not those of the model that ``config.json`` describes."""
+    source, changes = _stored_weights(folder, section)
+    try:
+        is_scored = is_sequence_classification(folder)  # its head has another name
+        check_fits(folder, section, open_named(folder) if is_scored else source)
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {first_line(error)}") from None
+    return source, changes
+
+
+def _stored_weights(
+    folder: Path, section: ModelSection
+) -> tuple[TensorSource, Mapping[str, object]]:
+    stored = read_config(folder / CONFIG).get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") not in FORMS:
+        return open_folder(folder), {}
+    return open_base(folder, section), {"quantization_config": None}
+
+
+def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
+    """The model in ``folder`` without its values."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust_remote_code
+            )
+    except (ValueError, OSError, ImportError, KeyError) as error:
+        raise ModelError(f"{folder}: cannot read the model: {str(error).splitlines()[0]}") from None
+    return model

@@ -9,11 +9,16 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from ...errors import RunError
-from ...storage.files import make_folder, raising, write_aside
-from ...terminal_text import visible
-from .figures import DatasetFigures, findings_in
-from .preview import PreviewExample, RenderedExample, length_bins
+from ..errors import RunError
+from ..storage.files import make_folder, raising, write_aside
+from ..terminal_text import visible
+from ..use.data_check.figures import (
+    DatasetFigures,
+    PreviewExample,
+    RenderedExample,
+    findings_in,
+    length_bins,
+)
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --trained: #1a7f3722; --edge: #1a7f37;

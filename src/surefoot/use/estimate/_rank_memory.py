@@ -22,7 +22,7 @@ from ...parallel.launcher import num_processes
 from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import find_base
 from ...run.code_files import code_of
-from ...run.data_loading import collation_of
+from ...run.contexts import collation_of
 from ...run.policy import build_codec
 from ...training.context import blank_examples
 from ._batches import (

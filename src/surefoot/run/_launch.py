@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from signal import Signals
 
 import psutil
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from .. import __version__, schema
 from ..errors import RecipeError
@@ -24,7 +22,7 @@ from ..model.loading import device
 from ..network.preflight import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
-from ..training.callback import Record, TrainerCallback, TrainerState
+from ..training.callback import TrainerCallback, TrainerState
 from ..training.callbacks.launches import MAX_LINE, LaunchFiles
 from ..training.callbacks.progress import Heartbeat
 from ..training.callbacks.tracker_services import redacted
@@ -76,14 +74,13 @@ class LaunchRecord:
                 callback.blocking_seconds = lambda: trainer.saver.blocking_seconds
         return trainer
 
-    def ended(self, outcome: Outcome) -> Outcome:
-        """Record that the launch has ended as it should."""
+    def ended(self, state: TrainerState, signal: Signals | None) -> None:
+        """Record that the launch has ended as it should, or because of ``signal``."""
         if self.callbacks:
-            is_cut_short = outcome.signal is not None and not outcome.state.is_complete
-            facts = {} if outcome.signal is None else {"signal": outcome.signal.name}
+            is_cut_short = signal is not None and not state.is_complete
+            facts = {} if signal is None else {"signal": signal.name}
             name = "stopped" if is_cut_short else "complete"
-            self._record(outcome=name, step=outcome.global_step, **facts)
-        return outcome
+            self._record(outcome=name, step=state.global_step, **facts)
 
     @contextmanager
     def before_uploads(self) -> Iterator[None]:
@@ -104,41 +101,6 @@ class LaunchRecord:
     def _record(self, **end: object) -> None:
         self.end = end
         self.files.end(**end)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: its state, the trained model, and the signal that stopped it, if one did.
-
-    The model is ready to ``generate``. On several ranks, it is this rank's shards.
-    """
-
-    state: TrainerState
-    model: nn.Module = field(repr=False)  # with its adapter, in evaluation mode
-    tokenizer: PreTrainedTokenizerBase = field(repr=False)  # with the chat template of the run
-    output_dir: Path
-    signal: signal.Signals | None = None
-    is_main: bool = True  # whether this is the rank that speaks for all
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the run."""
-        return self.state.global_step
-
-    @property
-    def log_history(self) -> list[Record]:
-        """All logs and evaluations."""
-        return self.state.log_history
-
-    @property
-    def best_metric(self) -> float | None:
-        """The value of ``train.metric_for_best_model`` at ``best_global_step``."""
-        return self.state.best_metric
-
-    @property
-    def best_global_step(self) -> int | None:
-        """The step of the best checkpoint."""
-        return self.state.best_global_step
 
 
 def machine() -> dict[str, object]:

@@ -99,11 +99,6 @@ def stream_data(
     return data, beside
 
 
-def collation_of(recipe: Recipe) -> Collation:
-    """How examples become a batch everywhere in a run, and before it."""
-    return Collation(recipe.stage.collate, recipe.data.packing)
-
-
 def build_loader(recipe: Recipe, data: AnyData, collation: Collation, world: World) -> Loader:
     """Windows of micro-batches from the training examples."""
     return Loader(
