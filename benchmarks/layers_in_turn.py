@@ -35,8 +35,8 @@ from surefoot.methods.badam import LISA, BAdam, BAdamRatio
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
 from surefoot.network._parameter_names import names_by_part
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw import AdamW
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RATE, DECAY, RATIO = 1e-3, 0.01, 0.125

@@ -34,7 +34,7 @@ def rank(folder: Path, way: str) -> None:
     from surefoot.data.section import DataSection
     from surefoot.methods.full import Full
     from surefoot.model.section import ModelSection
-    from surefoot.optim.variants.adamw import AdamW
+    from surefoot.optim._variants.adamw import AdamW
     from surefoot.parallel.section import ParallelSection
     from surefoot.parallel.sharded_model import shard
     from surefoot.parallel.world import ALONE, World, joined

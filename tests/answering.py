@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from surefoot.generate import generation
+from surefoot.generate._proof import driver_of
+from surefoot.generate._slots import SlotCache, masked_attention
 from surefoot.generate.onednn import onednn_products
-from surefoot.generate.proof import driver_of
 from surefoot.generate.responses import Chooser
-from surefoot.generate.slots import SlotCache, masked_attention
 
 
 def sample(model, prompts, section, *, stop_token_ids, decode=None, **options):

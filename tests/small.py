@@ -11,9 +11,8 @@ import tiny
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.saver import AsyncSaver
 from surefoot.checkpoint.section import CheckpointSection
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Shuffle
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 from surefoot.methods.full import Full
@@ -22,7 +21,7 @@ from surefoot.model.loading import device
 from surefoot.model.numerics import LossScaler, seed_everything, use_deterministic_kernels
 from surefoot.model.section import ModelSection
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import (

@@ -28,7 +28,7 @@ from surefoot.model.section import ModelSection
 from surefoot.network.draft import REAL
 from surefoot.network.heads import add_heads
 from surefoot.network.open import ON_THE_MESH, Draft, finish, fuse_head, open_network
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe

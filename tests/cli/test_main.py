@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import surefoot.cli
 from surefoot import __version__
 from surefoot.cli.main import listed, main
-from surefoot.data.rows.row_sources import find_files
+from surefoot.data.rows._row_sources import find_files
 from surefoot.errors import DataError
 from surefoot.storage.os_errors import explain
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from surefoot.data.example import BrokenRow
 from surefoot.data.rows.registry import read_entry
-from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.rows.rows import read_examples
 
 

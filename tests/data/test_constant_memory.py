@@ -4,9 +4,8 @@ import json
 import tracemalloc
 from functools import partial
 
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Shuffle
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 from surefoot.data.training_data import Encoding, encode_stream, open_stream, prepare

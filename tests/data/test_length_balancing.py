@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Shuffle
 from surefoot.data.order.micro_batches import (
     Batching,
     Collation,
@@ -17,7 +17,6 @@ from surefoot.data.order.micro_batches import (
     num_passes,
     positions,
 )
-from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.data.order.loader import Loader, Prefetch
+from surefoot.data.order.loader import Loader, Prefetch, Shuffle
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError

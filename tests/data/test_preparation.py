@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from surefoot.data.example import Dropped, Truncated
-from surefoot.data.rows.row_sources import BrokenRow
+from surefoot.data.example import BrokenRow, Dropped, Truncated
 from surefoot.data.section import DataSection
 from surefoot.data.training_data import Encoding, find, prepare
 from surefoot.errors import DataError
@@ -251,8 +250,8 @@ def test_the_cache_is_in_the_users_cache_folder_by_default(section, tmp_path, mo
 
 def test_a_long_job_tells_how_far_it_is(section, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr("surefoot.data.store.shards.REPORT_SECONDS", -1.0)
-    monkeypatch.setattr("surefoot.data.store.shards.BATCH", 8)
+    monkeypatch.setattr("surefoot.data.store._shards.REPORT_SECONDS", -1.0)
+    monkeypatch.setattr("surefoot.data.store._shards.BATCH", 8)
     run(section)
     assert [m.split(" tok")[0].rsplit(" ", 1)[0] for m in caplog.messages[:3]] == [
         f"encoding one: {rows} rows," for rows in (8, 16, 20)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from surefoot.data.rows._remote_rows import Hub
+from surefoot.data.rows._row_sources import Files
 from surefoot.data.rows.catalog import Catalog
-from surefoot.data.rows.formats.alpaca import Alpaca
-from surefoot.data.rows.formats.turns import ShareGPT
-from surefoot.data.rows.row_sources import Files
+from surefoot.data.rows.formats._alpaca import Alpaca
+from surefoot.data.rows.formats._turns import ShareGPT
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError
 

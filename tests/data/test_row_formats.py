@@ -5,8 +5,8 @@ import json
 import pytest
 
 from surefoot.data.example import Message
-from surefoot.data.rows.formats.alpaca import Alpaca
-from surefoot.data.rows.formats.turns import OpenAI, ShareGPT
+from surefoot.data.rows.formats._alpaca import Alpaca
+from surefoot.data.rows.formats._turns import OpenAI, ShareGPT
 from surefoot.errors import DataError
 
 ROW = {"instruction": "Add the numbers.", "input": "2 3", "output": "5"}

@@ -5,8 +5,9 @@ import socket
 
 import pytest
 
+from surefoot.data.example import BrokenRow
 from surefoot.data.rows._remote_rows import Hub
-from surefoot.data.rows.row_sources import BrokenRow, Files, find_files
+from surefoot.data.rows._row_sources import Files, find_files
 from surefoot.errors import DataError
 
 

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from surefoot.data.example import Example
+from surefoot.data.example import BrokenRow, Example
 from surefoot.data.rows.catalog import Catalog
-from surefoot.data.rows.row_sources import BrokenRow
 from surefoot.data.rows.rows import read_examples
 from surefoot.data.section import DataSection
 from surefoot.errors import DataError

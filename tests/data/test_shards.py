@@ -8,8 +8,8 @@ import pytest
 
 from surefoot.data.section import DataSection
 from surefoot.data.store import dataset as dataset_module
+from surefoot.data.store._shards import WHOLE
 from surefoot.data.store.dataset import ExampleStream
-from surefoot.data.store.shards import WHOLE
 from surefoot.data.training_data import Encoding, encode_stream, open_stream
 from surefoot.errors import DataError
 

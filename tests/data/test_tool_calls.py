@@ -8,7 +8,7 @@ import pytest
 
 import tiny_tokenizers
 from surefoot.data.example import Message
-from surefoot.data.rows.formats.turns import OpenAI
+from surefoot.data.rows.formats._turns import OpenAI
 from surefoot.data.section import DataSection
 from surefoot.data.text.codec import Codec
 from surefoot.data.text.families import TOOLS, families

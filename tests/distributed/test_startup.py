@@ -30,7 +30,7 @@ from surefoot.model.isolation import PromptSharing, use_packed
 from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
 from surefoot.network.shard_loading import init_on_meta, select_prompt_sharing
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from answering import keeps_bits, near, sample
+from surefoot.generate._proof import driver_of
+from surefoot.generate._slots import SlotCache
 from surefoot.generate.generation import ReplicaShare
-from surefoot.generate.proof import driver_of
 from surefoot.generate.section import GenerateSection
-from surefoot.generate.slots import SlotCache
 from tiny import model
 from zoo import architectures
 

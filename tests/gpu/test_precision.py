@@ -8,7 +8,7 @@ import torch
 import small
 import tiny
 from surefoot.model.layers import use_float8
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.sharded_model import layers
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,9 @@ from surefoot.errors import CheckpointError, RecipeError
 from surefoot.methods.badam import BAdamRatio
 from surefoot.network._parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.blocks import check_entries
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.sharding import AxisShard
 
 INTERVAL, RATIO = 3, 0.25

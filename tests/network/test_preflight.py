@@ -17,9 +17,8 @@ from surefoot.methods.lora import LoRA
 from surefoot.model.lora_targets import refuse_read_weights
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.network.draft import MetaTensors, NetworkOptions
-from surefoot.network.open import open_network
-from surefoot.network.preflight import refuse_early, size_of_save
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.network.open import open_network, refuse_early, size_of_save
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
@@ -159,7 +158,7 @@ def test_a_missing_package_is_refused(project, tmp_path, monkeypatch):
     monkeypatch.setattr("surefoot.model.config.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="needs bitsandbytes, which is not installed"):
         checked(project, tmp_path, quantization_bit=4, method=LoRA())
-    monkeypatch.setattr("surefoot.network.preflight.find_spec", lambda _: None)
+    monkeypatch.setattr("surefoot.network.open.find_spec", lambda _: None)
     with pytest.raises(RecipeError, match=r"train.report_to: tensorboard needs tensorboard"):
         surefoot.train(project, train={"report_to": "tensorboard"})
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from surefoot.errors import CheckpointError
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.state import NamedState
-from surefoot.optim.variants.adamw import AdamW
 
 
 def parameters(dtype=torch.float64):

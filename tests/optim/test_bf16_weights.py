@@ -11,6 +11,8 @@ import small
 import tiny
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
+from surefoot.optim._variants.adamw import AdamW, AdamW8bit
+from surefoot.optim._variants.schedule_free import ScheduleFree
 from surefoot.optim.bf16_weights import (
     BUCKET,
     MASTER,
@@ -23,8 +25,6 @@ from surefoot.optim.bf16_weights import (
 )
 from surefoot.optim.state import NamedState, check_cuts
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw import AdamW, AdamW8bit
-from surefoot.optim.variants.schedule_free import ScheduleFree
 from surefoot.parallel.sharding import AxisShard
 
 MODES = ("stochastic", "master")

@@ -13,9 +13,9 @@ from folders import save_recipe
 from spread import learn, resume, save, trainer
 from surefoot.errors import RecipeError
 from surefoot.methods.lora import LoRA
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.optimizer import factor_of, matches
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import dump, load
 

@@ -24,9 +24,9 @@ from surefoot.optim._rules.matrices import (
     orthogonalized,
 )
 from surefoot.optim._rules.sharded import buckets, size_of_part
+from surefoot.optim._variants.muon import Muon
 from surefoot.optim.state_tensor import ParameterKind
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.muon import Muon
 from surefoot.parallel.world import ALONE
 
 

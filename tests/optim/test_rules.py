@@ -9,15 +9,15 @@ import torch
 from surefoot.errors import RecipeError
 from surefoot.optim._rules.few_bits import chunked, codebook, dequantized, dynamic_map, quantize
 from surefoot.optim._rules.rule_optimizer import Update
+from surefoot.optim._variants.adafactor import Adafactor
+from surefoot.optim._variants.adam_mini import AdamMini
+from surefoot.optim._variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
+from surefoot.optim._variants.ademamix import AdEMAMix
+from surefoot.optim._variants.lion import Lion
+from surefoot.optim._variants.projected import Apollo, GaLore
+from surefoot.optim._variants.schedule_free import ScheduleFree
 from surefoot.optim.state import check_cuts
 from surefoot.optim.state_tensor import ParameterKind
-from surefoot.optim.variants.adafactor import Adafactor
-from surefoot.optim.variants.adam_mini import AdamMini
-from surefoot.optim.variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
-from surefoot.optim.variants.ademamix import AdEMAMix
-from surefoot.optim.variants.lion import Lion
-from surefoot.optim.variants.projected import Apollo, GaLore
-from surefoot.optim.variants.schedule_free import ScheduleFree
 from surefoot.parallel.sharding import AxisShard
 
 SHAPES = {"q.weight": (6, 4), "up.weight": (5, 3), "norm.weight": (4,)}

@@ -10,10 +10,10 @@ import torch
 import surefoot.checkpoint as ckpt
 from surefoot.errors import CheckpointError, RecipeError
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.optimizer import Optimizer
 from surefoot.optim.state_tensor import LIKE_PARAMETER, SCALAR, StateTensor, reduced
 from surefoot.optim.trained import TrainedParameters
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.sharding import AxisShard
 
 

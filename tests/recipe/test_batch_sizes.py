@@ -7,8 +7,8 @@ import pytest
 
 from surefoot.data.order.micro_batches import check_divides
 from surefoot.errors import DataError
-from surefoot.recipe.batch_sizes import with_batch_sizes
 from surefoot.recipe.recipe import dump, read
+from surefoot.recipe.recipe_data import with_batch_sizes
 from surefoot.recipe.yaml import parse
 from surefoot.schema import json_schema
 from surefoot.training.section import TrainSection

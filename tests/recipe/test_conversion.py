@@ -2,8 +2,7 @@ import pytest
 
 from surefoot.errors import RecipeError
 from surefoot.plugins.mindspore.recipe import convert
-from surefoot.recipe.importers import unknown
-from surefoot.recipe.recipe import load, read
+from surefoot.recipe.recipe import load, read, unknown
 from surefoot.recipe.yaml import parse
 
 FILE = """\

@@ -15,7 +15,7 @@ from surefoot.methods import METHODS
 from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
 from surefoot.model.section import ModelSection
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.recipe.recipe import RULES, Recipe, RecipeChange, changes, dump, load, read
 from surefoot.schema import paths, write
 from surefoot.stages.sft import SFT

@@ -12,7 +12,7 @@ from surefoot.data.section import DataSection
 from surefoot.errors import RunError
 from surefoot.methods.full import Full
 from surefoot.model.section import ModelSection
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run import folder as run_folder

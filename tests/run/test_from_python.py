@@ -22,8 +22,8 @@ from surefoot.errors import DataError, ModelError, RecipeError, RunError
 from surefoot.methods import METHODS
 from surefoot.methods.full import Full
 from surefoot.optim import OPTIMIZERS
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.state_tensor import LIKE_PARAMETER
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.recipe.recipe import load
 from surefoot.run.from_python import with_rows
 from surefoot.stages import STAGES

@@ -9,8 +9,8 @@ import tiny
 from surefoot.batch import Loss
 from surefoot.methods.lora import LoRA
 from surefoot.model.numerics import LossScaler
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.optimizer import Schedule
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.step import Step
 

@@ -19,7 +19,7 @@ from surefoot.data.order.loader import Prefetch
 from surefoot.errors import CheckpointError, RunError
 from surefoot.methods.full import Freeze, Full
 from surefoot.methods.lora import LoRA
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.stages.sft import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet

@@ -106,8 +106,7 @@ def eval_(
 def _as_its_program(recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> bool:
     """Whether the file of another program asks for evaluations of that program's own, which are
     then done."""
-    from ..recipe.importers import convert
-    from ..recipe.recipe import load_converted
+    from ..recipe.recipe import convert, load_converted
     from ..run.resolving import resolved
 
     if any(options[name] is not None for name in ("base", "dataset", "limit")):

@@ -46,7 +46,7 @@ class _Export(TargetCommand):
         if not args or args[0] not in self.commands:
             if len(args) == 1 and not args[0].startswith("-"):
                 # LLaMA-Factory's file says what OUT is; the error has the command to type
-                from ..recipe.importers import convert
+                from ..recipe.recipe import convert
 
                 convert(args)
             return super().make_context(info_name, args, parent, **extra)

@@ -109,7 +109,7 @@ def plan(
 
 def show(recipe: Recipe, run_plan: Plan, *, is_given: bool) -> None:
     """Print facts, memory and checkpoints."""
-    from ..recipe.batch_sizes import with_batch_sizes
+    from ..recipe.recipe_data import with_batch_sizes
 
     recipe, _ = with_batch_sizes(recipe, run_plan.mesh.num_data_ranks)
     screen = console()

@@ -52,9 +52,8 @@ def convert(path: str, overrides: tuple[str, ...], program: str | None) -> None:
     the keys that have no effect. OVERRIDES such as data.datasets=[mine] have
     precedence.
     """
-    from ..recipe.importers import convert as convert_file
-    from ..recipe.importers import unknown
-    from ..recipe.recipe import load_converted
+    from ..recipe.recipe import convert as convert_file
+    from ..recipe.recipe import load_converted, unknown
     from ..recipe.yaml import emit
 
     converted = convert_file((path, *overrides), program)

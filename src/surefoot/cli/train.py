@@ -98,7 +98,7 @@ def _check_ranks(recipe: Recipe, count: int) -> None:
     """Raises what every one of ``count`` ranks would raise of the mesh and the batch sizes, once
     it has imported everything."""
     from ..data.order.micro_batches import check_divides
-    from ..recipe.batch_sizes import with_batch_sizes
+    from ..recipe.recipe_data import with_batch_sizes
 
     try:
         ranks = recipe.parallel.num_data_ranks(count)
@@ -112,8 +112,7 @@ def _check_ranks(recipe: Recipe, count: int) -> None:
 def _load(words: tuple[str, ...]) -> tuple[Recipe, ConvertedFile]:
     """The recipe, and what it was converted from; of a recipe, a conversion of nothing."""
     with loading():
-        from surefoot.recipe.importers import convert
-        from surefoot.recipe.recipe import ConvertedFile, load, load_converted
+        from surefoot.recipe.recipe import ConvertedFile, convert, load, load_converted
         from surefoot.recipe.yaml import Document
 
     if (converted := convert(words)) is not None:

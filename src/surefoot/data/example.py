@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +58,15 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokenRow:
+    """A row that cannot be read: skipped, counted and reported."""
+
+    index: int  # of the row in its dataset, from 0
+    reason: str
+    is_dropped: bool = False  # it is as it should be, and has nothing to learn: a null, a flag
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
     """An example without trained tokens; counted and reported, never trained.
 
@@ -82,6 +91,13 @@ def items_of(outcome: Encoded) -> Sequence[Features]:
     if isinstance(outcome, Dropped):
         return ()
     return outcome.features if isinstance(outcome, Truncated) else outcome
+
+
+def unread_in(rows: Iterable[Example | BrokenRow], items: Iterable[Features]) -> tuple[str, ...]:
+    """The columns of ``rows`` that nothing reads; none if their ``items`` keep complete rows."""
+    if any("row" in item for item in items):
+        return ()
+    return tuple(dict.fromkeys(c for row in rows if isinstance(row, Example) for c in row.unread))
 
 
 EMPTY = Dropped('an empty response (only "weight": 1 on its turn trains on that)')

@@ -23,24 +23,15 @@ from numpy.typing import NDArray
 from ..batch import Features
 from ..errors import DataError, counted
 from .data_order import Index, Mixing, hold_out, mixed
-from .example import Example
-from .order.shuffle import NOTHING, Shuffle
+from .example import BrokenRow, Example
+from .order.loader import NOTHING, Shuffle
 from .rows.catalog import Catalog, check_rows
 from .rows.registry import DatasetEntry
-from .rows.row_sources import BrokenRow
 from .rows.rows import read_rows, too_many_broken
 from .section import DataSection
+from .store._shards import ROWS, DatasetReport, Encode, RowSequence, ShardedDataset, report_from
 from .store.cache import Cached, EncodedStore, default_folder
 from .store.dataset import EncodedDataset, ExampleStream, join
-from .store.shards import (
-    ROWS,
-    DatasetReport,
-    Encode,
-    EncodingReport,
-    RowSequence,
-    ShardedDataset,
-    report_from,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +42,21 @@ UNLIMITED = 1 << 62
 
 
 Examples_co = TypeVar("Examples_co", bound=EncodedDataset | ExampleStream, covariant=True)
+
+
+@dataclass(frozen=True)
+class EncodingReport:
+    """The counts of all datasets of a recipe."""
+
+    datasets: tuple[DatasetReport, ...]
+    held_out: int = 0  # examples that val_size took from the training data
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        for dataset in self.datasets:
+            yield from dataset.lines()
+        if self.held_out:
+            yield f"examples held out for evaluation: {self.held_out:,}"
 
 
 @dataclass(frozen=True)

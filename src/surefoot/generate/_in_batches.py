@@ -22,9 +22,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .proof import agree
-from .responses import Finished, OnToken, OpenResponse, Request, TokenChooser
-from .slots import inner_model
+from ._slots import inner_model
+from .responses import Finished, OnToken, OpenResponse, Request, TokenChooser, agree
 
 logger = logging.getLogger(__name__)
 _TRIED = "has_independent_rows"  # an attribute of models that have been tried

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from . import _in_batches as in_batches
+from ._proof import driver_of, must_be_alone
+from ._slots import COLUMNS, Driver, Prefix, SlotCache, inner_model, masked_attention, padded_length
 from .onednn import onednn_products
-from .proof import driver_of, must_be_alone
 from .responses import (
     EVERYTHING,
     Chooser,
@@ -36,9 +37,7 @@ from .responses import (
     prompt_of,
     requests_of,
 )
-from .samples import FinishReason, Ids, Sample, SampleStore
-from .section import GenerateSection
-from .slots import COLUMNS, Driver, Prefix, SlotCache, inner_model, masked_attention, padded_length
+from .section import FinishReason, GenerateSection, Ids, Sample, SampleStore
 
 __all__ = [
     "EVERYTHING",

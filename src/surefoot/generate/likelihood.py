@@ -23,9 +23,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..errors import first_line
-from .proof import must_be_alone
-from .samples import Ids
-from .slots import Prefix, cache_argument, inner_model, longest_limit, masked_attention
+from ._proof import must_be_alone
+from ._slots import Prefix, cache_argument, inner_model, longest_limit, masked_attention
+from .section import Ids
 
 logger = logging.getLogger(__name__)
 _TRIED = "shares_stems_of_prompts"  # an attribute of models that have been tried

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from . import _in_batches as in_batches
+from ._proof import driver_of, must_be_alone
+from ._slots import RowAdapters, SlotCache, masked_attention
 from .generation import OpenRows, Waiting
-from .proof import driver_of, must_be_alone
 from .responses import Chooser, Decode, OpenResponse, Request, TextUntil
-from .samples import FinishReason
-from .slots import RowAdapters, SlotCache, masked_attention
+from .section import FinishReason
 
 _COLUMNS = 64  # of a slot at first
 

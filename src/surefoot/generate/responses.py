@@ -27,8 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from .samples import FinishReason, Ids, Sample
-from .section import GenerateSection
+from .section import FinishReason, GenerateSection, Ids, Sample
 
 _BLOCK = 128  # numbers that are drawn at once
 
@@ -348,3 +347,14 @@ class TextUntil:
         """Characters at the end that may be the beginning of a stop text."""
         sizes = ((n, stop[:n]) for stop in self._stop for n in range(1, len(stop)))
         return max((n for n, start in sizes if self.text.endswith(start)), default=0)
+
+
+def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits differ by no more than roundings."""
+    # in few bits, sums in another order may differ by more
+    is_wide = expected.dtype == torch.float32 and not torch.is_autocast_enabled(
+        expected.device.type
+    )
+    share = 1e-3 if is_wide else 0.1
+    largest_difference = float((actual.float() - expected.float()).abs().max())
+    return largest_difference <= share * float(expected.float().abs().max())

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from ..errors import RunError, counted
 from ..log import announced
 from ..schema import must
-from .samples import FinishReason, Ids, Sample
+from .section import FinishReason, Ids, Sample
 
 
 @dataclass(frozen=True)

@@ -337,3 +337,32 @@ def keep(model: PreTrainedModel, numbers: Collection[int], num_stages: int) -> S
     if last not in numbers:
         base[parts.norm], model._modules[parts.head] = no_norm, None
     return Stages(parts, last, {number: only([number]) for number in numbers}, no_norm)
+
+
+def plan_pipeline_stages(
+    inner: PreTrainedModel, num_stages: int, *, is_converted: bool
+) -> tuple[Sequence[bool], nn.Parameter | None]:
+    """Plan the pipeline stages of ``inner``, which is complete: for each whether anything learns in
+    it or before it, and a weight that the first and the last both have. Raises ``RecipeError``."""
+    if is_converted:
+        raise RecipeError(
+            f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, or has "
+            "frozen adapters (model.frozen_adapters, method.lora.init), which a pipeline does not "
+            "support; leave pp at 1 and use parallel.dp_shard"
+        )
+    of_stages = parameters_of(inner, num_stages)
+    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
+    return [any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages)
+
+
+def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:
+    """The parameter that the first and the last stage both have."""
+    first = set(of_stages[0])
+    both = first & set(of_stages[-1])
+    inside = [p for stage in of_stages[1:-1] for p in stage]
+    if len(both) > 1 or len(set(inside)) < len(inside) or first & set(inside):
+        raise RecipeError(
+            "parallel.pp: layers of this model share weights with others, which a pipeline "
+            "does not support; leave pp at 1 and use parallel.dp_shard"
+        )
+    return both.pop() if both else None

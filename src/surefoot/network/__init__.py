@@ -4,7 +4,7 @@
 meta device; ``shard_loading`` reads this rank's boxes of the files. ``method`` is what a method of
 tuning says of itself, ``heads`` and ``_adapters`` what may be added, ``_parameter_names`` what all
 of it is called in files. The result is a ``network``, run by an engine of ``runner``: whole, or
-``pipelined``. ``preflight`` raises, before anything is read, what opening it would raise.
+``_pipelined``. ``open.refuse_early`` raises, before anything is read, what opening it would raise.
 
 ``StackedWeights`` is imported on first use: a recipe is read without torch.
 """

@@ -45,9 +45,9 @@ from ..parallel.sharded_model import shard, shard_for_generation
 from ..parallel.sharding import Cuts
 from ..parallel.vocab_parallel import cut_vocabulary
 from ..parallel.world import World
+from ._pipelined import PipelinedModel, to_pipeline
 from .heads import Heads, stored_heads
 from .method import Method, UnshardedWeights
-from .pipelined import PipelinedModel, to_pipeline
 from .runner import ModelForward
 from .shard_loading import MetaModel, Reader, ShardLoader, init_on_meta, read_base
 

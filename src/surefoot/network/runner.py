@@ -35,7 +35,7 @@ from ..parallel.section import ParallelSection
 from ..parallel.sharded_model import full_logits
 from ..parallel.tensor_parallel import widened
 from ..parallel.world import ALONE, World, vote_on_memory
-from .pipelined import PipelinedModel
+from ._pipelined import PipelinedModel
 
 
 @contextmanager

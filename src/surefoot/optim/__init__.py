@@ -1,5 +1,5 @@
-"""Optimizers and learning-rate schedules. To add an optimizer: write its file in ``variants/``, add
-its line.
+"""Optimizers and learning-rate schedules. To add an optimizer: write its file in ``_variants/``,
+add its line.
 
 Doors: ``optimizer`` (the settings that all have), ``state_tensor`` (what one keeps for a parameter,
 declared), ``trained`` (the optimizer of the parameters that are trained now), ``blocks`` (which
@@ -13,14 +13,14 @@ to ``_rules/rule_optimizer``, which calls the variant's ``update`` with this ran
 from typing import Any
 
 from ..extensions import Extended
-from .variants.adafactor import Adafactor
-from .variants.adam_mini import AdamMini
-from .variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
-from .variants.ademamix import AdEMAMix
-from .variants.lion import Lion
-from .variants.muon import Muon
-from .variants.projected import Apollo, GaLore
-from .variants.schedule_free import ScheduleFree
+from ._variants.adafactor import Adafactor
+from ._variants.adam_mini import AdamMini
+from ._variants.adamw import AdamW, AdamW4bit, AdamW8bit, AdamWBf16
+from ._variants.ademamix import AdEMAMix
+from ._variants.lion import Lion
+from ._variants.muon import Muon
+from ._variants.projected import Apollo, GaLore
+from ._variants.schedule_free import ScheduleFree
 
 OPTIMIZERS: Extended[type[Any]] = Extended(
     "optimizers",

@@ -2,6 +2,8 @@
 
 A path in the file is relative to the file if it exists there, otherwise to the current folder. A
 path in an override is relative to the current folder, and so is ``train.output_dir``.
+
+The files and command lines of other programs become recipes here, too (``convert``).
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ from ..stages import STAGES
 from ..storage.address import is_address
 from ..training.section import TrainSection
 from ..training.stage import Stage
-from .files import read_text, recipe_in
+from .files import SUFFIXES, read_text, recipe_in
 from .overrides import Overrides, override, put
 from .yaml import Document, emit, parse
 
 if TYPE_CHECKING:
     from ..training.callback import TrainerState
+
 
 HINTS: Mapping[str, Callable[[], Mapping[str, str]]] = Extended("hints", {})
 # Settings that this version no longer has, and the value at which it does the same without them:
@@ -448,3 +451,31 @@ def lines(section: object, *, docs: bool = False, indent: str = "") -> Iterator[
             yield f"{inner}{variant}:", is_default
             inner = f"{inner}  "
         yield from lines(value, docs=docs, indent=inner)
+
+
+def convert(words: Sequence[str], program: str | None = None) -> ConvertedFile | None:
+    """The recipe of another program's ``FILE key=value ...`` or ``--key value ...``; None if the
+    words are not another program's. ``program`` says whose file it is, if its content does not.
+    Raises ``RecipeError``: it cannot be read or converted."""
+    if words[0].startswith("--"):
+        lines = ((importer, importer.read_words(words)) for importer in IMPORTERS.values())
+        return next((importer.convert(*read) for importer, read in lines if read), None)
+    path = Path(words[0])
+    if program is None and not (path.suffix in SUFFIXES and path.is_file()):
+        return None
+    document = parse(read_text(path), words[0])
+    if program is not None and program not in IMPORTERS:
+        program_names = ", ".join(name for name, importer in IMPORTERS.items() if importer.title)
+        raise RecipeError(f"--from {program}: expected one of {program_names}")
+    importer = IMPORTERS[program] if program is not None else importer_of(document)
+    return None if importer is None else importer.convert(document, words[1:])
+
+
+def unknown(path: Path) -> RecipeError:
+    """The error for the file ``path``, which no program is known to have written."""
+    document = parse(read_text(path), str(path))
+    message = "this is a recipe already; `surefoot recipe show` prints all its settings"
+    if not isinstance(document.data, Mapping) or not {"model", "data"} <= document.data.keys():
+        titles = ", ".join(each.title for each in IMPORTERS.values() if each.title)
+        message = f"this is a file of none of {titles}; --from NAME says whose it is"
+    return document.error([Problem((), message)])

@@ -1,4 +1,5 @@
-"""The data of a recipe: with its tokenizer and template, through its cache.
+"""The data of a recipe: with its tokenizer and template, through its cache, in batches that the
+ranks can share.
 
 Training and evaluation both use this module, so they get the same tokens and hold out the same
 rows.
@@ -9,15 +10,16 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from transformers import PretrainedConfig
 
+from ..data.order.micro_batches import fitting_micro_batch
 from ..data.rows.catalog import problems_of
 from ..data.section import DataSection
-from ..data.store.shards import EncodingReport
 from ..data.text.codec import Codec
 from ..data.text.templates import section_template
-from ..data.training_data import Encoding, encode_stream, prepare
+from ..data.training_data import Encoding, EncodingReport, encode_stream, prepare
 from ..errors import ModelError, RecipeError, TemplateError
 from ..model import adapter_files
 from ..model.config import (
@@ -31,6 +33,8 @@ from ..model.config import (
 from ..model.loading import resolve
 from ..model.section import ModelSection
 from ..model.tokenizer import TOKENIZER_CONFIG, load_tokenizer
+from ..schema import Unset
+from ..training.section import TrainSection
 from .recipe import Recipe
 
 # Doge's: beyond it, each query sees only so many keys. If no row is padded, transformers chooses
@@ -147,3 +151,43 @@ def encoding_of(recipe: Recipe, codec: Codec, section: DataSection | None = None
     section = replace(section or recipe.data, cutoff_len=codec.section.cutoff_len)
     drawn_for = replace(recipe.data, cutoff_len=codec.section.cutoff_len)
     return Encoding(section, encode, fingerprint, recipe.train.seed, drawn_for)
+
+
+def with_batch_sizes(recipe: Recipe, num_data_ranks: int) -> tuple[Recipe, str | None]:
+    """``recipe`` with batch sizes that divide among the ranks in place of those that it does not
+    set, and what to log of the change. Sizes that it sets stay, divisible or not.
+
+    A smaller micro-batch computes the same steps. The global batch is enlarged, and only if no
+    smaller micro-batch makes it divide.
+    """
+    train = recipe.train
+    size = _global_batch(train, num_data_ranks)
+    micro = _micro_batch(train, size, num_data_ranks)
+    chosen = {"global_batch_size": size, "micro_batch_size": micro}
+    changed_sizes = [
+        f"train.{name}: {value}" for name, value in chosen.items() if value != getattr(train, name)
+    ]
+    if not changed_sizes:
+        return recipe, None
+    changed = replace(train, global_batch_size=size, micro_batch_size=micro)
+    return (
+        replace(recipe, train=changed),
+        f"{', '.join(changed_sizes)} (not set; chosen for {num_data_ranks} data-parallel ranks)",
+    )
+
+
+def _global_batch(train: TrainSection, num_ranks: int) -> int:
+    """The examples of a step: as set, or the next multiple of what cannot be made smaller."""
+    size, micro = train.global_batch_size, train.micro_batch_size
+    if not isinstance(size, Unset):
+        return size
+    least = num_ranks if isinstance(micro, Unset | str) else num_ranks * micro
+    return -(-size // least) * least
+
+
+def _micro_batch(train: TrainSection, size: int, num_ranks: int) -> int | Literal["auto"]:
+    """The examples of a micro-batch: as set, or the most that divide those of a rank."""
+    micro = train.micro_batch_size
+    if not isinstance(micro, Unset) or size % num_ranks:
+        return micro
+    return fitting_micro_batch(size // num_ranks, micro)

@@ -29,8 +29,7 @@ from ..model.section import ModelSection
 from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.network import Network
-from ..network.open import open_network
-from ..network.preflight import refuse_early
+from ..network.open import open_network, refuse_early
 from ..network.shard_loading import select_prompt_sharing
 from ..parallel.world import ALONE, World
 from ..recipe.recipe import Recipe

@@ -18,9 +18,8 @@ from ..errors import CheckpointError, RunError
 from ..model.loading import device
 from ..model.section import ModelSection
 from ..parallel.world import World, explain_peer_loss, joined
-from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe, load, read
-from ..recipe.recipe_data import find_base, settled
+from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import Record, TrainerCallback, TrainerState

@@ -24,8 +24,7 @@ from ..checkpoint.saving.writing import write
 from ..checkpoint.state.roles import MODEL
 from ..errors import RunError, SurefootError, counted
 from ..generate.generation import room
-from ..generate.samples import Ids, Sample
-from ..generate.section import GenerateSection
+from ..generate.section import GenerateSection, Ids, Sample
 from ..generate.servers import Expected, SamplingRequest, SamplingServer, ServedWeights
 from ..network.network import Network
 from ..parallel.world import World

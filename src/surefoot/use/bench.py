@@ -37,8 +37,8 @@ from ..model.numerics import choose
 from ..optim.bf16_weights import rule_of
 from ..parallel.launcher import num_processes
 from ..parallel.section import ParallelSection, launched
-from ..recipe.batch_sizes import with_batch_sizes
 from ..recipe.recipe import Recipe
+from ..recipe.recipe_data import with_batch_sizes
 from ..run.assembly import build
 from ..run.policy import COMPUTED_IN
 from ..storage.memory import allocator_message, is_out_of_memory

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ..batch import SCORES, Features
-from ..data.example import Dropped, Example, Truncated
+from ..data.example import BrokenRow, Dropped, Example, Truncated
 from ..data.rows.catalog import Catalog
-from ..data.rows.row_sources import BrokenRow
 from ..data.rows.rows import form_of, read_examples
 from ..data.section import DataSection
 from ..data.text.codec import Codec

@@ -20,8 +20,7 @@ from surefoot.plugins.migrate.commands import read_command_line
 from surefoot.plugins.migrate.conversion import convert_llamafactory
 from surefoot.plugins.migrate.templates import TEMPLATES
 from surefoot.plugins.mindspore.recipe import IMPORTER
-from surefoot.recipe.importers import convert
-from surefoot.recipe.recipe import Recipe, load, load_converted
+from surefoot.recipe.recipe import Recipe, convert, load, load_converted
 from surefoot.recipe.yaml import emit, parse
 from surefoot.schema import dotted, paths
 from surefoot.training.windows import num_steps

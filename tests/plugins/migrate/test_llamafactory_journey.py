@@ -9,7 +9,7 @@ import torch
 
 from project import assert_same, final_weights, marked, metrics, model_folder, pairs, rows, start
 from project import surefoot as cli
-from surefoot.recipe.importers import convert
+from surefoot.recipe.recipe import convert
 from surefoot.recipe.yaml import emit
 from surefoot.use._model_location import locate
 

@@ -10,8 +10,7 @@ import pytest
 from folders import save_adapter
 from project import model_folder, rows
 from project import surefoot as cli
-from surefoot.recipe.importers import convert
-from surefoot.recipe.recipe import load_converted
+from surefoot.recipe.recipe import convert, load_converted
 
 EXAMPLES = json.loads((Path(__file__).parent / "llamafactory" / "examples.json").read_text())
 FILE = "generated_predictions.jsonl"

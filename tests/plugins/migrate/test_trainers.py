@@ -14,8 +14,7 @@ from surefoot.errors import RecipeError
 from surefoot.plugins.migrate.arguments import ARGUMENTS
 from surefoot.plugins.migrate.conversion import convert_trainer
 from surefoot.plugins.migrate.other_trainers import PROGRAMS
-from surefoot.recipe.importers import convert
-from surefoot.recipe.recipe import IMPORTERS, Recipe, load, load_converted
+from surefoot.recipe.recipe import IMPORTERS, Recipe, convert, load, load_converted
 from surefoot.recipe.yaml import parse
 from surefoot.schema import dotted, paths
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.plugins.trainers.to_trainer import training_arguments
 from surefoot.recipe.recipe import read
 from surefoot.stages.sft import SFT

@@ -16,7 +16,7 @@ from surefoot.checkpoint.disk.commit import step_of
 from surefoot.errors import CheckpointError
 from surefoot.methods.full import Full
 from surefoot.methods.lora import LoRA
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.plugins.trainers.from_trainer import load_trainer_checkpoint
 from surefoot.plugins.trainers.trainer_folder import is_trainer_checkpoint
 from surefoot.run.training_run import build

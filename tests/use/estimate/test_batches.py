@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.data.order.loader import Loader
+from surefoot.data.order.loader import Loader, Shuffle
 from surefoot.data.order.micro_batches import Batching, Collation
-from surefoot.data.order.shuffle import Shuffle
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import DataError

@@ -8,7 +8,7 @@ import torch
 import surefoot
 from project import Project
 from surefoot.errors import RecipeError
-from surefoot.optim.variants.adamw import AdamW
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.recipe.recipe import load
 from surefoot.run.policy import open_policy
 from surefoot.use.estimate._dry_run import dry_run_batch

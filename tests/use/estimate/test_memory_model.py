@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from surefoot.model.numerics import autocast
 from surefoot.optim._rules import few_bits as chunks
+from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.bf16_weights import build_optimizer, update_size
-from surefoot.optim.variants.adamw import AdamW
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import shard
 from surefoot.parallel.sharding import AXES

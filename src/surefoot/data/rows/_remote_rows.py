@@ -25,9 +25,10 @@ from ...schema.locations import DATA_FILES
 from ...storage import files
 from ...storage.address import Address, default_cache
 from ...storage.hubs import CHUNK, HUBS, HubError, check_online, locked, offline_setting
+from ..example import BrokenRow
 from ._readers import ROWS, TextUnit, rows_of
+from ._row_sources import Files, split_of
 from .formats.fields import Row
-from .row_sources import BrokenRow, Files, split_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -17,12 +17,12 @@ from ...errors import DataError
 from ...schema.locations import DATA_FILES, DatasetReference
 from ...storage import files
 from ...storage.address import is_address
-from ..example import JSON, Example
+from ..example import JSON, BrokenRow, Example
 from ..section import DataSection
+from ._row_sources import PACKED
 from .formats import Format
 from .formats.fields import nearest
 from .registry import FILE, HUBS, DatasetEntry, read_entry, read_form, read_registry
-from .row_sources import PACKED, BrokenRow
 from .rows import read_examples
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from typing import Any
 
 from ...errors import DataError
 from ...storage.address import Address, is_address
-from ..example import JSON
+from ..example import JSON, BrokenRow
 from ._readers import TextUnit
 from ._remote_rows import Hub, HubName, remote_files
+from ._row_sources import RowSource, find_files
 from .formats import FORMATS, Format
-from .formats.alpaca import Alpaca
+from .formats._alpaca import Alpaca
+from .formats._trl import TRL
+from .formats._turns import OpenAI, ShareGPT
 from .formats.fields import Row, nearest, shown, structure
-from .formats.trl import TRL
-from .formats.turns import OpenAI, ShareGPT
-from .row_sources import BrokenRow, RowSource, find_files
 
 FILE = "dataset_info.json"
 DEFAULT = "alpaca"  # formatting of an entry that has columns

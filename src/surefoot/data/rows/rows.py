@@ -12,9 +12,11 @@ from typing import TypeVar
 
 from ...errors import DataError, counted
 from ..data_order import Index
-from ..example import Example, Message
+from ..example import BrokenRow, Example, Message
 from ..section import DataSection
+from ._row_sources import first_broken
 from .formats import FORMATS, Format
+from .formats._turns import EMPTY, LEARNING, trains
 from .formats.fields import (
     MARKS,
     TEMPLATE_ARGUMENTS,
@@ -26,9 +28,7 @@ from .formats.fields import (
     template_arguments,
     without_added_nulls,
 )
-from .formats.turns import EMPTY, LEARNING, trains
 from .registry import MEDIA, PROMPTS, RANKING_COLUMNS, RESPONSES, DatasetEntry
-from .row_sources import BrokenRow, first_broken
 
 USUAL = (*("messages", "conversations"), *PROMPTS, *RESPONSES, "chosen", "rejected", "text")
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns with turns

@@ -24,8 +24,8 @@ from ...batch import Features
 from ...errors import DataError
 from ..data_order import Description, Index
 from ..rows.rows import too_many_broken
+from ._shards import DatasetReport, ShardedDataset, add, report_from
 from .cache import FLOATS, Array, Cached, EncodedStore, Ragged
-from .shards import DatasetReport, ShardedDataset, add, report_from
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from ...errors import DataError, RunError
 from ...storage.files import make_folder, raising, write_aside
-from ..example import JSON, Message
+from ..example import JSON, BrokenRow, Message
 from ..rows._readers import text_lines
+from ..rows._row_sources import Files
 from ..rows.catalog import Catalog
 from ..rows.formats import Format
 from ..rows.formats.fields import shown, tools
 from ..rows.registry import recognized
-from ..rows.row_sources import BrokenRow, Files
 from ..rows.rows import form_of, parse_row
 from ..section import DataSection
 

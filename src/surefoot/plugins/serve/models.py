@@ -17,7 +17,7 @@ from ...generate.generation import context_length
 from ...generate.live import Rows, SlotRows, rows_of
 from ...generate.onednn import pack_weights
 from ...generate.responses import Decode, decoder
-from ...generate.slots import RowAdapters
+from ...model.adapters import AdaptersByRow
 from ...storage.web import Hosts
 from ...use.model_loading import (
     Dtype,
@@ -328,7 +328,7 @@ class Models:
         length = context_length(opened.model) or _UNLIMITED
         return min(length, self.settings.max_length or length)
 
-    def _rows_of(self, opened: LoadedModel, adapters: RowAdapters | None = None) -> Rows:
+    def _rows_of(self, opened: LoadedModel, adapters: AdaptersByRow | None = None) -> Rows:
         return rows_of(opened.model, self._longest(opened), self.settings.max_batch, adapters)
 
 

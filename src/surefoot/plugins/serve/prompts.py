@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...data.example import JSON, Example
-from ...data.rows.formats.turns import OpenAI
+from ...data.rows.formats import FORMATS
 from ...data.text.templates import with_arguments
 from ...errors import DataError, SurefootError
 from .body import ApiError, Prompts
@@ -80,7 +80,7 @@ def _num_characters(message: Mapping[str, Any]) -> int:
 def _read(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Example:
     """The conversation, as rows of datasets in OpenAI's format are read."""
     try:
-        return OpenAI().read({"messages": list(messages), "tools": list(tools) or None})
+        return FORMATS["openai"]().read({"messages": list(messages), "tools": list(tools) or None})
     except DataError as error:
         param = "tools" if "'tools'" in str(error) else "messages"
         raise ApiError(f"{param}: {error}", param=param) from None

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...data.text.templates import load_template, saved_source
 from ...errors import ModelError
-from ...generate.proof import agree
+from ...generate.responses import agree
 from ...model import base_identity
 from ...model.adapter_files import add_named, is_addable, remove_named
 from ...model.adapters import AdaptersByRow, can_be_by_row

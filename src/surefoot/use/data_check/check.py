@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...data.data_order import Index, hold_out
-from ...data.example import Dropped, Encoded, Example, Truncated, items_of
+from ...data.example import BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
-from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_examples
-from ...data.store.shards import unread_in
 from ...data.text.codec import Codec
 from ...data.training_data import DrawnRows, draw_rows
 from ...errors import DataError

@@ -11,13 +11,11 @@ import numpy as np
 
 from ...batch import IGNORE_INDEX, Features
 from ...data.data_order import Index, mixed
-from ...data.example import Example, items_of
-from ...data.order.loader import Loader
+from ...data.example import BrokenRow, Example, items_of
+from ...data.order.loader import Loader, Shuffle
 from ...data.order.micro_batches import Batching, balance_by_length, num_passes, positions, sums
-from ...data.order.shuffle import Shuffle
 from ...data.rows.catalog import Catalog
 from ...data.rows.registry import DatasetEntry
-from ...data.rows.row_sources import BrokenRow
 from ...data.rows.rows import read_rows
 from ...data.store.cache import EncodedStore
 from ...data.store.dataset import EncodedDataset, in_memory, join

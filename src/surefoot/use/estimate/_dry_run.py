@@ -26,8 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ...batch import Batch, with_router_loss
 from ...errors import ModelError, first_line
 from ...network.network import Network
-from ...network.open import open_network
-from ...network.preflight import check_optimizer_shards
+from ...network.open import check_optimizer_shards, open_network
 from ...optim.blocks import LONG
 from ...optim.state import shapes_of_state
 from ...parallel.sharded_model import layers

@@ -21,9 +21,9 @@ from ...model.adapter_files import attach_empty
 from ...model.loading import DTYPES
 from ...model.lora_targets import refuse_read_weights
 from ...model.numerics import PrecisionName
+from ...model.pipeline_stages import plan_pipeline_stages
 from ...model.section import ModelSection, Recomputation
 from ...network.draft import Draft, from_config, method_of
-from ...network.pipelined import plan_pipeline_stages
 from ...network.runner import ModelForward
 from ...parallel.sharded_model import layers
 from ...parallel.sharding import chunk
@@ -85,7 +85,9 @@ class FakeTensors:
     def divide(self, draft: Draft) -> None:
         """Keep all layers. Raises ``RecipeError`` if a pipeline cannot be made of them."""
         if self.setting.num_stages > 1:
-            plan_pipeline_stages(draft.inner, draft.weights, self.setting.num_stages)
+            plan_pipeline_stages(
+                draft.inner, self.setting.num_stages, is_converted=draft.weights.is_converted
+            )
         in_files = {p: draft.names[name] for name, p in draft.module.named_parameters()}
         draft.names = {name: in_files[p] for name, p in draft.module.named_parameters()}
 

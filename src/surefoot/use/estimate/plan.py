@@ -24,8 +24,8 @@ from ...model.config import check_alone
 from ...model.numerics import PrecisionName
 from ...model.section import Recomputation
 from ...parallel.world import World
-from ...recipe.batch_sizes import with_batch_sizes
 from ...recipe.recipe import Recipe
+from ...recipe.recipe_data import with_batch_sizes
 from ...storage.memory import free_memory
 from ...terminal_text import in_bytes
 from ...training.callbacks.jsonl import NAME as METRICS

@@ -6,9 +6,9 @@ names as defaults. ``main`` is the one column that every row must have.
 
 from __future__ import annotations
 
-from .alpaca import Alpaca
-from .trl import TRL
-from .turns import OpenAI, ShareGPT
+from ._alpaca import Alpaca
+from ._trl import TRL
+from ._turns import OpenAI, ShareGPT
 
 Format = Alpaca | OpenAI | ShareGPT | TRL
 FORMATS: dict[str, type[Format]] = {

@@ -17,7 +17,7 @@ from ..checkpoint.state.states import PipelinedOptimizer, PipelinedWeights, owne
 from ..errors import RecipeError
 from ..model import outputs
 from ..model.numerics import PrecisionName, autocast
-from ..model.pipeline_stages import IdentityStub, Stages, keep, parameters_of
+from ..model.pipeline_stages import IdentityStub, Stages, keep, plan_pipeline_stages
 from ..optim.trained import TrainedParameters
 from ..parallel.collectives import Axis, MeshAxis
 from ..parallel.pipeline import Finish, Pipeline, connect, tie
@@ -173,7 +173,7 @@ def to_pipeline(
             "sees the routers of all layers; set it to false, or leave pp at 1"
         )
     num_stages = world.pp * section.num_parts
-    learns, shared = plan_pipeline_stages(inner, weights, num_stages)
+    learns, shared = plan_pipeline_stages(inner, num_stages, is_converted=weights.is_converted)
     in_files = {parameter: names[name] for name, parameter in model.named_parameters()}
     learning = {name for p, name in in_files.items() if p.requires_grad}
     whole = {
@@ -193,32 +193,3 @@ def to_pipeline(
         world,
         MeshAxis(world.mesh["tp"]) if section.sequence_parallel else None,
     )
-
-
-def plan_pipeline_stages(
-    inner: PreTrainedModel, weights: UnshardedWeights, num_stages: int
-) -> tuple[Sequence[bool], nn.Parameter | None]:
-    """Plan the pipeline stages of ``inner``, which is complete: for each whether anything learns in
-    it or before it, and a weight that the first and the last both have. Raises ``RecipeError``."""
-    if weights.is_converted:
-        raise RecipeError(
-            f"parallel.pp: {type(inner).__name__} fuses tensors of its files at loading, or has "
-            "frozen adapters (model.frozen_adapters, method.lora.init), which a pipeline does not "
-            "support; leave pp at 1 and use parallel.dp_shard"
-        )
-    of_stages = parameters_of(inner, num_stages)
-    learns = [any(p.requires_grad for p in stage) for stage in of_stages]
-    return [any(learns[: i + 1]) for i in range(num_stages)], _shared(of_stages)
-
-
-def _shared(of_stages: Sequence[Sequence[nn.Parameter]]) -> nn.Parameter | None:
-    """The parameter that the first and the last stage both have."""
-    first = set(of_stages[0])
-    both = first & set(of_stages[-1])
-    inside = [p for stage in of_stages[1:-1] for p in stage]
-    if len(both) > 1 or len(set(inside)) < len(inside) or first & set(inside):
-        raise RecipeError(
-            "parallel.pp: layers of this model share weights with others, which a pipeline "
-            "does not support; leave pp at 1 and use parallel.dp_shard"
-        )
-    return both.pop() if both else None

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import Example, Message
+from ._turns import with_system
 from .fields import Row, as_text, label, missing, shown, structure, text, tools
-from .turns import with_system
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from ....errors import DataError
 from ...example import Example, Message
+from ._turns import Turns, with_system
 from .fields import Row, as_text, from_json, label, missing, shown, text, tools
-from .turns import Turns, with_system
 
 _TURNS = Turns(
     "role",

@@ -15,6 +15,7 @@ from ...errors import DataError, counted
 from ...schema.locations import matches
 from ...storage import files
 from ...storage.files import read_json
+from ..example import BrokenRow
 from ._readers import READERS, Line, TextUnit, read_txt
 from .formats.fields import Row
 
@@ -31,15 +32,6 @@ PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", "
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # of Dataset and DatasetDict.save_to_disk
 SHOWN = 3  # broken rows that are shown
 CHUNK = 1 << 22  # bytes that are hashed at a time
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenRow:
-    """A row that cannot be read: skipped, counted and reported."""
-
-    index: int  # of the row in its dataset, from 0
-    reason: str
-    is_dropped: bool = False  # it is as it should be, and has nothing to learn: a null, a flag
 
 
 def first_broken(broken: Sequence[BrokenRow]) -> Iterator[str]:

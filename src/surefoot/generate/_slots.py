@@ -27,7 +27,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from .samples import Ids
+from .section import Ids
 
 _UNIT = 16  # lengths of prompts in a pass are multiples of it
 _MASKED = ("sdpa", "eager")  # attention that takes a mask of each row

@@ -27,8 +27,8 @@ from ...batch import IGNORE_INDEX, Features
 from ...errors import DataError, counted
 from ...storage import files
 from ..data_order import Index
-from ..example import JSON, Dropped, Encoded, Example, Truncated, items_of
-from ..rows.row_sources import BrokenRow, first_broken
+from ..example import JSON, BrokenRow, Dropped, Encoded, Example, Truncated, items_of, unread_in
+from ..rows._row_sources import first_broken
 from . import cache
 from .cache import Cached, Writer, num_tokens
 
@@ -234,13 +234,6 @@ class Encoder:
         self.report = add(self.report, more)
 
 
-def unread_in(rows: Iterable[Row], items: Iterable[Features]) -> tuple[str, ...]:
-    """The columns of ``rows`` that nothing reads; none if their ``items`` keep complete rows."""
-    if any("row" in item for item in items):
-        return ()
-    return tuple(dict.fromkeys(c for row in rows if isinstance(row, Example) for c in row.unread))
-
-
 def _num_trained(item: Features) -> int:
     """Number of trained tokens of an item; nothing predicts the first token of a sequence."""
     every = [labels for name, labels in item.items() if name.endswith("labels")]
@@ -308,21 +301,6 @@ class DatasetReport:
             yield f"{self.name}: {counted(count, 'example')}: {note}"
         if self.cut:
             yield f"{self.name}: examples truncated to data.cutoff_len: {self.cut:,}"
-
-
-@dataclass(frozen=True)
-class EncodingReport:
-    """The counts of all datasets of a recipe."""
-
-    datasets: tuple[DatasetReport, ...]
-    held_out: int = 0  # examples that val_size took from the training data
-
-    def lines(self) -> Iterator[str]:
-        """The report as text."""
-        for dataset in self.datasets:
-            yield from dataset.lines()
-        if self.held_out:
-            yield f"examples held out for evaluation: {self.held_out:,}"
 
 
 def report_from(saved: JSON, name: str, remarks: tuple[str, ...] = ()) -> DatasetReport:

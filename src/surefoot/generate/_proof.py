@@ -14,8 +14,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..errors import first_line
-from .samples import Ids
-from .slots import (
+from ._slots import (
     Driver,
     Masks,
     SlotCache,
@@ -24,6 +23,8 @@ from .slots import (
     longest_limit,
     masked_attention,
 )
+from .responses import agree
+from .section import Ids
 
 logger = logging.getLogger(__name__)
 _TRIED = "drivers_over_slots"  # an attribute of models that have been tried
@@ -127,14 +128,3 @@ def _over_slots(
         steps.append(driver.decode(cache, tokens, positions))
         tokens = [row[step] for row in forced]
     return [torch.stack([logits[row] for logits in steps]) for row in range(len(prompts))]
-
-
-def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits differ by no more than roundings."""
-    # in few bits, sums in another order may differ by more
-    is_wide = expected.dtype == torch.float32 and not torch.is_autocast_enabled(
-        expected.device.type
-    )
-    share = 1e-3 if is_wide else 0.1
-    largest_difference = float((actual.float() - expected.float()).abs().max())
-    return largest_difference <= share * float(expected.float().abs().max())
