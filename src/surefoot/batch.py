@@ -54,6 +54,9 @@ class Batch:
     # [D, 3] int32, on the CPU: tokens of prompt and answers, 0 of what is not there
     branches: torch.Tensor | None = None
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # for the loss of a stage
+    media: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further inputs of the model
+    # [1 + A, B, T] int64, ``position_ids`` and those of A axes (M-RoPE), in their place
+    axes: torch.Tensor | None = None
     at: TrainedPositions | None = None  # where its labels are predicted, once looked up
     at_ends: TrainedPositions | None = None  # the last token of each document, once looked up
 
@@ -93,6 +96,7 @@ class Batch:
         on_device = {n: tensor for n, tensor in _tensors(self).items() if n not in _ON_HOST}
         moved_fields = {name: function(tensor) for name, tensor in on_device.items()}
         extras = {name: function(tensor) for name, tensor in self.extras.items()}
+        media = {name: function(tensor) for name, tensor in self.media.items()}
 
         def moved(places: TrainedPositions | None) -> TrainedPositions | None:
             if places is None:
@@ -100,7 +104,7 @@ class Batch:
             return replace(places, **{n: function(part) for n, part in _tensors(places).items()})
 
         at, at_ends = moved(self.at), moved(self.at_ends)
-        return replace(self, **moved_fields, extras=extras, at=at, at_ends=at_ends)
+        return replace(self, **moved_fields, extras=extras, media=media, at=at, at_ends=at_ends)
 
 
 _ON_HOST = ("cu_seqlens", "branches")
@@ -109,7 +113,7 @@ _PLACES = ("at", "at_ends")
 
 def _tensors(holder: Batch | TrainedPositions) -> dict[str, torch.Tensor]:
     """The fields that are tensors."""
-    others = {"extras", *_PLACES}
+    others = {"extras", "media", *_PLACES}
     values = {f.name: getattr(holder, f.name) for f in fields(holder) if f.name not in others}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -184,6 +188,14 @@ def _last_columns(cu_seqlens: torch.Tensor, branches: torch.Tensor | None) -> np
     first = bounds[:-1] + prompts + ones - 1
     both = np.stack([first, first + twos], axis=1)
     return both[np.stack([np.ones_like(twos), twos], axis=1) > 0]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Documents in one row, and each alone: a model must compute the same of both."""
+
+    together: Batch
+    alone: Sequence[Batch]
 
 
 Window = Sequence[Batch]  # the micro-batches of one optimizer step

@@ -131,13 +131,16 @@ class Driver:
 @contextmanager
 def masked_attention(inner: PreTrainedModel) -> Iterator[None]:
     """An attention that takes a mask of each row, meanwhile."""
-    before = inner.config._attn_implementation
-    if before not in _MASKED:
+    config = inner.config
+    parts = {name: getattr(config, name) for name in config.sub_configs}  # such as a tower
+    before = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    before[""] = config._attn_implementation
+    if before[""] not in _MASKED:
         inner.set_attn_implementation("sdpa" if inner._supports_sdpa else "eager")
     try:
         yield
     finally:
-        if inner.config._attn_implementation != before:
+        if config._attn_implementation != before[""]:
             inner.set_attn_implementation(before)
 
 

@@ -31,6 +31,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     Mxfp4Config,
@@ -91,6 +93,14 @@ _SCALED = ("gpt_oss", "apertus")  # whose default in transformers 4 is rescaled
 _OLD_LAYERS = {"linear_attention": "mamba", "full_attention": "attention"}
 _RENAMED_LAYERS = {"granitemoehybrid": "layer_types", "zamba2": "layers_block_type"}
 _ORIGINAL = "original_max_position_embeddings"
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that opens models of ``config``: the one for causal language
+    models, or where they have none, the one for models that read pictures, too."""
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = (each for each in classes if type(config) in each._model_mapping)
+    return next(known, AutoModelForCausalLM)  # which says what it does not know
 
 
 class UnreadableConfigError(ModelError):

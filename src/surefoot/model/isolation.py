@@ -14,7 +14,7 @@ one of the run, so that it exceeds every window that the run will exceed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ..batch import IGNORE_INDEX, Batch
+from ..batch import IGNORE_INDEX, Batch, Probe
 from ..errors import ModelError, first_line
 from .packed_attention import (
     KERNELS,
@@ -33,6 +33,7 @@ from .packed_attention import (
     by_document,
     packed_arguments,
     plain_kernel,
+    set_attention,
     switch_to_packed,
     uses_document_attention,
 )
@@ -44,6 +45,7 @@ Run = Callable[[Batch], torch.Tensor]  # a value, or a row of them, for each tra
 _FIRST, _PAIR = 4, (2, 3, 4)
 _UNIT = _FIRST + 2 * sum(_PAIR) + _PAIR[0]
 _LEAST, _MOST = 1024, 4096  # tokens before it, where masks of whole rows tell documents apart
+OTHER_VALUES = "an example in a row gets other values than alone"
 _SEEN = 8  # trained positions at the end of a long document
 
 
@@ -54,15 +56,15 @@ class PromptSharing:
     is_proven: bool = False
 
 
-def use_packed(model: PreTrainedModel, longest: int = 0) -> bool:
+def use_packed(model: PreTrainedModel, longest: int = 0, probes: Sequence[Probe] = ()) -> bool:
     """Switch ``model`` to an attention that is right for packed rows with documents of up to
-    ``longest`` tokens. Returns whether two responses may share a prompt. Raises ``ModelError``: no
-    attention is right in this architecture."""
+    ``longest`` tokens, and for ``probes``. Returns whether two responses may share a prompt. Raises
+    ``ModelError``: no attention is right in this architecture."""
     switch_to_packed(model)
     was_training = model.training
     model.eval()
     try:
-        return settle_attention(model, partial(_trained_logits, model), longest)
+        return settle_attention(model, partial(_trained_logits, model), longest, probes=probes)
     finally:
         model.train(was_training)
 
@@ -74,7 +76,7 @@ def packed_meanwhile(model: PreTrainedModel, longest: int = 0) -> Iterator[bool]
     try:
         yield use_packed(model, longest)
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
         attend_by_mask(model, is_on=False)
 
 
@@ -83,12 +85,12 @@ def unpacked(model: PreTrainedModel) -> Iterator[None]:
     """transformers' own attention meanwhile: packed rows have no key-value cache."""
     before = model.config._attn_implementation
     if before.startswith(PREFIX):
-        model.set_attn_implementation(plain_kernel(model))
+        set_attention(model, plain_kernel(model))
     try:
         yield
     finally:
         if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+            set_attention(model, before)
 
 
 @torch.no_grad()
@@ -97,6 +99,7 @@ def settle_attention(
     run: Run,
     longest: int = 0,
     agreed: Callable[[str | None], str | None] = lambda problem: problem,
+    probes: Sequence[Probe] = (),
 ) -> bool:
     """Find the first way that computes packed rows right, and leave it in use.
 
@@ -105,6 +108,8 @@ def settle_attention(
         run: computes the trained positions of a batch.
         longest: tokens of the longest document.
         agreed: makes the problem of one rank that of all.
+        probes: rows with pictures, which text does not stand for: some models attend to the tokens
+            of a picture in both directions.
 
     Returns whether two responses that share a prompt get the values of two documents.
 
@@ -113,14 +118,14 @@ def settle_attention(
     """
     plain, first = plain_kernel(model), None
     if uses_document_attention(model):
-        local_problem, may_share = _attempt(model, run, longest)
+        local_problem, may_share = _attempt(model, run, longest, probes)
         if (first := agreed(local_problem)) is None:
             return may_share
-        model.set_attn_implementation(plain)
+        set_attention(model, plain)
         logger.info("packed attention: masks of whole rows: %s", first)
     for is_on in (False, True):
         attend_by_mask(model, is_on=is_on)
-        if (problem := agreed(_attempt(model, run, longest)[0])) is None:
+        if (problem := agreed(_attempt(model, run, longest, probes)[0])) is None:
             return False
         first = first or problem
     attend_by_mask(model, is_on=False)
@@ -130,7 +135,9 @@ def settle_attention(
     )
 
 
-def _attempt(model: PreTrainedModel, run: Run, longest: int) -> tuple[str | None, bool]:
+def _attempt(
+    model: PreTrainedModel, run: Run, longest: int, probes: Sequence[Probe]
+) -> tuple[str | None, bool]:
     """Why the attention in use is not right for packed rows, None if it is; and whether responses
     may share prompts."""
     may_share = False
@@ -140,7 +147,9 @@ def _attempt(model: PreTrainedModel, run: Run, longest: int) -> tuple[str | None
         if problem is None and uses_document_attention(model):
             problem = _other_mask(model, run, longest)
         if problem is None and not _is_as_alone(model, run, longest):
-            problem = "an example in a row gets other values than alone"
+            problem = OTHER_VALUES
+        if problem is None and not all(_is_probe_as_alone(model, run, probe) for probe in probes):
+            problem = f"{OTHER_VALUES}, if it has pictures"
     except torch.OutOfMemoryError:
         raise
     except BoundsMissingError:
@@ -178,11 +187,11 @@ def _other_mask(model: PreTrainedModel, run: Run, longest: int) -> str | None:
     attend = torch.compiler.disable(_comparing(name.removeprefix(PREFIX), other))  # type: ignore[no-untyped-call]
     AttentionInterface.register(compared, attend)
     AttentionMaskInterface.register(compared, AttentionMaskInterface()["sdpa"])
-    model.set_attn_implementation(compared)
+    set_attention(model, compared)
     try:
         run(_long_row(model, longest, is_alone=True, is_bounded=True))
     finally:
-        model.set_attn_implementation(name)
+        set_attention(model, name)
     return f"{other[0]} hides tokens by a mask of its own" if other else None
 
 
@@ -225,6 +234,19 @@ def _is_as_alone(model: PreTrainedModel, run: Run, longest: int) -> bool:
     together = run(_long_row(model, longest, is_alone=False, is_bounded=True))
     with unpacked(model):
         alone = run(_long_row(model, longest, is_alone=True, is_bounded=False))
+    return _agree(together, alone)
+
+
+def _is_probe_as_alone(model: PreTrainedModel, run: Run, probe: Probe) -> bool:
+    """Whether documents in one row have the values that they have alone."""
+    together = run(probe.together)
+    with unpacked(model):
+        alone = torch.cat([run(batch) for batch in probe.alone])
+    return _agree(together, alone)
+
+
+def _agree(together: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Whether values in a row differ from those of documents alone only by rounding."""
     error = (together - alone).abs().double().view(len(alone), -1).amax(1)
     largest, rounding = float(alone.abs().max()), torch.finfo(alone.dtype).eps
     # in few bits, experts of some tokens are chosen by rounding: most positions must agree
@@ -288,8 +310,9 @@ def _trained_logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     logits: torch.Tensor = model(
         **{
             "input_ids": here.input_ids,
-            "position_ids": here.position_ids,
+            "position_ids": here.position_ids if here.axes is None else here.axes,
             "use_cache": False,
+            **here.media,
             **({} if bounds is None else packed_arguments(model, bounds, here.branches)),
         }
     ).logits

@@ -25,7 +25,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -40,6 +39,7 @@ from ..storage.hubs import HUBS, HubError
 from ..storage.weight_files import is_adapter
 from .config import (
     as_dequantized,
+    auto_class,
     dequantization,
     disable_relayout,
     quantization,
@@ -154,9 +154,9 @@ def load_model(
         config = read_config(folder, section)
         stored = dequantization(config, section, folder)
         config = as_dequantized(config)  # of those forms, ``weights`` has the values
-        opened = AutoModelForCausalLM
+        opened = auto_class(config)
         if weights is not None:  # the general class would look for files
-            opened = AutoModelForCausalLM._model_mapping[type(config)]
+            opened = opened._model_mapping[type(config)]
         model, info = opened.from_pretrained(
             folder if weights is None else None,
             state_dict=None if weights is None else dict(weights),
@@ -251,7 +251,7 @@ def why_not_empty(folder: Path, section: ModelSection) -> str | None:
     """Why the model in ``folder`` can only be loaded in full; None if in shards, too."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
     is_theirs = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    has_ours = type(config) in AutoModelForCausalLM._model_mapping
+    has_ours = type(config) in auto_class(config)._model_mapping
     if not has_ours or (is_theirs and section.trust_remote_code):
         return "it has custom code"
     if quantization_of(as_dequantized(config)) is not None:

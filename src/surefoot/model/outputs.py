@@ -438,8 +438,9 @@ def _arguments(model: nn.Module, batch: Batch, hidden: torch.Tensor | None) -> d
     return {
         **entering,
         "attention_mask": batch.attention_mask,
-        "position_ids": batch.position_ids,
+        "position_ids": batch.position_ids if batch.axes is None else batch.axes,
         "use_cache": False,
+        **batch.media,
         **({} if packed is None else packed_arguments(_inner(model), packed, batch.branches)),
     }
 

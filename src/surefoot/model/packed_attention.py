@@ -283,13 +283,13 @@ def switch_to_packed(model: PreTrainedModel) -> None:
     kernel = model.config._attn_implementation
     if kernel not in KERNELS:
         return
-    model.set_attn_implementation(PREFIX + kernel)
+    set_attention(model, PREFIX + kernel)
     if not uses_document_attention(model):  # it does not follow such settings
         return
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return  # its hooks would take the meta tensors for its own; the attempt with values decides
     if not _passes_bounds(model):
-        model.set_attn_implementation(kernel)
+        set_attention(model, kernel)
 
 
 @once_per_architecture
@@ -322,11 +322,27 @@ def _row_mask(model: PreTrainedModel, bounds: Sequence[int]) -> torch.Tensor:
     return mask_TT[None, None]
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Use the attention ``name``: one of this module in the language model alone. A tower for
+    pictures gets no bounds of documents, and attends in both directions."""
+    text = model.config.get_text_config()
+    if text is model.config or not name.startswith(PREFIX):
+        model.set_attn_implementation(name)
+        return
+    parts = {key: getattr(model.config, key) for key in model.config.sub_configs}
+    plain = _plain(name)
+    model.set_attn_implementation(
+        {"": name} | {key: name if part is text else plain for key, part in parts.items()}
+    )
+
+
 def plain_kernel(model: PreTrainedModel) -> str:
     """The attention of transformers in place of that of packed rows."""
     kernel: str = model.config._attn_implementation
-    if not kernel.startswith(PREFIX):
-        return kernel
+    return _plain(kernel) if kernel.startswith(PREFIX) else kernel
+
+
+def _plain(kernel: str) -> str:
     kernel = kernel.removeprefix(PREFIX)
     return kernel if kernel in KERNELS else "sdpa"
 
@@ -339,12 +355,12 @@ def follow_calls(model: PreTrainedModel) -> None:
     def switch(_: nn.Module, _args: object, kwargs: Mapping[str, object]) -> None:
         before.append(model.config._attn_implementation)
         if "document_bounds" not in kwargs and uses_document_attention(model):
-            model.set_attn_implementation(plain_kernel(model))
+            set_attention(model, plain_kernel(model))
 
     def restore(*_: object) -> None:
         kernel = before.pop()
         if model.config._attn_implementation != kernel:
-            model.set_attn_implementation(kernel)
+            set_attention(model, kernel)
 
     model.register_forward_pre_hook(switch, with_kwargs=True)
     model.register_forward_hook(restore, always_call=True)
@@ -557,7 +573,7 @@ def use(model: PreTrainedModel, name: str) -> str:
         )
         return BY_DOCUMENT
     register(name, kernel)
-    model.set_attn_implementation(PREFIX + name)
+    set_attention(model, PREFIX + name)
     return name
 
 

@@ -14,13 +14,15 @@ from typing import Protocol, cast
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..batch import Probe
 from ..checkpoint.layouts.opening import open_folder, read_named, scattered
 from ..errors import ModelError, first_line
 from ..model.adapter_files import add_adapters, attach, attach_empty
 from ..model.config import (
     as_dequantized,
+    auto_class,
     check_adapter,
     check_alone,
     dequantization,
@@ -61,6 +63,7 @@ class NetworkOptions:
     precision: PrecisionName = "fp32"
     packing: bool = False
     longest: int = 0  # tokens of the longest document in packed rows, as far as it is known
+    probes: Sequence[Probe] = ()  # documents with more than text, which packed rows may contain
     seed: int = 0  # of the values that the method draws
     heads: Sequence[str] = ()  # outputs that need a head of their own, see ``HEADS``
     is_trainable: bool = True
@@ -265,7 +268,7 @@ def from_config(
     or else of its configuration's. Raises ``ModelError`` if it describes none."""
     try:
         config = as_dequantized(read_config(base, section))
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config,
             dtype=dtype or config.dtype or torch.float32,
             attn_implementation=attention,

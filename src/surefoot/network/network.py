@@ -188,9 +188,11 @@ class Network:
     def verify_packing(self) -> None:
         """Find, with the current values, an attention that is right for packed rows, and whether
         two responses may share a prompt. A collective call. Raises ``ModelError``."""
-        world, longest = self.world, self.options.longest
+        world, options = self.world, self.options
         with self.evaluating():
-            is_proven = settle_attention(self.inner, self.logps, longest, world.first_of)
+            is_proven = settle_attention(
+                self.inner, self.logps, options.longest, world.first_of, options.probes
+            )
             self.sharing.is_proven = world.from_main(is_proven)
 
     def logps(self, batch: Batch) -> torch.Tensor:

@@ -263,11 +263,12 @@ def resize_embeddings(draft: Draft, _: Tensors) -> None:
 
 def switch_attention(draft: Draft, tensors: Tensors) -> None:
     """Attend within documents, if rows are packed; proven at once, if the values are there."""
-    if draft.options.packing and tensors.have_values and draft.start is None:
-        draft.sharing.is_proven = use_packed(draft.inner, draft.options.longest)
-    elif draft.options.packing:
+    options = draft.options
+    if options.packing and tensors.have_values and draft.start is None:
+        draft.sharing.is_proven = use_packed(draft.inner, options.longest, options.probes)
+    elif options.packing:
         switch_to_packed(draft.inner)
-    if draft.options.packing and tensors.have_values:
+    if options.packing and tensors.have_values:
         follow_calls(draft.inner)  # a callback may generate
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoint.layouts.adapter_merge import same_values
 from ..checkpoint.layouts.opening import open_named
@@ -25,7 +25,7 @@ from ..checkpoint.sources.source import ComputedSource, TensorSource, read_whole
 from ..checkpoint.state.states import BLOCK, local_box_of
 from ..errors import CheckpointError, ModelError
 from ..model.adapters import has_exact_lengths, lengths
-from ..model.config import as_dequantized, form_of, read_config
+from ..model.config import as_dequantized, auto_class, form_of, read_config
 from ..model.isolation import PromptSharing
 from ..model.loading import (
     CapturedInit,
@@ -168,7 +168,8 @@ def _without_zero_biases(
     if not added:
         return dict(quantized)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(as_dequantized(read_config(base, section)))
+        config = as_dequantized(read_config(base, section))
+        model = auto_class(config).from_config(config)
     parameter_names = {name for name, _ in model.named_parameters()}
     needless = {
         name: replace(quantized[name], unused=(*quantized[name].unused, bias))

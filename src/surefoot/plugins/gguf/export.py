@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, Keys
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...checkpoint.layouts.detection import is_sequence_classification
@@ -33,6 +33,7 @@ from ...checkpoint.sources.copying import Progress
 from ...checkpoint.sources.source import TensorsInMemory, TensorSource, read_whole
 from ...errors import ModelError, counted
 from ...model.adapter_files import attach_empty
+from ...model.config import auto_class
 from ...model.lora_targets import adapted
 from ...model.tokenizer import load_tokenizer
 from ...parallel.box import Box
@@ -77,7 +78,7 @@ def write_model(parts: ModelFolders, target: Path, quantize: str, progress: Prog
         logger.warning("%s: %s", where, note)
     tensors = file_tensors(source.shapes(), config, row, where)
     with torch.device("meta"):  # what transformers builds for that configuration
-        expected_state = AutoModelForCausalLM.from_config(config).state_dict()
+        expected_state = auto_class(config).from_config(config).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_state.items()}
     check_complete(tensors, file_tensors(shapes, config, row, where), where)
 

@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...batch import Features
@@ -52,6 +52,7 @@ from ...data.text.codec import Codec
 from ...data.text.collation import with_chosen
 from ...data.training_data import open_stream, prepare
 from ...errors import ModelError, first_line
+from ...model.config import auto_class
 from ...model.loading import device, fill_buffers
 from ...model.lora_targets import layer_list
 from ...model.weights import FullWeights, FusedPlacement, names_in_files, place, places
@@ -449,7 +450,7 @@ def open_layerwise(source: TensorSource, config: str | bytes, where: str) -> Lay
     model_config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     with torch.device("meta"):
         # experts one after another, so that the inputs of each are seen
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(model_config).from_config(
             model_config, experts_implementation="eager"
         )
     if odd := fill_buffers(model):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from ...checkpoint.converting.origin import Done, Origin, Target
 from ...checkpoint.disk import strict_json
@@ -30,6 +29,7 @@ from ...checkpoint.state.roles import FileRole
 from ...checkpoint.verification import ConcurrentCheck
 from ...errors import CheckpointError, counted
 from ...model.adapters import TRAINED
+from ...model.config import auto_class
 from ...network.draft import MetaTensors, NetworkOptions
 from ...network.network import Network
 from ...network.open import open_network
@@ -179,7 +179,8 @@ def _write_weights(opened: CheckpointFolder, network: Network, folder: Path) -> 
     source: TensorSource = open_folder(opened.path)
     if network.weights.is_converted:
         with ConcurrentCheck([opened.path]) as check:
-            model = AutoModelForCausalLM.from_pretrained(opened.path, dtype="auto")
+            opener = auto_class(network.inner.config)
+            model = opener.from_pretrained(opened.path, dtype="auto")
             if (damage := check.wait()) is not None:
                 raise damage
         tied = model.all_tied_weights_keys

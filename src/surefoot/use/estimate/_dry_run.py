@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...batch import Batch, with_router_loss
 from ...errors import ModelError, first_line
+from ...model.packed_attention import set_attention
 from ...network.network import Network
 from ...network.open import check_optimizer_shards, open_network
 from ...optim.blocks import LONG
@@ -265,7 +266,7 @@ def _measure_pass(dry_run: DryRunModel, batch: Batch) -> Pass:
     try:
         saved = _saved(dry_run, batch, live)
     finally:
-        inner.set_attn_implementation(kernel)
+        set_attention(inner, kernel)
         for hook in hooks:
             hook.remove()
     return Pass(

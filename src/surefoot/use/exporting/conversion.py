@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...checkpoint.converting.origin import (
     Done,
@@ -51,7 +51,15 @@ from ...errors import CheckpointError, ModelError, first_line
 from ...methods import METHODS
 from ...methods.adapter import AdapterMethod
 from ...model.adapter_files import attach_empty, config_value
-from ...model.config import CONFIG, ROPE, changed_config, extension_of, old_layers, old_rope
+from ...model.config import (
+    CONFIG,
+    ROPE,
+    auto_class,
+    changed_config,
+    extension_of,
+    old_layers,
+    old_rope,
+)
 from ...model.lora_targets import adapted
 from ...model.quantization import FORMS
 from ...model.section import ModelSection
@@ -459,7 +467,7 @@ def meta_model(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 config, trust_remote_code=trust_remote_code
             )
     except (ValueError, OSError, ImportError, KeyError) as error:

@@ -19,7 +19,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ...batch import SCORES
 from ...data.example import Example, Message
@@ -27,6 +27,7 @@ from ...data.text.collation import collate
 from ...data.text.ranking import up_to_last_label
 from ...errors import ModelError, TemplateError, installation
 from ...generate.generation import context_length
+from ...model.config import auto_class
 from ...model.loading import device
 from ...network.heads import HEADS, V_HEAD
 from ...storage import files
@@ -128,11 +129,12 @@ def _open_artefact(target: Path, artefact: Artefact) -> Any:
     """The transformers model, in float32, opened as other programs do. Raises ``UnopenedError``."""
     folder = target if target.is_dir() else target.parent
     options: dict[str, Any] = {} if target.is_dir() else {"gguf_file": target.name}
-    options |= {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+    options |= {"local_files_only": True, "trust_remote_code": False}
     is_scored = artefact.to == "reward" and _v_head_of(target) is None
-    loader = AutoModelForSequenceClassification if is_scored else AutoModelForCausalLM
     try:
-        return loader.from_pretrained(folder, **options).to(device()).eval()
+        config = AutoConfig.from_pretrained(folder, **options)
+        loader = AutoModelForSequenceClassification if is_scored else auto_class(config)
+        return loader.from_pretrained(folder, dtype=torch.float32, **options).to(device()).eval()
     except _OF_LOADERS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UnopenedError(f"{target}: transformers cannot open it: {reason}") from None
