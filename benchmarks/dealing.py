@@ -26,8 +26,8 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.data.training_data import Encoding, prepare
 from surefoot.model.tokenizer import load_tokenizer
-from surefoot.stages.pt import PT
-from surefoot.stages.sft import SFT
+from surefoot.stages._pt import PT
+from surefoot.stages._sft import SFT
 
 DATASETS = {
     "alpaca_en_demo": SFT(),

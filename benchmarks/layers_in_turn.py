@@ -31,9 +31,9 @@ import torch
 from measure import say
 from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from surefoot.methods.badam import LISA, BAdam, BAdamRatio
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods._badam import LISA, BAdam, BAdamRatio
+from surefoot.methods._full import Full
+from surefoot.methods._lora import LoRA
 from surefoot.network._parameter_names import names_by_part
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.trained import TrainedParameters

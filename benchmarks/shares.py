@@ -32,7 +32,7 @@ def rank(folder: Path, way: str) -> None:
     from torch import nn
 
     from surefoot.data.section import DataSection
-    from surefoot.methods.full import Full
+    from surefoot.methods._full import Full
     from surefoot.model.section import ModelSection
     from surefoot.optim._variants.adamw import AdamW
     from surefoot.parallel.section import ParallelSection
@@ -40,7 +40,7 @@ def rank(folder: Path, way: str) -> None:
     from surefoot.parallel.world import ALONE, World, joined
     from surefoot.recipe.recipe import Recipe
     from surefoot.run import assembly
-    from surefoot.stages.sft import SFT
+    from surefoot.stages._sft import SFT
     from surefoot.storage import files
     from surefoot.training.section import TrainSection
 

@@ -10,7 +10,7 @@ from surefoot.cli import train  # noqa: F401 - the command, and what it imports
 from surefoot.data.text.families import families
 from surefoot.recipe.recipe import load
 from surefoot.training.callback import TrainerState
-from surefoot.training.callbacks.plot import Plot
+from surefoot.training.callbacks.metric_files import Plot
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 

@@ -15,7 +15,7 @@ from surefoot.data.order.loader import Loader, Shuffle
 from surefoot.data.order.micro_batches import Batching, Collation
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import collate
-from surefoot.methods.full import Full
+from surefoot.methods import Full
 from surefoot.model import isolation, packed_attention
 from surefoot.model.loading import device
 from surefoot.model.numerics import LossScaler, seed_everything, use_deterministic_kernels
@@ -23,7 +23,7 @@ from surefoot.model.section import ModelSection
 from surefoot.network.open import ON_THE_MESH, Draft, NetworkOptions, finish
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.callback import (
     Callbacks,
     Context,

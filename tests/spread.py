@@ -19,7 +19,7 @@ from surefoot.checkpoint.saving.writing import write
 from surefoot.data.section import DataSection
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.training_data import TrainingData
-from surefoot.methods.full import Full
+from surefoot.methods import Full
 from surefoot.model import isolation
 from surefoot.model.layers import recompute_activations
 from surefoot.model.loading import device
@@ -35,7 +35,7 @@ from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer
 from surefoot.run.contexts import precompute
 from surefoot.run.policy import frozen_options, options_of
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.section import TrainSection
 
 TRAIN = {"max_steps": 8, "global_batch_size": 6, "micro_batch_size": 3}

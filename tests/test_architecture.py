@@ -23,9 +23,9 @@ LATER, LATER_FILES = (
     {"torch", "numpy"},
     {"batch", "data/text/collation"},
 )
-LATER_FILES |= {"stages/dpo", "training/losses"}
+LATER_FILES |= {"stages/_dpo", "training/losses"}
 LATER_FILES |= {"plugins/migrate/rules", "plugins/board/metrics"}
-LATER_FILES |= {"training/advantages", "stages/kto"}
+LATER_FILES |= {"training/policy_gradient", "stages/_kto"}
 LAZY_FILES = {"cli", "__init__", "__main__"}
 MAX_FUNCTION, MAX_PARAMETERS = 80, 8
 PICKLES = {"plugins/trainers/pickles.py"}  # of the Hugging Face Trainer and of DCP, and no others

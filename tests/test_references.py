@@ -28,13 +28,13 @@ from surefoot.batch import IGNORE_INDEX
 from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.collation import join
 from surefoot.errors import DataError, ModelError, RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build
 from surefoot.run.contexts import eval_set
-from surefoot.stages.dpo import DPO
+from surefoot.stages import DPO
 from surefoot.training import TrainerCallback
 from surefoot.training.precompute import precomputation, with_items
 from surefoot.use import open_model

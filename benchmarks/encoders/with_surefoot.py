@@ -14,7 +14,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.data.training_data import Encoding, prepare
 from surefoot.model.tokenizer import load_tokenizer
-from surefoot.stages.sft import SFT
+from surefoot.stages._sft import SFT
 
 todo = task()
 section = DataSection(

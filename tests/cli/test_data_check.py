@@ -13,7 +13,7 @@ from folders import save_data, save_recipe
 from surefoot.cli.main import main
 from surefoot.data.example import Example, Message
 from surefoot.data.section import DataSection
-from surefoot.stages.kto import KTO
+from surefoot.stages import KTO
 from surefoot.use.data_check._rows import hashes_of, is_loop
 from surefoot.use.data_check.figures import DatasetFigures, findings_of
 

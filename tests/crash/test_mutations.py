@@ -14,7 +14,7 @@ from folders import save_adapter, save_recipe
 from surefoot.data.rows.catalog import problems_of
 from surefoot.data.section import DataSection
 from surefoot.errors import SurefootError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import MetaTensors, NetworkOptions
 from surefoot.network.open import open_network

@@ -15,16 +15,16 @@ from surefoot.checkpoint.saving.writing import write
 from surefoot.checkpoint.verification import find_latest
 from surefoot.storage import files
 from surefoot.training.callback import TrainerControl, TrainerState
-from surefoot.training.callbacks.jsonl import NAME, Jsonl
+from surefoot.training.callbacks.metric_files import METRICS, Jsonl
 
 from .power import Disk, write_tree
 
 STEPS = (1, 2, 3)
 
 
-def run(root, beside=(NAME,)):
+def run(root, beside=(METRICS,)):
     """Log a step, save it, and so on."""
-    log = Jsonl(root / NAME)
+    log = Jsonl(root / METRICS)
     log.on_train_begin(None, TrainerState(), TrainerControl())
     for step in STEPS:
         record = {"step": step, "loss": 1 / step}
@@ -54,13 +54,13 @@ def lost_at(root):
     newest = find_latest(root).path
     last = 0 if newest is None else int(newest.name.split("-")[1])
     logged = set()
-    for line in (root / NAME).read_bytes().splitlines() if (root / NAME).exists() else ():
+    for line in (root / METRICS).read_bytes().splitlines() if (root / METRICS).exists() else ():
         if line.strip(b"\0").startswith(b"{") and line.endswith(b"}"):
             logged.add(json.loads(line.strip(b"\0"))["step"])
     return set(range(1, last + 1)) - logged
 
 
-@pytest.mark.parametrize("beside", [(NAME,), ()])
+@pytest.mark.parametrize("beside", [(METRICS,), ()])
 def test_no_step_of_a_checkpoint_is_missing_in_the_log(beside, scratch):
     lost = [steps for steps in missing(scratch, beside=beside) if steps]
     assert bool(lost) == (not beside)  # without the flush the model finds losses

@@ -12,7 +12,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.collation import split
 from surefoot.data.text.ranking import RANKED, SAME, UNRANKED, encode_pairs
 from surefoot.data.text.templates import load_template
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 
 QUESTION = (Message("user", "What is 1 plus 1?"),)
 GOOD, BAD = Message("assistant", "It is 2."), Message("assistant", "It is 3, said the hen.")

@@ -7,7 +7,7 @@ import mixtures
 import ranks
 from spread import learn, save
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
 from test_experts import in_files
 from test_startup import begun

@@ -5,7 +5,7 @@ import pytest
 import ranks
 from kept import assert_bitwise, go_on, start
 from spread import CLOSE, learn, trainer
-from surefoot.methods.badam import LISA, BAdam, BAdamRatio
+from surefoot.methods import LISA, BAdam, BAdamRatio
 from surefoot.parallel.world import ALONE
 
 SAVED, STEPS = 3, 5  # in the middle of the second turn, and in the third one

@@ -6,8 +6,8 @@ import torch
 import folders
 import small
 from spread import compare
-from surefoot.methods.lora import LoRA
-from surefoot.stages.distill import Distill
+from surefoot.methods import LoRA
+from surefoot.stages import Distill
 
 TRAIN = {"global_batch_size": 8, "micro_batch_size": 2}
 MESHES = [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}]

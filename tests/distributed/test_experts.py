@@ -9,7 +9,7 @@ from spread import compare, learn, resume, save, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.weights import FullWeights
 from surefoot.parallel.world import ALONE
 from test_reshard import CLOSE, assert_bitwise, assert_written_once

@@ -6,12 +6,12 @@ import torch
 import ranks
 import tiny
 from spread import UNEVEN, learn, trainer
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.outputs import WholeVocabulary
 from surefoot.parallel.collectives import MeshAxis, part
 from surefoot.parallel.vocab_parallel import VocabParallelLogits, cut_vocabulary
 from surefoot.parallel.world import ALONE
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 
 
 def drawn(size, count=11):

@@ -14,7 +14,7 @@ import spread
 import warm
 from project import Project, losses, surefoot
 from surefoot.errors import OutOfMemoryError, RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.recipe.recipe import load
 from surefoot.run.folder import opened, with_chosen_size
 from surefoot.training.out_of_memory import FILE

@@ -16,8 +16,7 @@ import ranks
 from kept import assert_bitwise, everything
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 

@@ -11,8 +11,7 @@ import spread
 from kept import everything
 from spread import UNEVEN, learn, trainer
 from surefoot.checkpoint.loading import load
-from surefoot.methods.full import Freeze
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, LoRA
 from surefoot.model.numerics import seed_everything
 from surefoot.parallel.world import ALONE
 

@@ -8,8 +8,7 @@ from spread import UNEVEN, learn, resume, trainer
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.full import Freeze
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, LoRA
 from surefoot.parallel.world import ALONE
 
 CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order

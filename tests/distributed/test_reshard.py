@@ -12,7 +12,7 @@ from surefoot.checkpoint.disk.folder import open_checkpoint
 from surefoot.checkpoint.layouts.opening import open_folder
 from surefoot.checkpoint.sources.source import read_whole
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
 
 CLOSE = 2e-5  # of losses after some steps of Adam: sums in another order

@@ -6,8 +6,7 @@ import torch
 import ranks
 import small
 from spread import UNEVEN, compare, trainer
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, Full, LoRA
 from test_pipeline import compare as compare_pipelines
 from test_tensor_parallel import copies
 

@@ -8,7 +8,7 @@ import folders
 import ranks
 from spread import learn, resume, save
 from surefoot.errors import ModelError, RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
 from test_experts import in_files
 from test_startup import UNEVEN, begun

@@ -24,8 +24,7 @@ from surefoot.data.store.dataset import in_memory
 from surefoot.data.text.codec import Codec
 from surefoot.data.training_data import TrainingData
 from surefoot.errors import ModelError
-from surefoot.methods.full import Freeze, Full, LLaMAPro
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, Full, LLaMAPro, LoRA
 from surefoot.model.isolation import PromptSharing, use_packed
 from surefoot.model.loading import load_model
 from surefoot.model.section import ModelSection
@@ -36,7 +35,7 @@ from surefoot.recipe.recipe import Recipe
 from surefoot.run.assembly import build_trainer
 from surefoot.run.contexts import precompute
 from surefoot.run.policy import open_policy
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.storage import files
 from surefoot.training.section import TrainSection
 

@@ -6,8 +6,7 @@ import torch
 import ranks
 from spread import UNEVEN, compare, learn, trainer
 from surefoot.checkpoint.state.states import local_box_of
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, Full, LoRA
 
 STEPS = 2
 ADAPTER = LoRA(rank=2, alpha=8.0)

@@ -17,8 +17,7 @@ from surefoot.checkpoint.saving._writer_process import Background
 from surefoot.checkpoint.saving.preparation import prepare
 from surefoot.checkpoint.saving.writer_group import WriterGroup
 from surefoot.checkpoint.verification import verify
-from surefoot.methods.full import Freeze
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, LoRA
 from surefoot.parallel.world import ALONE
 
 ONES = {"global_batch_size": 8, "micro_batch_size": 1}

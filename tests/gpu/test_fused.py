@@ -7,7 +7,7 @@ from exact import assert_all_close
 from peft.tuners.lora import Linear
 
 import tiny
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.chunked_cross_entropy import CHUNK, Head, logps, scores, totals
 from surefoot.model.layers import enable_fused_lora
 

@@ -11,7 +11,7 @@ import surefoot
 from project import Project, assert_same, checkpoints, final_weights
 from spread import learn, trainer
 from surefoot.errors import RunError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.layers import compile_layers
 from surefoot.parallel.section import ParallelSection
 from surefoot.parallel.sharded_model import layers

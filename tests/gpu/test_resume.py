@@ -14,8 +14,7 @@ import surefoot
 import tiny
 from project import Project, assert_same, checkpoints, losses
 from surefoot.checkpoint.state.states import RandomState
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.model import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]

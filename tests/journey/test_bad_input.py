@@ -57,7 +57,7 @@ def pickled(project):
 
 def adapter_of_another_model(project):
     from surefoot.checkpoint.saving.preparation import save
-    from surefoot.methods.lora import LoRA
+    from surefoot.methods import LoRA
     from surefoot.model.weights import AdapterWeights, adapter_files
 
     other = LoRA(rank=2).apply(tiny.model("llama", hidden_size=16, head_dim=4))

@@ -27,8 +27,7 @@ from surefoot.network.network import Network
 from surefoot.parallel.sharding import Mesh
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load
-from surefoot.stages import STAGES
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT, STAGES
 from surefoot.training.callback import TrainerCallback
 
 METHODS = {"full": {"method": "full"}, "lora": {"method": {"lora": {"rank": 2}}}}

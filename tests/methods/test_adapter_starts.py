@@ -12,7 +12,7 @@ import folders
 import tiny
 from adapted import logits, saved, trained
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.adapters import factors_of, principal, stacked_layers
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions

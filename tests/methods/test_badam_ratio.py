@@ -8,7 +8,7 @@ import torch
 import tiny
 from small import StopAt, assert_same_weights, resume, trainer, weights
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.methods.badam import BAdamRatio
+from surefoot.methods import BAdamRatio
 from surefoot.network._parameter_names import names_by_part
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW

@@ -11,8 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import tiny
 from project import Project, assert_same, final_weights, losses
 from surefoot.errors import CheckpointError, ModelError, RecipeError
-from surefoot.methods.badam import LISA, BAdam
-from surefoot.methods.full import Full
+from surefoot.methods import LISA, BAdam, Full
 from surefoot.network._parameter_names import names_by_part
 from surefoot.plugins.trainers.to_trainer import save_trainer_checkpoint
 from surefoot.recipe.recipe import load

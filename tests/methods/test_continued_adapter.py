@@ -7,7 +7,7 @@ import pytest
 import surefoot
 from folders import save_adapter, save_data, save_model, save_recipe
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.lora_targets import adapted
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

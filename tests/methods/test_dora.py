@@ -10,7 +10,7 @@ import ranks
 from adapted import logits, saved, trained
 from spread import save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

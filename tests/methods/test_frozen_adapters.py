@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 import folders
 from adapted import logits, saved, trained
 from surefoot.errors import ModelError, RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.section import ModelSection
-from surefoot.model.trained_weights import table
+from surefoot.network._coverage import table
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network
 from surefoot.parallel.world import ALONE

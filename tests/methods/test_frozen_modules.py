@@ -6,7 +6,7 @@ import torch
 import mixtures
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.full import Full
+from surefoot.methods import Full
 
 KINDS = {  # of each mixture: words in the names of its experts' and its routers' parameters
     "mixtral": (".experts.", ".gate."),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.errors import RecipeError
-from surefoot.methods.full import LLaMAPro
+from surefoot.methods import LLaMAPro
 from surefoot.model.expansion import verify_new_layers
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import MetaTensors, NetworkOptions

@@ -8,7 +8,7 @@ from torch import nn
 import mixtures
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.layers import enable_fused_lora
 from surefoot.model.lora_targets import READ, ROUTER, adapted, matrices
 

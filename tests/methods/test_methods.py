@@ -7,8 +7,7 @@ from peft.tuners.lora import LoraLayer
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, Full, LoRA
 
 
 def learning(model):

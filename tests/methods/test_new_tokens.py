@@ -13,7 +13,7 @@ import tiny
 from project import Project, assert_same, checkpoints, final_weights, losses
 from surefoot.data.text.templates import bundled
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.expansion import note_new_tokens
 from surefoot.recipe.recipe import load
 from surefoot.run.assembly import build

@@ -12,8 +12,7 @@ from adapted import logits, saved, trained
 from spread import learn, resume, save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, RecipeError
-from surefoot.methods.lora import LoRA
-from surefoot.methods.oft import OFT
+from surefoot.methods import OFT, LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

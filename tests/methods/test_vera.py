@@ -16,7 +16,7 @@ from adapted import logits, saved, trained
 from spread import learn, resume, save
 from surefoot.checkpoint.converting.targets import HuggingFaceModel
 from surefoot.errors import CheckpointError, ModelError, RecipeError
-from surefoot.methods.vera import VeRA
+from surefoot.methods import VeRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

@@ -11,9 +11,7 @@ import torch
 import ranks
 from spread import UNEVEN, learn, resume, save, trainer
 from surefoot.errors import RecipeError
-from surefoot.methods.badam import LISA, BAdam, BAdamRatio
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LISA, BAdam, BAdamRatio, Freeze, Full, LoRA
 from surefoot.model.layers import compile_layers
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.world import ALONE

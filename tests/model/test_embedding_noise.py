@@ -9,8 +9,7 @@ import tiny
 from project import Project, assert_same, final_weights, losses
 from spread import compare
 from surefoot.errors import ModelError, RecipeError
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.model.layers import add_embedding_noise, document_lengths
 from surefoot.recipe.recipe import load
 from surefoot.training import TrainerCallback

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import tiny
-from surefoot.methods.full import Freeze
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, LoRA
 from surefoot.model.layers import recompute_activations
 
 IDS = torch.arange(2, 12)[None]

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 
 import tiny
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model import layers
 from surefoot.model.layers import enable_fused_lora
 

@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.layers import recompute_activations
 from surefoot.model.section import ModelSection
 from surefoot.recipe.recipe import read

@@ -4,9 +4,8 @@ import pytest
 
 import mixtures
 import tiny
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
-from surefoot.model.trained_weights import FULL, coverage, table
+from surefoot.methods import Freeze, Full, LoRA
+from surefoot.network._coverage import FULL, coverage, table
 
 
 def rows_of(method, model):

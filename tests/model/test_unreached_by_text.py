@@ -6,9 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
-from surefoot.model.trained_weights import coverage
+from surefoot.methods import Full, LoRA
+from surefoot.network._coverage import coverage
 
 TEXT = {**tiny.SIZES, "num_hidden_layers": 2}
 VISION = {

@@ -13,7 +13,7 @@ import tiny
 from surefoot.checkpoint.loading import load
 from surefoot.checkpoint.saving.preparation import save
 from surefoot.errors import CheckpointError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.weights import AdapterWeights, FullWeights, adapter_files, model_files
 
 IDS = torch.arange(3, 20)[None]

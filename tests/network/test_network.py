@@ -13,8 +13,7 @@ from surefoot.batch import Batch, OutputSpec
 from surefoot.data.text.collation import collate, collate_pairs
 from surefoot.errors import ModelError
 from surefoot.generate.section import GenerateSection
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.model.section import ModelSection
 from surefoot.network.draft import NetworkOptions
 from surefoot.network.open import open_network

@@ -12,8 +12,7 @@ import ranks
 import surefoot
 from folders import save_adapter, save_recipe, tokenizer
 from surefoot.errors import ModelError, RecipeError, RunError
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.model.lora_targets import refuse_read_weights
 from surefoot.model.tokenizer import load_tokenizer
 from surefoot.network.draft import MetaTensors, NetworkOptions

@@ -10,7 +10,7 @@ import ranks
 import small
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.optim._variants.adamw import AdamW, AdamW8bit
 from surefoot.optim._variants.schedule_free import ScheduleFree
 from surefoot.optim.bf16_weights import (

@@ -12,7 +12,7 @@ import tiny
 from folders import save_recipe
 from spread import learn, resume, save, trainer
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.optimizer import factor_of, matches
 from surefoot.optim.trained import TrainedParameters

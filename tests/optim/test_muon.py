@@ -12,7 +12,7 @@ import ranks
 import tiny
 from spread import learn, trainer
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.network._parameter_names import kinds_of
 from surefoot.optim._rules import matrices as orthogonalization
 from surefoot.optim._rules.matrices import (

@@ -4,8 +4,7 @@ import pytest
 
 import ranks
 from spread import learn, trainer
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.parallel.world import ALONE
 
 CLOSE = 1e-5  # of mean losses (about 4) and of gradient norms: float32 sums in another order

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiny
 from surefoot.errors import RecipeError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.sharded_model import layers
 from surefoot.parallel.tp_plan import LayerRange, module_plans
 

@@ -11,14 +11,12 @@ from surefoot.checkpoint.section import CheckpointSection
 from surefoot.data.section import DataSection
 from surefoot.errors import RecipeError
 from surefoot.generate.section import GenerateSection
-from surefoot.methods import METHODS
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import METHODS, Freeze, Full, LoRA
 from surefoot.model.section import ModelSection
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.recipe.recipe import RULES, Recipe, RecipeChange, changes, dump, load, read
 from surefoot.schema import paths, write
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.section import TrainSection
 
 GOOD = """\

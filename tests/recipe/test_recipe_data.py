@@ -11,8 +11,7 @@ from surefoot.errors import TemplateError
 from surefoot.model.loading import resolve
 from surefoot.recipe.recipe import load
 from surefoot.recipe.recipe_data import encoding_of, open_codec
-from surefoot.stages import STAGES
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT, STAGES
 
 NOT_HELD = ["data.val_size=0", "train.eval_steps=null"]
 

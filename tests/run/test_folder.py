@@ -10,13 +10,13 @@ import pytest
 import ranks
 from surefoot.data.section import DataSection
 from surefoot.errors import RunError
-from surefoot.methods.full import Full
+from surefoot.methods import Full
 from surefoot.model.section import ModelSection
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.parallel.world import ALONE
 from surefoot.recipe.recipe import Recipe
 from surefoot.run import folder as run_folder
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.section import TrainSection
 
 

@@ -19,15 +19,13 @@ from surefoot.batch import Loss
 from surefoot.data.section import DataSection
 from surefoot.data.text.collation import collate
 from surefoot.errors import DataError, ModelError, RecipeError, RunError
-from surefoot.methods import METHODS
-from surefoot.methods.full import Full
+from surefoot.methods import METHODS, Full
 from surefoot.optim import OPTIMIZERS
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.state_tensor import LIKE_PARAMETER
 from surefoot.recipe.recipe import load
 from surefoot.run.from_python import with_rows
-from surefoot.stages import STAGES
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT, STAGES
 from surefoot.training import TrainerCallback
 from surefoot.use import open_model
 

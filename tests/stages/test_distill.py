@@ -13,7 +13,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.parallel.section import ParallelSection
 from surefoot.schema import read
-from surefoot.stages.distill import Distill, prompt_of, sampled_rows
+from surefoot.stages._distill import Distill, prompt_of, sampled_rows
 
 
 @dataclass

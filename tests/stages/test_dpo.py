@@ -9,7 +9,7 @@ from surefoot.batch import IGNORE_INDEX, Outputs
 from surefoot.data.text.collation import join
 from surefoot.errors import RecipeError
 from surefoot.schema import read
-from surefoot.stages.dpo import DPO
+from surefoot.stages import DPO
 
 PAIRS = [  # lengths of prompt, chosen, rejected; the reference's log-probabilities
     (3, 4, 2, (-4.0, -2.5)),

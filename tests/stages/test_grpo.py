@@ -16,7 +16,7 @@ from surefoot.errors import RecipeError
 from surefoot.generate.generation import Sample
 from surefoot.generate.servers import VLLM
 from surefoot.schema import read
-from surefoot.stages.grpo import GRPO
+from surefoot.stages import GRPO
 from surefoot.training.rewards import Rewarded
 from surefoot.training.rollout import DatasetRow, read_row
 

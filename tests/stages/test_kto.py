@@ -22,7 +22,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError, RecipeError
 from surefoot.schema import read
-from surefoot.stages.kto import KTO, mismatched
+from surefoot.stages._kto import KTO, mismatched
 from surefoot.training.evaluation import windows_of
 
 

@@ -15,7 +15,7 @@ from surefoot.errors import RecipeError, RunError
 from surefoot.generate.generation import Sample
 from surefoot.parallel.section import ParallelSection
 from surefoot.schema import read
-from surefoot.stages.ppo import PPO, REFERENCE
+from surefoot.stages._ppo import PPO, REFERENCE
 from surefoot.training.rewards import Rewarded
 
 PROMPTS = [

@@ -12,7 +12,7 @@ from surefoot.data.text.codec import Codec
 from surefoot.data.text.templates import load_template
 from surefoot.errors import DataError, RecipeError
 from surefoot.schema import read
-from surefoot.stages.rm import RM
+from surefoot.stages import RM
 from tiny_tokenizers import tokenizer
 
 ASKED = (Message("user", "What is 1 plus 1?"),)

@@ -10,7 +10,7 @@ from surefoot.data.section import DataSection
 from surefoot.model import outputs
 from surefoot.model.outputs import logprob_head_of
 from surefoot.parallel.section import ParallelSection
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 
 ROWS = [[5, 6, 7, 8, 9], [3, 4, 2, 1], [9, 8, 7]]
 LABELS = [[-100, -100, 7, 8, 9], [-100, 4, -100, 1], [-100, 8, 7]]

@@ -24,17 +24,17 @@ from surefoot.data.section import DataSection
 from surefoot.data.text.collation import join
 from surefoot.generate.generation import Sample
 from surefoot.model.chunked_cross_entropy import forward_kl
-from surefoot.stages.ppo import REFERENCE
+from surefoot.stages._ppo import REFERENCE
 from surefoot.training import losses as preferences
-from surefoot.training.advantages import (
+from surefoot.training.losses import LOSSES, Pairs
+from surefoot.training.policy_gradient import (
     ADVANTAGES,
+    KL,
     adapted_coefficient,
     clipped_value_losses,
     group_advantages,
     kl_estimates,
 )
-from surefoot.training.losses import LOSSES, Pairs
-from surefoot.training.policy_gradient import KL
 from surefoot.training.rewards import Rewarded
 
 RECORD = json.loads(Path(__file__).with_name("verl_and_openrlhf.json").read_text("utf-8"))

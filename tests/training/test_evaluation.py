@@ -15,9 +15,9 @@ from spread import trainer
 from surefoot.batch import IGNORE_INDEX
 from surefoot.data.order.micro_batches import Collation, in_turn
 from surefoot.data.text.collation import collate
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet
 from surefoot.training.precompute import NOTHING

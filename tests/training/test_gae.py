@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.training.advantages import (
+from surefoot.training.policy_gradient import (
     RunningMoments,
     adapted_coefficient,
     clipped_value_losses,

@@ -5,7 +5,7 @@ import torch
 
 from spread import learn, trainer
 from stage_data import CODEC, examples_of, stage_of
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
 
 

@@ -17,8 +17,7 @@ import small
 import tiny
 import warm
 from surefoot.errors import RunError
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.out_of_memory import FILE
 

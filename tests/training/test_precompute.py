@@ -9,7 +9,7 @@ from surefoot.data.store.dataset import EncodedDataset, in_memory
 from surefoot.errors import DataError
 from surefoot.parallel.world import ALONE
 from surefoot.run.contexts import eval_set
-from surefoot.stages.dpo import DPO
+from surefoot.stages import DPO
 from surefoot.training.precompute import PIECE, precomputation, with_items
 
 

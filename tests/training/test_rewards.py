@@ -13,7 +13,7 @@ from stage_data import REWARD
 from surefoot.errors import RecipeError, RunError
 from surefoot.schema import read
 from surefoot.schema.locations import FunctionPath
-from surefoot.stages.grpo import GRPO
+from surefoot.stages import GRPO
 from surefoot.training.rewards import (
     WORKER,
     FunctionReward,

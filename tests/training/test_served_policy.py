@@ -17,8 +17,7 @@ from surefoot.generate.section import sampling
 from surefoot.generate.servers import Expected, SamplingRequest, ServedWeights, ServerResponse
 from surefoot.parallel.world import ALONE
 from surefoot.schema import read
-from surefoot.stages.distill import Distill
-from surefoot.stages.grpo import GRPO
+from surefoot.stages import GRPO, Distill
 from surefoot.training import TrainerCallback
 from surefoot.training.served_policy import ServedPolicy, WindowRequest
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import small
 import tiny
 from surefoot.batch import Loss
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.numerics import LossScaler
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.optim.optimizer import Schedule

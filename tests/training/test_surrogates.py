@@ -9,8 +9,7 @@ import torch
 
 from stage_data import stage_of
 from surefoot.batch import Outputs
-from surefoot.training.advantages import ADVANTAGES
-from surefoot.training.policy_gradient import KL
+from surefoot.training.policy_gradient import ADVANTAGES, KL
 
 LENGTHS = (3, 1, 4, 2)
 COUNT = sum(LENGTHS)

@@ -17,10 +17,9 @@ import tiny
 from project import in_child
 from surefoot.data.order.loader import Prefetch
 from surefoot.errors import CheckpointError, RunError
-from surefoot.methods.full import Freeze, Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Freeze, Full, LoRA
 from surefoot.optim._variants.adamw import AdamW
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 from surefoot.training.callback import TrainerCallback
 from surefoot.training.evaluation import EvaluationSet
 from surefoot.training.precompute import NOTHING

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import mixtures
 from folders import tokenizer
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.model.weights import adapter_files
 from surefoot.use import export
 

@@ -3,11 +3,14 @@
 from typing import Any
 
 from ..extensions import Extended
-from .badam import LISA, BAdam, BAdamRatio
-from .full import Freeze, Full, LLaMAPro
-from .lora import LoRA
-from .oft import OFT
-from .vera import VeRA
+from ._badam import LISA, BAdam, BAdamRatio
+from ._full import Freeze, Full, LLaMAPro
+from ._lora import LoRA
+from ._oft import OFT
+from ._vera import VeRA
+
+__all__ = ["LISA", "METHODS", "OFT", "BAdam", "BAdamRatio", "Freeze", "Full", "LLaMAPro"]
+__all__ += ["LoRA", "VeRA"]
 
 METHODS: Extended[type[Any]] = Extended(
     "methods",

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import (
-    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
-)
+from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from ..errors import ModelError
 from ..storage.files import read_json

@@ -18,11 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import ModelError
 from ..model.config import num_elements
 from ..model.lora_targets import HEAD, ROUTER, decoder_layers, is_added, matrices, plain_name
-from ..model.trained_weights import coverage
 from ..model.weights import AdapterWeights, FullWeights, names_in_files
 from ..optim.blocks import ParameterNames
 from ..optim.state_tensor import OTHER, ParameterKind, ParameterKinds
 from ..optim.trained import unsupported_by_pipelines
+from ._coverage import coverage
 from .draft import Draft, Tensors
 from .method import Method
 

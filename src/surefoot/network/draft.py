@@ -38,7 +38,6 @@ from ..model.loading import device, load_model, training_dtype
 from ..model.numerics import PrecisionName, seed_everything
 from ..model.outputs import LogprobHead
 from ..model.section import ModelSection
-from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
 from ..optim.state_tensor import ParameterKinds
 from ..parallel.box import Box
@@ -47,6 +46,7 @@ from ..parallel.sharded_model import shard, shard_for_generation
 from ..parallel.sharding import Cuts
 from ..parallel.vocab_parallel import cut_vocabulary
 from ..parallel.world import World
+from ._coverage import CoverageRow
 from ._pipelined import PipelinedModel, to_pipeline
 from .heads import Heads, stored_heads
 from .method import Method, UnshardedWeights

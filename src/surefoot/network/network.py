@@ -16,19 +16,10 @@ from transformers import PreTrainedModel
 from ..batch import Batch, Hook, Loss, LossFunction, Outputs, OutputSpec, Window
 from ..checkpoint.state.roles import MODEL, FileRole, ShardedState
 from ..checkpoint.state.states import FileState, PartialState
-from ..generate.generation import (
-    Chooser,
-    Decode,
-    Ids,
-    ReplicaShare,
-    Sample,
-    SampleStore,
-    sample,
-)
+from ..generate.generation import Chooser, Decode, Ids, ReplicaShare, Sample, SampleStore, sample
 from ..generate.section import GenerateSection
 from ..model.isolation import PromptSharing, settle_attention
 from ..model.loading import device
-from ..model.trained_weights import CoverageRow
 from ..optim.blocks import TrainedBlocks
 from ..optim.optimizer import Optimizer
 from ..optim.state_tensor import ParameterKinds
@@ -36,6 +27,7 @@ from ..optim.trained import TrainedParameters
 from ..parallel.sharded_model import gather_nothing
 from ..parallel.sharding import Cuts
 from ..parallel.world import World
+from ._coverage import FULL, CoverageRow, table
 from .draft import NetworkOptions
 from .heads import HEADS, Heads, HeadWeights
 from .method import Weights
@@ -122,6 +114,10 @@ class Network:
             )
         samples = {i: s for part in self.world.gathered(local_samples) for i, s in part.items()}
         return [samples[i] for i in range(len(prompts))]
+
+    def coverage_table(self) -> str | None:
+        """Which weights are trained, as aligned text; None if all are."""
+        return None if {row.trained for row in self.coverage} == {FULL} else table(self.coverage)
 
     @property
     def own_stops(self) -> list[int]:

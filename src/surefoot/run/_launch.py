@@ -23,10 +23,8 @@ from ..network.open import check_packages
 from ..parallel.world import World
 from ..recipe.recipe import Recipe
 from ..training.callback import TrainerCallback, TrainerState
-from ..training.callbacks.launches import MAX_LINE, LaunchFiles
-from ..training.callbacks.progress import Heartbeat
-from ..training.callbacks.tracker_services import redacted
-from ..training.callbacks.trackers import Reports, TrackerProcess, finish
+from ..training.callbacks.launches import MAX_LINE, LaunchFiles, redacted
+from ..training.callbacks.trackers import Heartbeat, Reports, TrackerProcess, finish
 from ..training.section import TrainSection
 from ..training.trainer import Trainer
 

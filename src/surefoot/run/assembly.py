@@ -5,19 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-
-from rich.console import Console
 
 from ..checkpoint.disk.folder import tokenizer_of
 from ..checkpoint.loading import load as load_checkpoint
 from ..checkpoint.saving.saver import AsyncSaver, SaveListener
 from ..checkpoint.saving.writer_group import WriterGroup
 from ..data.text.codec import Codec
-from ..errors import RecipeError
 from ..model import weights
 from ..model.base_identity import BaseModel
 from ..model.numerics import keep_freed_memory, seed_everything, use_deterministic_kernels
@@ -26,20 +22,12 @@ from ..parallel.world import ALONE, World
 from ..recipe.files import RUN_RECIPE
 from ..recipe.recipe import Recipe, dump
 from ..recipe.recipe_data import settled
-from ..schema import variant_name
 from ..training.callback import Callbacks, Context, TrainerCallback, TrainerControl, TrainerState
-from ..training.callbacks.jsonl import NAME as METRICS
-from ..training.callbacks.jsonl import Jsonl
 from ..training.callbacks.launches import NAME as LAUNCHES
-from ..training.callbacks.plot import NAME as PLOT
-from ..training.callbacks.plot import Plot
-from ..training.callbacks.progress import Screen, WarmUp
-from ..training.callbacks.tensorboard import FOLDER as TENSORBOARD
-from ..training.callbacks.tensorboard import TensorBoard
-from ..training.control import EarlyStop, IntervalCallback, LogAccumulator, Trigger
+from ..training.callbacks.metric_files import METRICS, TENSORBOARD
+from ..training.control import LogAccumulator, Trigger, standard_callbacks
 from ..training.kept_rollouts import KeptRollouts
 from ..training.out_of_memory import MemoryGuard
-from ..training.section import CALLBACKS
 from ..training.stage import POLICY
 from ..training.trainer import Trainer
 from ..training.windows import Windows, num_steps
@@ -145,7 +133,11 @@ def build(
     policy = networks[POLICY]
     saver = build_saver(written, policy, codec, bases.policy, code, start, listeners)
     end_with_responses(policy, codec)  # the files beside the weights have their own
-    members = [*([] if trial else standard_callbacks(recipe, world)), *callbacks]
+    saves = recipe.checkpoint
+    saving = Trigger(saves.save_steps, saves.save_minutes, saves.save_epoch)
+    is_compiled = recipe.model.compile
+    standard = standard_callbacks(recipe.train, saving, is_compiled=is_compiled, world=world)
+    members = [*([] if trial else standard), *callbacks]
     trainer = build_trainer(recipe, codec, networks, columns, saver, members, feeder, trial=trial)
     if start is not None:
         start.restore(trainer, base)
@@ -199,33 +191,6 @@ def build_saver(
         companions={**files, **code},
         on_busy=section.on_save_busy,
     )
-
-
-def standard_callbacks(recipe: Recipe, world: World = ALONE) -> list[TrainerCallback]:
-    """The callbacks of the recipe, in the order in which they are called."""
-    section, checkpoint, folder = recipe.train, recipe.checkpoint, recipe.train.folder
-    members: list[TrainerCallback] = [
-        IntervalCallback(
-            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
-            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
-            Trigger(checkpoint.save_steps, checkpoint.save_minutes, checkpoint.save_epoch),
-        )
-    ]
-    if section.early_stopping_patience is not None:
-        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
-    for callback in section.callbacks:
-        if not isinstance(callback, TrainerCallback):
-            name = variant_name(CALLBACKS, callback)
-            raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
-        members.append(copy(callback))  # what a run changes is its own
-    if not world.is_main:
-        return members
-    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
-    if recipe.model.compile:
-        members.append(WarmUp())
-    if "tensorboard" in section.report_to:
-        members.append(TensorBoard(folder / TENSORBOARD))
-    return members
 
 
 def build_trainer(

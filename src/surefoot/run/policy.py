@@ -26,7 +26,6 @@ from ..model.loading import device, resolve, training_dtype
 from ..model.lora_targets import is_added
 from ..model.numerics import LossScaler, choose, slowness
 from ..model.section import ModelSection
-from ..model.trained_weights import FULL, table
 from ..network.draft import NetworkOptions
 from ..network.network import Network
 from ..network.open import open_network, refuse_early
@@ -90,8 +89,8 @@ def open_policy(
     network = open_network(base, recipe.model, tokenizer, world, options)
     percent = 100 * network.num_trainable / network.num_parameters
     logger.info("trainable parameters: %s (%.3g %% of all)", f"{network.num_trainable:,}", percent)
-    if {row.trained for row in network.coverage} != {FULL}:
-        logger.info("%s", table(network.coverage))
+    if table := network.coverage_table():
+        logger.info("%s", table)
     return network
 
 

@@ -23,8 +23,7 @@ from ..recipe.recipe_data import find_base, settled, with_batch_sizes
 from ..storage.files import raising, read_json, write_aside
 from ..storage.memory import allocator_message, is_out_of_memory
 from ..training.callback import Record, TrainerCallback, TrainerState
-from ..training.callbacks.jsonl import NAME as METRICS
-from ..training.callbacks.jsonl import restore
+from ..training.callbacks.metric_files import METRICS, restore
 from ..training.evaluation import EVALUATION
 from ..training.trainer import Trainer
 from ._launch import recorded

@@ -3,14 +3,16 @@
 from typing import Any
 
 from ..extensions import Extended
-from .distill import Distill
-from .dpo import DPO
-from .grpo import GRPO
-from .kto import KTO
-from .ppo import PPO
-from .pt import PT
-from .rm import RM
-from .sft import SFT
+from ._distill import Distill
+from ._dpo import DPO
+from ._grpo import GRPO
+from ._kto import KTO
+from ._ppo import PPO
+from ._pt import PT
+from ._rm import RM
+from ._sft import SFT
+
+__all__ = ["DPO", "GRPO", "KTO", "PPO", "PT", "RM", "SFT", "STAGES", "Distill"]
 
 STAGES: Extended[type[Any]] = Extended(
     "stages",

@@ -2,8 +2,8 @@
 
 Doors: ``stage`` (the protocol of an objective, and its context), ``trainer`` (the loop),
 ``windows`` (what each step trains on), ``step`` (one update), ``evaluation``, ``callback`` and
-``callbacks/``, ``rewards`` and ``rollout`` (of sampled responses), ``losses``, ``policy_gradient``
-and ``advantages`` (the mathematics, as pure functions), ``section`` (the recipe's ``train``).
+``callbacks/``, ``rewards`` and ``rollout`` (of sampled responses), ``losses`` and
+``policy_gradient`` (the mathematics, as pure functions), ``section`` (the recipe's ``train``).
 
 A batch passes through: a window of encoded examples, with precomputed columns (``precompute``), is
 prepared by the stage (``context``: outputs, samples, rewards), assigned to ranks and micro-batches,

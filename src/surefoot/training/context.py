@@ -40,17 +40,7 @@ from .rewards import (
     texts_of,
 )
 from .served_policy import ServedPolicy, WindowRequest
-from .stage import (
-    POLICY,
-    Events,
-    OnError,
-    Prompts,
-    Reduction,
-    Replies,
-    Rewards,
-    Rollouts,
-    Stage,
-)
+from .stage import POLICY, Events, OnError, Prompts, Reduction, Replies, Rewards, Rollouts, Stage
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""When a run logs, evaluates, saves and stops: triggers, early stopping, signals, and the metrics
-that go into a log."""
+"""When a run logs, evaluates, saves and stops: triggers, early stopping, signals, the metrics that
+go into a log, and the callbacks that every run has."""
 
 from __future__ import annotations
 
@@ -9,15 +9,52 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from types import FrameType
 
-from ..errors import STOP_SIGNALS, counted
+from rich.console import Console
+
+from ..errors import STOP_SIGNALS, RecipeError, counted
+from ..parallel.world import World
+from ..schema import variant_name
 from .callback import Callbacks, Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from .callbacks._progress import Screen, WarmUp
+from .callbacks.metric_files import METRICS, PLOT, TENSORBOARD, Jsonl, Plot, TensorBoard
 from .evaluation import is_better
+from .section import CALLBACKS, TrainSection
 from .step import StepMetrics
 
 logger = logging.getLogger(__name__)
+
+
+def standard_callbacks(
+    section: TrainSection, saving: Trigger, *, is_compiled: bool, world: World
+) -> list[TrainerCallback]:
+    """The callbacks of the recipe, in the order in which they are called."""
+    members: list[TrainerCallback] = [
+        IntervalCallback(
+            Trigger(section.log_steps, section.log_minutes, section.log_epoch),
+            Trigger(section.eval_steps, section.eval_minutes, section.eval_epoch),
+            saving,
+        )
+    ]
+    if section.early_stopping_patience is not None:
+        members.append(EarlyStop(section.early_stopping_patience, section.early_stopping_threshold))
+    for callback in section.callbacks:
+        if not isinstance(callback, TrainerCallback):
+            name = variant_name(CALLBACKS, callback)
+            raise RecipeError(f"train.callbacks: {name} is no surefoot.training.TrainerCallback")
+        members.append(copy(callback))  # what a run changes is its own
+    if not world.is_main:
+        return members
+    folder = section.folder
+    members += [Jsonl(folder / METRICS), Screen(Console(stderr=True)), Plot(folder / PLOT)]
+    if is_compiled:
+        members.append(WarmUp())
+    if "tensorboard" in section.report_to:
+        members.append(TensorBoard(folder / TENSORBOARD))
+    return members
 
 
 @dataclass

@@ -17,8 +17,8 @@ from ..parallel.world import ALONE
 from ..recipe.recipe import Recipe
 from ..run.code_files import code_of, try_rewards
 from ..run.contexts import context_of
-from ..training.advantages import is_flat
 from ..training.kept_rollouts import Recorded
+from ..training.policy_gradient import is_flat
 from ..training.stage import POLICY
 from .evaluation import encoded, ready_to_measure, staying
 from .model_loading import PLAINLY, open_start

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.plugins.trainers.to_trainer import training_arguments
 from surefoot.recipe.recipe import read
-from surefoot.stages.sft import SFT
+from surefoot.stages import SFT
 
 TOTAL = 20
 RECIPE = read(

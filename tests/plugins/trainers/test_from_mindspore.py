@@ -10,7 +10,7 @@ from plugins.mindspore.real import SOURCES, real, truth  # noqa: F401 - fixtures
 from spread import trainer
 from surefoot.checkpoint.sources.source import TensorsInMemory, read_whole
 from surefoot.errors import CheckpointError
-from surefoot.methods.lora import LoRA
+from surefoot.methods import LoRA
 from surefoot.parallel.world import ALONE
 from surefoot.plugins.mindspore.naming import to_huggingface
 from surefoot.plugins.mindspore.resume import load_mindspore_checkpoint

@@ -14,8 +14,7 @@ from theirs import HALF, STEPS, policy_of, recipe_in, their_trainer
 from folders import edit_json
 from surefoot.checkpoint.disk.commit import step_of
 from surefoot.errors import CheckpointError
-from surefoot.methods.full import Full
-from surefoot.methods.lora import LoRA
+from surefoot.methods import Full, LoRA
 from surefoot.optim._variants.adamw import AdamW
 from surefoot.plugins.trainers.from_trainer import load_trainer_checkpoint
 from surefoot.plugins.trainers.trainer_folder import is_trainer_checkpoint

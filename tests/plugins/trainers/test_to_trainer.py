@@ -143,7 +143,7 @@ def test_what_cannot_be_converted_is_told(full, lora, tmp_path):
 
 
 def freeze():
-    from surefoot.methods.full import Freeze
+    from surefoot.methods import Freeze
 
     return Freeze(num_layers=1)
 

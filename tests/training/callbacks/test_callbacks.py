@@ -11,10 +11,8 @@ from rich.console import Console
 
 import small
 from surefoot.training.callback import TrainerCallback, TrainerControl, TrainerState
-from surefoot.training.callbacks.jsonl import Jsonl
-from surefoot.training.callbacks.plot import Plot, curves, smoothed
-from surefoot.training.callbacks.progress import LABELS, Screen, duration, fitting
-from surefoot.training.callbacks.tensorboard import TensorBoard
+from surefoot.training.callbacks._progress import LABELS, Screen, duration, fitting
+from surefoot.training.callbacks.metric_files import Jsonl, Plot, TensorBoard, curves, smoothed
 from surefoot.training.control import EarlyStop
 from surefoot.training.kept_rollouts import KeptRollouts
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from surefoot.training.callback import TrainerControl, TrainerState
-from surefoot.training.callbacks.jsonl import Jsonl
+from surefoot.training.callbacks.metric_files import Jsonl
 
 
 def write(path, records):

@@ -11,9 +11,10 @@ import pytest
 
 from hooks import listening, wait_for
 from surefoot.errors import RunError
-from surefoot.training.callbacks import tracker_services as webhook
+from surefoot.training.callbacks import _tracker_services as webhook
 from surefoot.training.callbacks import trackers as launching
-from surefoot.training.callbacks.tracker_services import TrackedRun, redacted
+from surefoot.training.callbacks._tracker_services import TrackedRun
+from surefoot.training.callbacks.launches import redacted
 from surefoot.training.callbacks.trackers import TrackerProcess, finish
 
 RUN = TrackedRun(Path("runs/one"), Path("x"), "id", "one", None, {})

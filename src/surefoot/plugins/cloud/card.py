@@ -23,7 +23,7 @@ from ...errors import CheckpointError, RecipeError
 from ...recipe.files import ADAPTER, RUN_RECIPE, read_text
 from ...recipe.yaml import emit, parse
 from ...storage.files import read_json
-from ...training.callbacks.plot import NAME as PLOT
+from ...training.callbacks.metric_files import PLOT
 from .contents import BASE, Publication
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")

@@ -25,7 +25,7 @@ from ...recipe.files import ADAPTER, is_run
 from ...recipe.run_recipe import checkpoint_of
 from ...storage.files import digest, read_json
 from ...training.callbacks.launches import NAME as LAUNCHES
-from ...training.callbacks.plot import NAME as PLOT
+from ...training.callbacks.metric_files import PLOT
 
 logger = logging.getLogger(__name__)
 BASE = "base_model_name_or_path"

@@ -1,5 +1,5 @@
 """The launches of a run: who trains it, how far it is, and how each launch ended; how one is
-started as a process of its own, and how another process follows what it writes.
+started as a process of its own, and how another process follows what it writes, without secrets.
 
 launches.jsonl    appended: one line when a launch begins, one for each log, one when it ends
 .heartbeat.json   replaced about every second: the step, and the process that takes it
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -207,3 +208,21 @@ def record(line: bytes) -> dict[str, object] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+# Secrets are kept out of what is logged, and out of the settings that a tracker shows.
+_USERINFO = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_QUERY = re.compile(
+    r"([?&][^=&\s'\"]*(?:key|token|secret|password|sig|auth)[^=&\s'\"]*=)[^&\s'\"]+", re.I
+)
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|WEBHOOK|CREDENTIAL", re.I)
+_SHORTEST = 8  # characters of a value that cannot be an ordinary word of a message
+
+
+def redacted(text: str) -> str:
+    """``text`` without the values of environment variables that are named like secrets, and
+    without names, passwords and keys in URLs."""
+    secrets = {value for name, value in os.environ.items() if _NAMES.search(name)}
+    for secret in sorted((s for s in secrets if len(s) >= _SHORTEST), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return _QUERY.sub(r"\1***", _USERINFO.sub("***@", text))

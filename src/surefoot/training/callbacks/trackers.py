@@ -1,7 +1,8 @@
-"""The processes of trackers and of the webhook: started, told what happens to a run, and ended in
-time. The run never waits for one before its end.
+"""What other processes learn of a run while it trains: its heartbeat in a file, and the events that
+trackers and the webhook get.
 
-``tracker_services`` is what such a process runs.
+Those are processes (of ``_tracker_services``) that are started, get events, and are ended in time.
+The run never waits for one before its end.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import counted
 from ...storage.child import Child
 from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
+from ._progress import peak_memory
+from .launches import LaunchFiles
 
 logger = logging.getLogger(__name__)
 FINISH = 30.0  # seconds at the end of a launch, for all trackers together
@@ -32,7 +35,7 @@ class TrackerProcess:
 
     def start(self) -> None:
         """Start it. A tracker that cannot be started is dropped."""
-        command = ["-m", f"{__package__}.tracker_services"]
+        command = ["-m", f"{__package__}._tracker_services"]
         try:
             self.child = Child(command, talks=True, environment=self.environment, patience=0)
         except OSError as error:
@@ -122,3 +125,47 @@ class Reports(TrainerCallback):
         self._num_skipped = None
         for process in self.processes:
             process.tell(event="nan", step=state.global_step)
+
+
+@dataclass
+class Heartbeat(TrainerCallback):
+    """Writes the step about once a second, and a line beside every log."""
+
+    files: LaunchFiles
+    blocking_seconds: Callable[[], float] = lambda: 0.0  # that the loop has waited for saves
+    _first_step: int = 0
+    _since: float = 0.0
+
+    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The first step is about to be taken."""
+        self._first_step, self._since = state.global_step, time.time()
+        self._beat(state, is_due=True)
+
+    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """One more step."""
+        self._beat(state)
+
+    def on_prediction_step(
+        self, args: Context, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """An evaluation is a sign of life, too."""
+        self._beat(state)
+
+    def on_log(
+        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
+    ) -> None:
+        """What ``metrics.jsonl`` lacks, as no resume can repeat it."""
+        if "loss" in logs:
+            self.files.log(
+                step=state.global_step,
+                peak_memory=peak_memory(),
+                save_blocking_seconds=round(self.blocking_seconds(), 6),
+            )
+
+    def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
+        """The last step is taken."""
+        self._beat(state, is_due=True)
+
+    def _beat(self, state: TrainerState, *, is_due: bool = False) -> None:
+        facts = {"first_step": self._first_step, "since": self._since}
+        self.files.beat(state.global_step, state.max_steps, is_due=is_due, **facts)

@@ -28,7 +28,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.recipe_data import with_batch_sizes
 from ...storage.memory import free_memory
 from ...terminal_text import in_bytes
-from ...training.callbacks.jsonl import NAME as METRICS
+from ...training.callbacks.metric_files import METRICS
 from ._batches import RunLength
 from ._dry_run import DryRunModel
 from ._memory_model import Memory, MeshShape

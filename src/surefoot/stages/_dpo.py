@@ -17,7 +17,7 @@ from ..schema.locations import ModelPath
 from ..training import losses
 from ..training.losses import LOSSES, PairLoss, Pairs
 from ..training.stage import AuxiliaryModel, Stage, StageContext
-from .rules import without_effect
+from ._rules import without_effect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

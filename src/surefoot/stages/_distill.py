@@ -17,14 +17,9 @@ from ..generate.servers import SAMPLERS, Engine, Sampler
 from ..parallel.section import ParallelSection
 from ..schema import Problem, Variants, must
 from ..schema.locations import ModelPath
-from ..training.stage import (
-    AuxiliaryModel,
-    Prepared,
-    Stage,
-    StageContext,
-)
-from .rules import check_sampler, check_temperature, must_not_shard
-from .sft import SFT
+from ..training.stage import AuxiliaryModel, Prepared, Stage, StageContext
+from ._rules import check_sampler, check_temperature, must_not_shard
+from ._sft import SFT
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import queue
-import re
 import secrets
 import socket
 import sys
@@ -35,7 +34,7 @@ from urllib.parse import urlsplit
 
 from ...errors import RunError, counted
 from ...storage.files import read_json, write_aside
-from .launches import Follower, record
+from .launches import Follower, record, redacted
 
 Facts = Mapping[str, object]
 
@@ -458,24 +457,6 @@ SERVICES: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": mlflow,
     "webhook": webhook,
 }
-
-
-# Secrets are kept out of what is logged, and out of the settings that a tracker shows.
-_USERINFO = re.compile(r"(?<=://)[^/\s@'\"]+@")
-_QUERY = re.compile(
-    r"([?&][^=&\s'\"]*(?:key|token|secret|password|sig|auth)[^=&\s'\"]*=)[^&\s'\"]+", re.I
-)
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|WEBHOOK|CREDENTIAL", re.I)
-_SHORTEST = 8  # characters of a value that cannot be an ordinary word of a message
-
-
-def redacted(text: str) -> str:
-    """``text`` without the values of environment variables that are named like secrets, and
-    without names, passwords and keys in URLs."""
-    secrets = {value for name, value in os.environ.items() if _NAMES.search(name)}
-    for secret in sorted((s for s in secrets if len(s) >= _SHORTEST), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return _QUERY.sub(r"\1***", _USERINFO.sub("***@", text))
 
 
 POLL = 0.3  # seconds between looks at metrics.jsonl

@@ -14,7 +14,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..training.losses import negative_log_likelihood, with_perplexity
 from ..training.stage import Stage
-from .rules import without_effect
+from ._rules import without_effect
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec

@@ -13,25 +13,21 @@ from ..data.text.collation import collate, with_owners, with_token_columns
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..schema.locations import FunctionPath
-from ..training.advantages import ADVANTAGES, is_flat
 from ..training.conversations import UserEnvironment, converse, sampling_figures, window_figures
 from ..training.policy_gradient import (
+    ADVANTAGES,
     KL,
     SURROGATES,
     Positions,
     Surrogate,
+    is_flat,
     of_response,
     truncated_weights,
 )
 from ..training.rewards import by_name, means, models_of, total
 from ..training.rollout import Rollout, read_row
-from ..training.stage import (
-    POLICY,
-    AuxiliaryModel,
-    Prepared,
-    StageContext,
-)
-from .rules import REFERENCE, OnPolicy, must_not_shard
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext
+from ._rules import REFERENCE, OnPolicy, must_not_shard
 
 if TYPE_CHECKING:
     import torch

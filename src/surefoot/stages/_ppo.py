@@ -13,27 +13,22 @@ from ..data.text.collation import collate, with_token_columns
 from ..errors import RunError, counted
 from ..parallel.section import ParallelSection
 from ..schema import Problem, must
-from ..training.advantages import (
+from ..training.conversations import converse, gap_figures, window_figures
+from ..training.policy_gradient import (
     KLEstimator,
     RunningMoments,
     adapted_coefficient,
+    clipped,
     clipped_value_losses,
     explained_variance,
     generalized_advantages,
     kl_estimates,
     whitened,
 )
-from ..training.conversations import converse, gap_figures, window_figures
-from ..training.policy_gradient import clipped
 from ..training.rewards import by_name, means, models_of, total
 from ..training.rollout import Rollout, read_row
-from ..training.stage import (
-    POLICY,
-    AuxiliaryModel,
-    Prepared,
-    StageContext,
-)
-from .rules import REFERENCE, OnPolicy, must_not_shard
+from ..training.stage import POLICY, AuxiliaryModel, Prepared, StageContext
+from ._rules import REFERENCE, OnPolicy, must_not_shard
 
 if TYPE_CHECKING:
     import numpy as np

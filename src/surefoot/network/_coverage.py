@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from .config import num_elements
-from .lora_targets import (
+from ..model.config import num_elements
+from ..model.lora_targets import (
     ROUTER,
     UNREACHED,
     adapted,

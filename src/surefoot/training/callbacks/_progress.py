@@ -1,5 +1,5 @@
 """How a run shows that it lives: a live line with rich on a terminal, plain ``key=value`` lines
-elsewhere, and a heartbeat for other processes."""
+elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,6 @@ from rich.text import Text
 
 from ...terminal_text import duration
 from ..callback import Context, Metrics, TrainerCallback, TrainerControl, TrainerState
-from .launches import LaunchFiles
 
 logger = logging.getLogger(__name__)
 
@@ -179,50 +178,6 @@ class WarmUp(TrainerCallback):
             self.is_over = True
             seconds = time.monotonic() - self.began
             logger.info("step %d took %.0f s, most of it to compile", state.global_step, seconds)
-
-
-@dataclass
-class Heartbeat(TrainerCallback):
-    """Writes the step about once a second, and a line beside every log."""
-
-    files: LaunchFiles
-    blocking_seconds: Callable[[], float] = lambda: 0.0  # that the loop has waited for saves
-    _first_step: int = 0
-    _since: float = 0.0
-
-    def on_train_begin(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The first step is about to be taken."""
-        self._first_step, self._since = state.global_step, time.time()
-        self._beat(state, is_due=True)
-
-    def on_step_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """One more step."""
-        self._beat(state)
-
-    def on_prediction_step(
-        self, args: Context, state: TrainerState, control: TrainerControl
-    ) -> None:
-        """An evaluation is a sign of life, too."""
-        self._beat(state)
-
-    def on_log(
-        self, args: Context, state: TrainerState, control: TrainerControl, logs: Metrics
-    ) -> None:
-        """What ``metrics.jsonl`` lacks, as no resume can repeat it."""
-        if "loss" in logs:
-            self.files.log(
-                step=state.global_step,
-                peak_memory=peak_memory(),
-                save_blocking_seconds=round(self.blocking_seconds(), 6),
-            )
-
-    def on_train_end(self, args: Context, state: TrainerState, control: TrainerControl) -> None:
-        """The last step is taken."""
-        self._beat(state, is_due=True)
-
-    def _beat(self, state: TrainerState, *, is_due: bool = False) -> None:
-        facts = {"first_step": self._first_step, "since": self._since}
-        self.files.beat(state.global_step, state.max_steps, is_due=is_due, **facts)
 
 
 def peak_memory() -> int:

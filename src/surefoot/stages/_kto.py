@@ -17,7 +17,7 @@ from ..schema import Problem, must
 from ..schema.locations import ModelPath
 from ..training import losses
 from ..training.stage import POLICY, AuxiliaryModel, Prepared, Stage, StageContext
-from .rules import without_effect
+from ._rules import without_effect
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..training import losses
 from ..training.stage import Stage
-from .rules import must_not_shard, without_effect
+from ._rules import must_not_shard, without_effect
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from ..parallel.section import ParallelSection
 from ..schema import Problem, must
 from ..training.losses import negative_log_likelihood, weighted_likelihood, with_perplexity
 from ..training.stage import AuxiliaryModel, Stage
-from .rules import REFERENCE, must_not_shard
+from ._rules import REFERENCE, must_not_shard
 
 if TYPE_CHECKING:
     from ..data.text.codec import Codec
